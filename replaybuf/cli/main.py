@@ -37,6 +37,7 @@ COMMANDS = {
     "groups list": "replaybuf.cli.groups:list_",
     "groups show": "replaybuf.cli.groups:show",
     "ledger": "replaybuf.cli.groups:ledger",
+    "explain": "replaybuf.cli.explain:explain",
     "doctor": "replaybuf.cli.doctor:doctor",
     "token new": "replaybuf.cli.token:new",
     "strategies list": "replaybuf.cli.strategies:list_installed",

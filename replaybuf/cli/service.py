@@ -45,7 +45,13 @@ def print_json(value: Any) -> None:
     print(msgspec.json.encode(value).decode())
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str | None = None,
+    console: Console | None = None,
+) -> None:
     """Print rows; a name that starts with ">" is of a column of numbers.
 
     Text of users is shown as it is: no markup, no control characters.
@@ -55,7 +61,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(value)) for value in row))
-    Console().print(table if table.rows else "nothing to show")
+    (console or Console()).print(table if table.rows else "nothing to show")
 
 
 def printable(value: object) -> str:

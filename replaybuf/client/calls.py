@@ -34,6 +34,7 @@ from replaybuf.wire.contract import (
 )
 from replaybuf.wire.cursors import CursorList, CursorPage, CursorState
 from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
+from replaybuf.wire.explain import BatchExplanation
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group
@@ -234,6 +235,13 @@ class RunCalls:
         """Return the record of a batch, in the current history or in that of `generation`. Raises `NotFound`."""
         params = given(generation=generation)
         return answer_of((yield HttpRequest(path=f"/batches/{step}/record", params=params)), StepRecord)
+
+    def explain_batch(
+        self, step: int, generation: int | None = None, limit: int | None = None
+    ) -> Exchange[BatchExplanation]:
+        """Return why a batch has its groups, the first `limit` of them in order, or why the next one is not there."""
+        params = given(generation=generation, limit=limit)
+        return answer_of((yield HttpRequest(path=f"/batches/{step}/explain", params=params)), BatchExplanation)
 
     def get_ledger(self, after: int = 0, limit: int = 1000) -> Exchange[LedgerPage]:
         """Return up to `limit` ledger records after entry `after`."""

@@ -34,11 +34,12 @@ _MEASURED = tuple(field.name for field in dataclasses.fields(MeasuredRates))
 
 
 class UsabilityRule(NamedTuple):
-    """A rule for usable groups: its text, a column, and the test of its values."""
+    """A rule for usable groups: its text, a column, the test of its values, and one word for groups that break it."""
 
     rule: str
     column: str
     kept: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]
+    reason: str
 
 
 class StrategyInputs:
@@ -51,6 +52,7 @@ class StrategyInputs:
         self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], rates: Rates, ask: Ask
     ) -> None:
         self.max_tokens = 0
+        self._counted: dict[str, tuple[tuple[int, int], int]] = {}
         self._rates = rates
         self._name = name
         self._state = state
@@ -169,7 +171,7 @@ class StrategyInputs:
         if required := self.plugins.all_required:
             bits = self._state.pool.columns.bits_of(required)
             rule = f"selects only groups with the columns {', '.join(required)}"
-            yield UsabilityRule(rule, "columns", lambda found: have_all(found, bits))
+            yield UsabilityRule(rule, "columns", lambda found: have_all(found, bits), "missing_columns")
 
     def incomplete(self, step: int, adapter: str) -> Amount:
         """Count the groups of an adapter that would be usable at `step` with the columns that they lack."""
@@ -197,22 +199,24 @@ class StrategyInputs:
 
     def _other_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
-        yield UsabilityRule("selects no group of a later version", "policy_version", lambda found: found <= version)
+        rule = "selects no group of a later version"
+        yield UsabilityRule(rule, "policy_version", lambda found: found <= version, "later_version")
         if bounds.max_staleness is not None:
             oldest = version - bounds.max_staleness
             rule = f"keeps the max_staleness of {bounds.max_staleness}"
-            yield UsabilityRule(rule, "policy_version", lambda found: found >= oldest)
+            yield UsabilityRule(rule, "policy_version", lambda found: found >= oldest, "too_stale")
         if bounds.max_uses is not None:
             most = bounds.max_uses
-            yield UsabilityRule(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most)
-        yield UsabilityRule("selects only live groups", "state", lambda found: found == LIVE)
+            yield UsabilityRule(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most, "used_up")
+        yield UsabilityRule("selects only live groups", "state", lambda found: found == LIVE, "not_live")
         if adapter:  # without adapters all groups have the same one
             code = hash_name(adapter)
-            yield UsabilityRule("selects only groups it was given", "adapter", lambda found: found == code)
+            rule = "selects only groups it was given"
+            yield UsabilityRule(rule, "adapter", lambda found: found == code, "other_adapter")
         if self.config.batch.overlong == "reject":
             longest = self.seq_len
             rule = f"keeps the seq_len of {longest}"
-            yield UsabilityRule(rule, "longest_tokens", lambda found: found <= longest)
+            yield UsabilityRule(rule, "longest_tokens", lambda found: found <= longest, "overlong")
 
     def usable(self, step: int, adapter: str) -> Groups:
         """Return the live groups, of an adapter, that keep all `usability_rules` at `step`."""
@@ -221,4 +225,11 @@ class StrategyInputs:
         fits = next(each)
         for kept in each:
             fits &= kept
-        return index.groups(None if fits.all() else np.flatnonzero(fits))
+        found = index.groups(None if fits.all() else np.flatnonzero(fits))
+        self._counted[adapter] = (self._state.entries, self._state.stored), len(found)
+        return found
+
+    def usable_count(self, adapter: str) -> int | None:
+        """Return how many groups `usable` found for the next step; None if it was not called since the last change."""
+        seen, count = self._counted.get(adapter, ((-1, -1), 0))
+        return count if seen == (self._state.entries, self._state.stored) else None

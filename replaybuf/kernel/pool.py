@@ -160,6 +160,11 @@ class GroupPool:
             return self._live.get(hash_name(adapter), NO_LIVE)
         return LiveTotals(*map(sum, zip(NO_LIVE, *self._live.values(), strict=True)))
 
+    def live_mask(self, adapter: str) -> npt.NDArray[np.bool_]:
+        """Return which rows are live groups of an adapter."""
+        live: npt.NDArray[np.bool_] = self.index["state"] == LIVE
+        return live & (self.index["adapter"] == hash_name(adapter)) if adapter else live
+
     def forget_live_totals(self) -> None:
         """Drop the cached sums: live groups are about to change."""
         self._live = None

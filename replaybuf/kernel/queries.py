@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
-from replaybuf.errors import Gone
+from replaybuf.errors import Gone, NotFound
 from replaybuf.kernel.index import DEAD, EVICTED
 from replaybuf.kernel.pool import PURGED, RETIRED
 from replaybuf.kernel.state import RunState
@@ -82,6 +83,23 @@ def find_batch_entry(state: RunState, step: int, generation: int | None = None) 
         if voided.generation <= generation < voided.until_generation:
             return voided.entry
     return record.entry if record and record.generation <= generation <= state.generation else None
+
+
+def entry_of_batch(state: RunState, step: int, generation: int | None = None) -> int:
+    """Return what `find_batch_entry` finds. Raises `NotFound` if that history has no such step, `Gone` once trimmed."""
+    entry = find_batch_entry(state, step, generation)
+    if entry is None:
+        check_record_kept(state, step)
+        where = "the current history" if generation is None else f"generation {generation}"
+        raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
+    return entry
+
+
+def find_batch_status(state: RunState, step: int, entry: int) -> Literal["assembled", "acked", "voided"]:
+    """Return the status of the batch of `step` at this ledger entry."""
+    if find_batch_entry(state, step) != entry:
+        return "voided"
+    return "assembled" if step in state.batches and not state.batches[step].acked else "acked"
 
 
 def check_record_kept(state: RunState, step: int) -> None:

@@ -9,6 +9,7 @@
 | `rb:{run}:gid`               | hash   | the run's                  | group_id -> number (deduplication)             |
 | `rb:{run}:done:<adapter>`    | bitmap | the run's                  | prompt indexes whose id trimming removed       |
 | `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`                        |
+| `rb:{run}:candidates`        | stream | until trimmed              | what each batch was chosen from, by entry       |
 | `rb:{run}:snap`              | string | the run's                  | snapshot of the fold at a ledger entry         |
 | `rb:{run}:evals`             | stream | newest 10,000 entries      | results of evaluations                         |
 | `rb:{run}:cursors`           | hash   | until forgotten            | name of a reader's cursor -> what is done      |
@@ -68,6 +69,11 @@ def ledger(run: str) -> str:
     return f"rb:{{{run}}}:led"
 
 
+def candidates(run: str) -> str:
+    """Build the key of the stream of what batches were chosen from."""
+    return f"rb:{{{run}}}:candidates"
+
+
 def evaluations(run: str) -> str:
     """Build the key of the stream of evaluation results."""
     return f"rb:{{{run}}}:evals"
@@ -121,7 +127,7 @@ def deleted(run: str) -> str:
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
     """List every key of a run, except the payloads and the mark of a deleted run."""
     control = (index, group_ids, old_entries, snapshot, ledger, tickets, counts, fence, lead, lost)
-    one_each = (*control, evaluations, cursors, spill)
+    one_each = (*control, candidates, evaluations, cursors, spill)
     return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
 
 

@@ -13,6 +13,7 @@ from replaybuf.errors import Conflict, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.faults import data_lost, dropped_payload
+from replaybuf.wire.explain import Candidates
 from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
 
 READ_CHUNK_ENTRIES = 1_000
@@ -35,15 +36,21 @@ class LedgerStore:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def append(self, run: str, token: str, number: int, record: AnyRecord) -> None:
+    async def append(
+        self, run: str, token: str, number: int, record: AnyRecord, candidates: Candidates | None = None
+    ) -> None:
         """Append ledger entry `number`, durably. A repeat of the same entry changes nothing.
 
+        `candidates`: what a batch was chosen from, kept beside the entry and trimmed with it.
         Raises `NotLeader` if a newer leader exists, `DataLost` if the entries before it are missing, `Conflict` if
         another record has the number.
         """
         groups = len(record.groups) if isinstance(record, BatchRecord) else 0
         raw = encode_record(record) if groups <= PIECE else await asyncio.to_thread(encode_record, record)
-        outcome, detail = await self._connection.call(run, "rb_append", (), [number, raw], token, durably=True)
+        beside = [] if candidates is None else [msgspec.msgpack.encode(candidates)]
+        outcome, detail = await self._connection.call(
+            run, "rb_append", [keys.candidates(run)], [number, raw, *beside], token, durably=True
+        )
         self._check(run, number, outcome, text(detail))
 
     async def append_columns(
@@ -97,6 +104,28 @@ class LedgerStore:
             after = records[-1][0]
             left = None if left is None else left - len(records)
             chunk = min(max(1, READ_CHUNK_BYTES // (size // len(raw) + 1)), 8 * chunk, READ_CHUNK_ENTRIES)
+
+    async def read_candidates(self, run: str, upto: int | None, count: int) -> list[tuple[int, Candidates]]:
+        """Read what the newest `count` batches up to ledger entry `upto` (None = the end) were chosen from.
+
+        Returns them with their entries, newest first. Raises `Unreadable`.
+        """
+        pipe = self._connection.pipeline()
+        pipe.xrevrange(keys.candidates(run), max="+" if upto is None else f"{upto}-0", min="-", count=count)
+        (found,) = await self._connection.read(run, pipe)
+        return [_read_candidates(*one) for one in found or ()]
+
+
+def _read_candidates(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, Candidates]:
+    number = int(entry_id.partition(b"-")[0])
+    try:
+        return number, msgspec.msgpack.decode(fields[b"c"], type=Candidates)
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(
+            f"what the batch at ledger entry {number} was chosen from does not decode: {error}",
+            name="entry",
+            value=number,
+        ) from error
 
 
 def _read(raw: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[tuple[int, AnyRecord]]:

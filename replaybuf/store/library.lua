@@ -146,7 +146,8 @@ local function ends(keys, args, run)
 end
 
 -- Append ledger entry `n`. A repeat of the same entry is 'ok'.
--- args: n, record; outcomes: ok, taken, gap; detail: number of the newest entry
+-- keys: candidates; args: n, record, what the batch was chosen from (only with a batch)
+-- outcomes: ok, taken, gap; detail: number of the newest entry
 local function append(keys, args, run)
   local n, id = tonumber(args[1]), args[1] .. '-0'
   local newest = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1])
@@ -159,6 +160,9 @@ local function append(keys, args, run)
     return 'gap', tostring(newest)
   end
   redis.call('XADD', run.ledger, id, 'r', args[2])
+  if args[3] then
+    redis.call('XADD', keys[1], id, 'c', args[3])
+  end
   redis.call('HSET', run.counts, 'entries', n)
   return 'ok', args[1]
 end
@@ -173,7 +177,7 @@ local function columns(keys, args, run)
       return 'missing'
     end
   end
-  local outcome, detail = append(keys, args, run)
+  local outcome, detail = append({}, {args[1], args[2]}, run)
   for at = 1, first and outcome == 'ok' and #keys or 0, 2 do
     redis.call('RENAME', keys[at], keys[at + 1])
     redis.call('PERSIST', keys[at + 1])
@@ -298,7 +302,7 @@ local function done(keys, args, run)
 end
 
 -- Replace the snapshot and trim what it makes unnecessary, unless the stored snapshot is newer.
--- keys: snapshot, old entries
+-- keys: snapshot, old entries, candidates
 -- args: snapshot, first index number kept, first ledger entry kept, (number, old entry)...; outcomes: ok, newer
 local function snapshot(keys, args, run)
   local stored = tonumber(redis.call('GETRANGE', keys[1], 4, 23)) or -1
@@ -313,6 +317,9 @@ local function snapshot(keys, args, run)
   local _, newest = read_ends(run)
   redis.call('XTRIM', run.index, 'MINID', math.min(args[2], newest) .. '-0')
   redis.call('XTRIM', run.ledger, 'MINID', args[3] .. '-0')
+  if keys[3] then -- callers of an older release do not name it
+    redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
+  end
 end
 
 -- Delete old entries. keys: old entries; args: numbers

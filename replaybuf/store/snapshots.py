@@ -39,7 +39,7 @@ class SnapshotStore:
 
         Returns False, and changes nothing, if the stored snapshot is newer. Raises `NotLeader`.
         """
-        names = [keys.snapshot(run), keys.old_entries(run)]
+        names = [keys.snapshot(run), keys.old_entries(run), keys.candidates(run)]
         arguments = [raw, first_group, first_entry, *(part for pair in old_entries.items() for part in pair)]
         outcome, _ = await self._connection.call(run, "rb_snapshot", names, arguments, token)
         return outcome == "ok"

@@ -124,6 +124,8 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     ask("GET", "/batches/{step}", **step, headers={"accept": PLAN_TYPE})
     ask("GET", "/batches/{step}", **step, headers={"accept-encoding": "br, identity;q=0"})
     ask("GET", "/batches/{step}/record", step=0)
+    ask("GET", "/batches/{step}/explain", step=0, query={"limit": 1})
+    ask("GET", "/batches/{step}/explain", step=1)
     ask("POST", "/batches/{step}/ack", step=0, body={"epoch": epoch, "feedback": {"loss": 1.0}})
     ask("POST", "/batches/{step}/ack", step=5, body={"epoch": epoch})
     ask("POST", "/policy", body={"epoch": epoch, "version": 1, "weights_uri": "file:///weights/1"})
@@ -133,6 +135,7 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     ask("POST", "/checkpoints", body={"epoch": epoch, "step": 7})
     ask("GET", "/batches/{step}/record", step=0, query={"generation": 0})
     ask("GET", "/batches/{step}/record", step=3)
+    ask("GET", "/batches/{step}/explain", step=3)
     for freed_or_future in (0, 9):
         ask("GET", "/batches/{step}", step=freed_or_future, query={"epoch": epoch})
     ask("GET", "/cursors/{name}", name="c", query={"kind": "trained", "limit": 1, "wait_ms": 0})

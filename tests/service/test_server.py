@@ -119,6 +119,7 @@ ALLOWED = [
     ("POST", "/batches/0/ack", {"trainer", "operator"}),
     ("POST", "/checkpoints", {"trainer", "operator"}),
     ("GET", "/batches/0/record", {"trainer", "reader", "operator"}),
+    ("GET", "/batches/0/explain", {"trainer", "reader", "operator"}),
     ("GET", "/ledger", {"trainer", "reader", "operator"}),
     ("GET", "/dead-letters", {"reader", "operator"}),
     ("DELETE", "/dead-letters", {"operator"}),

@@ -121,6 +121,7 @@ def test_streams_and_ids_stay_bounded_and_the_state_is_the_same_after_a_restart(
         with client_of(server) as client:
             assert client.xlen(keys.index("bound")) <= 40
             assert client.xlen(keys.ledger("bound")) <= 50 * 4 // 2 + 20
+            assert client.xlen(keys.candidates("bound")) <= 30
             assert client.hlen(keys.group_ids("bound")) <= 40
             assert client.bitcount(keys.prompts_done("bound", "")) >= 60
             assert len(client.keys("rb:p:{bound*")) == 0
@@ -140,6 +141,7 @@ def test_trimmed_groups_are_gone_and_recently_freed_ones_are_reported(server: Em
     async def work(trial: Trial) -> None:
         await trial.create()
         await trial.steps(0, 50)
+        assert (await trial.http.get("batches/1/explain")).status_code == 410
         for path, code in (("groups/p1", 410), ("batches/1/record", 410), ("groups/p99", 200), ("groups/p777", 404)):
             assert (await trial.http.get(path)).status_code == code, path
         assert "record of step 1 is trimmed" in (await trial.http.get("batches/1/record")).json()["detail"]

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.service.http import column_calls, cursor_calls, group_pages, handlers, sending
+from replaybuf.service.http import column_calls, cursor_calls, explain, group_pages, handlers, sending
 from replaybuf.service.http.requests import (
     ADAPTER,
     AFTER,
@@ -28,6 +28,7 @@ from replaybuf.service.http.requests import (
 from replaybuf.wire import browse, contract, cursors, evaluations
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
+from replaybuf.wire.explain import BatchExplanation
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 from replaybuf.wire.run_status import RunList, RunStatus
@@ -123,6 +124,8 @@ BROWSE_CALLS = (
     Call("DELETE", f"{_R}/cursors/{{name}}", cursor_calls.delete_cursor, _READER, answers=("204",)),
     Call("GET", f"{_R}/batches/{{step}}/record", handlers.get_record, _BOTH,
          None, browse.StepRecord, ("200", "404", "410"), (GENERATION,)),
+    Call("GET", f"{_R}/batches/{{step}}/explain", explain.get_explanation, _BOTH,
+         None, BatchExplanation, ("200", "404", "410"), (GENERATION, explain.SHOWN)),
     Call("GET", f"{_R}/ledger", handlers.get_ledger, _BOTH, result=browse.LedgerPage, query=(AFTER, LIMIT)),
     Call("GET", f"{_R}/evaluations", handlers.get_evaluations, _ALL, result=evaluations.Evaluations, query=(LIMIT,)),
     Call("GET", f"{_R}/failed-prompts", handlers.get_failed_prompts, _ALL,

@@ -7,16 +7,16 @@ import functools
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from typing import Literal
 
 import msgspec
 import numpy as np
 
-from replaybuf.errors import Conflict, Invalid, NotFound, StrategyFault
+from replaybuf.errors import Conflict, Invalid, StrategyFault
+from replaybuf.kernel.candidates import count_candidates
 from replaybuf.kernel.decide import check_requestable, decide_dead_letters, decide_evict, draft_batch
 from replaybuf.kernel.decide_config import decide_end
 from replaybuf.kernel.history import BatchState
-from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
+from replaybuf.kernel.queries import entry_of_batch, find_batch_status, find_group_state
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.step_wait import StepWait
 from replaybuf.kernel.waiting import BLOCKED_ON
@@ -220,6 +220,7 @@ class Batches:
             chosen = self._selector.choose(overdue=overdue)
             if isinstance(chosen, WaitingAnswer):
                 return chosen
+            candidates = count_candidates(self._state, self._selector, self._tickets.rejected)
             await asyncio.sleep(0)  # choosing among a million groups takes a while
             numbers = chosen.rows.tolist()
             prepared = await self.next_batch.fetched(numbers)
@@ -236,7 +237,7 @@ class Batches:
                 continue
             draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
             record = await call_beside(len(numbers), complete_record, draft, fetched)
-            await self._journal.append(record)
+            await self._journal.append(record, candidates)
             packed = await self.next_batch.take(record, len(prepared.groups))
             if packed:
                 self._keep(packed)
@@ -323,16 +324,9 @@ class Batches:
     async def record(self, step: int, generation: int | None) -> StepRecord:
         """Return the record of a batch. Raises `NotFound` if that history has no such step, `Gone` once trimmed."""
         state = self._state
-        entry = find_batch_entry(state, step, generation)
-        if entry is None:
-            check_record_kept(state, step)
-            where = "the current history" if generation is None else f"generation {generation}"
-            raise NotFound(f"{where} has no batch of step {step}", name="step", value=step, bound=state.next_step)
+        entry = entry_of_batch(state, step, generation)
         record = await self._journal.batch_record(entry)
-        if find_batch_entry(state, step) != entry:
-            status: Literal["assembled", "acked", "voided"] = "voided"
-        else:
-            status = "assembled" if step in state.batches and not state.batches[step].acked else "acked"
+        status = find_batch_status(state, step, entry)
         packed = await self._get_packed(step) if status != "voided" and step in state.batches else None
         return await asyncio.to_thread(describe_batch, self._journal.name, record, status, packed)
 

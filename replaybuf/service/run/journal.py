@@ -38,6 +38,7 @@ from replaybuf.store.entries import build_chunk
 from replaybuf.store.ledger import NewColumn
 from replaybuf.wire.collector import collector_paused
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.explain import Candidates
 from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord
 
 logger = logging.getLogger(__name__)
@@ -265,10 +266,10 @@ class Journal:
             logger.error("run paused run=%s reason=%s", self.name, fault.detail)
             await self.set_status("paused", fault.detail)
 
-    async def append(self, record: AnyRecord) -> None:
-        """Write one record, then apply it. Called within a decision."""
+    async def append(self, record: AnyRecord, candidates: Candidates | None = None) -> None:
+        """Write one record, and what a batch was chosen from, then apply the record. Called within a decision."""
         with self._appending(record) as entry:
-            await self.store.ledger.append(self.name, self.token or "", entry, record)
+            await self.store.ledger.append(self.name, self.token or "", entry, record, candidates)
 
     async def append_columns(self, record: ColumnsRecord, frames: Sequence[NewColumn]) -> None:
         """Write a record with the late columns that it names, then apply it. Called within a decision."""

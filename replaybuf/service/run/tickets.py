@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import NamedTuple
 
 from replaybuf.errors import Invalid, StrategyFault
@@ -50,6 +50,11 @@ class Tickets:
         self._polls = LongPolls(journal)
         self._producers = journal.presence.producers
         self._to_take_back: set[str] = set()
+
+    @property
+    def rejected(self) -> Mapping[str, int]:
+        """Rejected appends by reason, since the run was created."""
+        return self._side_state.rejected
 
     async def issue(
         self,
