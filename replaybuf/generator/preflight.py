@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from replaybuf.client.client import AsyncClient, Backoff
-from replaybuf.errors import Invalid, NotFound, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import DataLost, Invalid, NotFound, ServiceUnavailable, UnsupportedServer
 from replaybuf.generator.engines import Server
 from replaybuf.generator.prompts import Prompt
 from replaybuf.kernel.advantages import check_estimator
@@ -21,7 +21,10 @@ _LOG_EVERY_S = 10.0
 
 
 async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
-    """Wait until the service answers and the run exists. Raises the last error after `timeout_s` seconds."""
+    """Wait until the service answers, has the data of the run and the run exists.
+
+    Raises the last error after `timeout_s` seconds.
+    """
     clock = asyncio.get_running_loop().time
     ends_s = clock() + timeout_s
     logged, logged_s = "", 0.0
@@ -31,7 +34,7 @@ async def wait_for_run(client: AsyncClient, timeout_s: float) -> RunFacts:
             return (await client.get_run()).facts()
         except UnsupportedServer:
             raise
-        except (NotFound, ServiceUnavailable) as error:
+        except (NotFound, ServiceUnavailable, DataLost) as error:
             pause_s = next(pauses_s)
             if clock() + pause_s > ends_s:
                 detail = f"{error.detail} (waited {timeout_s:g} s)"

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from replaybuf.client.client import AsyncClient
-from replaybuf.errors import Invalid, NotFound, ServiceUnavailable
+from replaybuf.errors import DataLost, Invalid, NotFound, ServiceUnavailable, Unreadable
 from replaybuf.generator.preflight import check_fit, check_group_size, check_vocabulary, wait_for_run
 from replaybuf.wire.run_status import RunFacts
 from replaybuf.wire.tokenizer import Tokenizer
@@ -37,6 +37,31 @@ def test_it_waits_for_a_run_that_comes_late(caplog: pytest.LogCaptureFixture) ->
 
     assert asyncio.run(main()).group_size == 8
     assert re.search(r"waiting for the run, up to \d+ s: run 'r' is not known", caplog.text)
+
+
+@pytest.mark.parametrize("fault", [DataLost("restore the append-only file"), Unreadable("restore the keys")])
+def test_it_waits_until_an_operator_has_restored_the_data(fault: DataLost, caplog: pytest.LogCaptureFixture) -> None:
+    """As a generator that is already running does."""
+
+    async def main() -> RunFacts:
+        service = ServiceDouble(group_size=8)
+        service.faults["run"] = deque([fault])
+        async with service.up(), AsyncClient(service.url, "r") as client:
+            return await wait_for_run(client, TIMEOUT_S)
+
+    assert asyncio.run(main()).group_size == 8
+    assert f"waiting for the run, up to {TIMEOUT_S:.0f} s: {fault.detail}" in caplog.text
+
+
+def test_data_that_nobody_restores_end_the_start() -> None:
+    async def main() -> None:
+        service = ServiceDouble(group_size=8)
+        service.faults["run"] = deque([DataLost("restore the append-only file")] * 10)
+        async with service.up(), AsyncClient(service.url, "r") as client:
+            await wait_for_run(client, 0.3)
+
+    with pytest.raises(DataLost, match=r"restore the append-only file \(waited 0\.3 s\)"):
+        asyncio.run(main())
 
 
 def test_each_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
