@@ -24,8 +24,8 @@ from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.pool import AdapterCounts, GroupPool
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import AdapterProgress, Rotation
-from replaybuf.wire.batch import BodyExtra
-from replaybuf.wire.config import Cost, RunConfig
+from replaybuf.packing.batches import Layout
+from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_record import read_config
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
@@ -60,16 +60,11 @@ RunPhase = Literal["running", "paused", "finished"]
 _NO_NUMBERS, _NOT_MALFORMED = np.empty(0, np.int64), np.empty(0, bool)
 
 
-@dataclasses.dataclass(slots=True)
-class Attachment:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment(Layout):
     """The attached trainer and the layout of its batches."""
 
     epoch: int
-    dp_world_size: int
-    seq_len: int
-    pad_to_multiple_of: int
-    cost: Cost | None = None
-    extras: tuple[BodyExtra, ...] = ()
 
 
 class RunState:
@@ -248,12 +243,12 @@ class RunState:
 
     def _attach(self, record: AttachRecord) -> None:
         self.attachment = Attachment(
-            record.epoch,
-            record.dp_world_size,
-            record.seq_len,
-            record.pad_to_multiple_of,
-            record.cost,
-            record.extras,
+            epoch=record.epoch,
+            dp_world_size=record.dp_world_size,
+            seq_len=record.seq_len,
+            pad_to_multiple_of=record.pad_to_multiple_of,
+            cost=record.cost,
+            extras=record.extras,
         )
 
     def _publish(self, record: PolicyRecord) -> None:

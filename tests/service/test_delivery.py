@@ -13,7 +13,8 @@ import zstandard
 
 from replaybuf.client.client import Client
 from replaybuf.errors import NotAcceptable
-from replaybuf.service.bodies import assembly, bodies
+from replaybuf.packing import batches
+from replaybuf.service.bodies import bodies
 from replaybuf.service.bodies.bodies import Part
 from replaybuf.service.http.sending import CHUNK_BYTES, BodyResponse, coding_for, matches
 from replaybuf.service.run import next_batch
@@ -182,7 +183,7 @@ class Here:
         self.frames_fetched = 0
         self.fetching = asyncio.Event()
         self.written: list[int] = []
-        frames, write_body = store.groups.read_frames, assembly.write_body
+        frames, write_body = store.groups.read_frames, batches.write_body
 
         async def counted_frames(name: str, sizes: Any) -> Any:
             self.frames_fetched += len(sizes)

@@ -1,4 +1,4 @@
-"""Fetch and check the frames of a batch, pack them, write the body of each rank.
+"""Fetch and check the frames of a batch, and pack them.
 
 The bytes are a pure function of the batch record, the frames and the trainer's layout (ranks, seq_len, padding), so
 every server writes the same.
@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from replaybuf import __version__
 from replaybuf.errors import BrokenFrame, Gone
@@ -22,20 +20,16 @@ from replaybuf.kernel.column_table import ColumnTable
 from replaybuf.kernel.decide import BatchDraft, GroupLabel
 from replaybuf.kernel.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state import Attachment
-from replaybuf.packing.cost import TYPICAL
-from replaybuf.packing.pack import Row, fillers, pack
+from replaybuf.packing.batches import PackedGroups
 from replaybuf.service.bodies.release import SMALL, drop, release
-from replaybuf.service.bodies.rewards import BatchRewards, summarise_rewards
 from replaybuf.store import IndexEntry, Store
 from replaybuf.store.keys import late_column
-from replaybuf.wire.batch import BatchMeta, padded_length
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group, hash_name
-from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord, encode_record
 from replaybuf.wire.names import LONGEST_NAME_BYTES
-from replaybuf.wire.plan import Plan, PlannedColumn, PlannedGroup, build_body, decode_late, decode_payload
-from replaybuf.wire.token_versions import count_stale, mask_stale
+from replaybuf.wire.plan import PlannedColumn, PlannedGroup, decode_late, decode_payload
+from replaybuf.wire.token_versions import count_stale
 
 Coding = Literal["identity", "zstd"]
 LARGEST_STRINGS_BYTES = 4 * LONGEST_NAME_BYTES
@@ -173,31 +167,14 @@ def _digest_of(fetched: FetchedGroups, step: int, generation: int) -> str:
     return state.hexdigest()
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class PackedBatch:
-    """A packed batch: groups in order, the grid of its ranks, bodies that are written or being written.
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PackedBatch(PackedGroups):
+    """A packed batch with its bodies that are written or being written.
 
-    - `planned`, `groups`: each group as in a plan, and its columns, cut to the layout
-    - `owners`: (group, rollout in it) of each rollout; `loss_tokens`: tokens of each rollout in the loss mask
-    - `tokens`, `all_loss_tokens`: tokens of all ranks without padding, and how many of them are in the loss mask
-    - `masked_tokens`: sampled tokens of all ranks that are too old for the loss
-    - `rewards`: mean reward and its parts over all ranks, if the trainer asked for them
     - `content`: hash of all that the bodies are made from
     - `nbytes`: bytes of frames and written bodies
     """
 
-    record: BatchRecord
-    planned: list[PlannedGroup]
-    groups: list[Group]
-    owners: list[tuple[int, int]]
-    loss_tokens: list[int]
-    grid: list[list[Row]]
-    row_tokens: list[list[int]]
-    tokens: int
-    all_loss_tokens: int
-    masked_tokens: int
-    rewards: BatchRewards | None
-    layout: Attachment
     content: bytes
     nbytes: int
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
@@ -209,29 +186,10 @@ class PackedBatch:
             drop(record)
         release(self.planned, self.groups, self.owners, self.grid, self.row_tokens, self.bodies)
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per rank."""
-        return len(self.grid[0])
-
-    @property
-    def fillers(self) -> int:
-        """Micro-batches without rollouts, of all ranks."""
-        return fillers(self.grid)
-
-    def positions(self, rank: int) -> list[int]:
-        """List the positions in the batch of one rank's groups, ascending."""
-        return sorted({self.owners[item][0] for row in self.grid[rank] for item in row})
-
     def etag(self, rank: int, form: Form) -> str:
         """Return the ETag of one rank's answer, a hash of all inputs: equal tags, equal bytes."""
         name = hashlib.blake2b(self.content + f"{rank}/{form}".encode(), digest_size=16)
         return f'"{name.hexdigest()}"'
-
-    def padded_rows(self) -> list[int]:
-        """List the tokens of every row with its padding."""
-        multiple = self.layout.pad_to_multiple_of
-        return [padded_length(tokens, multiple) for rank in self.row_tokens for tokens in rank]
 
 
 def hash_content(record: BatchRecord, layout: Attachment) -> bytes:
@@ -255,7 +213,7 @@ def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) 
                 name="group_id",
                 value=entry.group_id,
             )
-        groups.append(truncate(fetched.groups[entry.number], layout.seq_len))
+        groups.append(fetched.groups[entry.number])
         values = frames[entry.number].values
         planned.append(
             PlannedGroup(
@@ -269,93 +227,6 @@ def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) 
                 late_columns=fetched.late.get(entry.number, msgspec.UNSET),
             )
         )
-    lengths = np.concatenate([group.lengths for group in groups]).astype(np.int32)
-    grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(groups))
-    least = record.least_versions
-    in_loss = [mask_stale(group, least.get(group.adapter)) for group in groups]
-    loss_tokens = [tokens for group in in_loss for tokens in group.sampled_lengths.tolist()]
-    masked = sum(count_stale(group, least[group.adapter]) for group in groups) if least else 0
-    return PackedBatch(
-        record=record,
-        planned=planned,
-        groups=groups,
-        owners=[(position, k) for position, group in enumerate(groups) for k in range(group.rollouts)],
-        loss_tokens=loss_tokens,
-        grid=grid,
-        row_tokens=[[int(lengths[row].sum()) for row in rank] for rank in grid],
-        tokens=int(lengths.sum(dtype=np.int64)),
-        all_loss_tokens=sum(loss_tokens),
-        masked_tokens=masked,
-        rewards=summarise_rewards(groups) if "reward_parts" in layout.extras else None,
-        layout=layout,
-        content=hash_content(record, layout),
-        nbytes=fetched.frame_bytes,
+    return PackedBatch.pack(
+        record, planned, groups, layout, content=hash_content(record, layout), nbytes=fetched.frame_bytes
     )
-
-
-def _adapter_codes(groups: Sequence[Group]) -> npt.NDArray[np.int32] | None:
-    """Return the adapter code of each rollout; None if all have the same adapter."""
-    codes = {name: code for code, name in enumerate(sorted({group.adapter for group in groups}))}
-    if len(codes) < 2:
-        return None
-    rollouts = [group.rollouts for group in groups]
-    return np.repeat(np.array([codes[group.adapter] for group in groups], np.int32), rollouts)
-
-
-def plan_of(run: str, batch: PackedBatch, rank: int) -> Plan:
-    """Return the plan of one rank's body."""
-    record, layout, grid = batch.record, batch.layout, batch.grid[rank]
-    # Groups are numbered per rank, in the order in which the batch holds them.
-    present = batch.positions(rank)
-    local = {position: index for index, position in enumerate(present)}
-    items = [item for row in grid for item in row]
-    tokens = sum(batch.row_tokens[rank])
-    meta = BatchMeta(
-        run=run,
-        step=record.step,
-        generation=record.generation,
-        batch_id=record.batch_id,
-        digest=record.digest,
-        dp_rank=rank,
-        dp_world_size=layout.dp_world_size,
-        version=record.version,
-        strategy=record.strategy,
-        options=record.options,
-        micro_batches=len(grid),
-        adapters=[batch.groups[batch.owners[row[0]][0]].adapter if row else "" for row in grid],
-        group_ids=[record.groups[position].group_id for position in present],
-        tokens=tokens,
-        padding=sum(padded_length(t, layout.pad_to_multiple_of) for t in batch.row_tokens[rank]) - tokens,
-        loss_tokens=sum(batch.loss_tokens[item] for item in items),
-        rollouts=len(items),
-        batch_tokens=batch.tokens,
-        batch_loss_tokens=batch.all_loss_tokens,
-        batch_rollouts=len(batch.owners),
-        batch_groups=len(batch.groups),
-        adapters_completed=completed(record) if record.adapters else msgspec.UNSET,
-        batch_masked_tokens=msgspec.UNSET if record.stale_token_mask is None else batch.masked_tokens,
-        batch_reward_mean=batch.rewards.mean if batch.rewards else msgspec.UNSET,
-        batch_reward_parts=batch.rewards.parts if batch.rewards else msgspec.UNSET,
-    )
-    return Plan(
-        meta=meta,
-        rows=[[(local[batch.owners[item][0]], batch.owners[item][1]) for item in row] for row in grid],
-        groups=[batch.planned[position] for position in present],
-        seq_len=layout.seq_len,
-        pad_to_multiple_of=layout.pad_to_multiple_of,
-        release=__version__,
-        least_versions=record.least_versions,
-        extras=tuple(extra for extra in layout.extras if extra != "reward_parts"),
-    )
-
-
-def write_body(run: str, batch: PackedBatch, rank: int) -> memoryview:
-    """Write the body of one rank."""
-    groups = [batch.groups[position] for position in batch.positions(rank)]
-    # Not copied into bytes: that would hold the interpreter for as long as it copies.
-    return build_body(plan_of(run, batch, rank), groups).toreadonly()
-
-
-def completed(record: BatchRecord) -> dict[str, int]:
-    """Return adapter -> own step for the adapters whose step a batch completes."""
-    return {name: part.step for name, part in record.adapters.items() if part.completed}

@@ -8,7 +8,9 @@ import dataclasses
 import msgspec
 import zstandard
 
-from replaybuf.service.bodies.assembly import Coding, Form, PackedBatch, plan_of, write_body
+from replaybuf import __version__
+from replaybuf.packing.batches import plan_of, write_body
+from replaybuf.service.bodies.assembly import Coding, Form, PackedBatch
 from replaybuf.service.turns import call_beside
 
 WRITERS = 2
@@ -33,7 +35,7 @@ class Bodies:
     async def plan(self, batch: PackedBatch, rank: int) -> bytes:
         """Return the plan of one rank's body as JSON, without writing the body."""
         rollouts = len(batch.owners) // batch.layout.dp_world_size
-        plan = await call_beside(rollouts, plan_of, self._run, batch, rank)
+        plan = await call_beside(rollouts, plan_of, self._run, batch, rank, __version__)
         return await call_beside(rollouts, msgspec.json.encode, plan)
 
     async def _write(self, batch: PackedBatch, rank: int, coding: Coding) -> memoryview:

@@ -7,13 +7,13 @@ from typing import Literal
 
 import msgspec
 
-from replaybuf.service.bodies.assembly import PackedBatch, completed
+from replaybuf.packing.batches import PackedGroups, completed
 from replaybuf.wire.browse import StepRecord, UsedGroup
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
 
 
 def describe_batch(
-    run: str, record: BatchRecord, state: Literal["assembled", "acked", "voided"], packed: PackedBatch | None
+    run: str, record: BatchRecord, state: Literal["assembled", "acked", "voided"], packed: PackedGroups | None
 ) -> StepRecord:
     """Build the record of a batch. `packed` has the packing figures; they are null if it is None."""
     tokens: Counter[str] = Counter()
