@@ -22,13 +22,13 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
-from replaybuf_trainer.losses import BatchTotals, Row, Tally, load_objective
+from replaybuf_trainer.losses import BatchTotals, Row, load_objective
 from replaybuf_trainer.models.loading import check_same_shape
 from replaybuf_trainer.models.policy import load_policy
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.publishers.opening import open_publisher
 from replaybuf_trainer.reading import TensorBatch
-from replaybuf_trainer.report.step_log import StepLog, step_figures
+from replaybuf_trainer.report.report import Report
 from replaybuf_trainer.report.stopwatch import Stopwatch
 from replaybuf_trainer.retries import Retries, Stopped
 from replaybuf_trainer.schedules import learning_rate_factor
@@ -56,7 +56,7 @@ class Trainer:
         self._objective = load_objective(
             options.loss, options.loss_options, options.normalise, options.normalise_constant
         )
-        self._log = StepLog(options.metrics_file)
+        self._report = Report(options)
         self._watch = Stopwatch()
         self._skipped = 0
 
@@ -67,6 +67,7 @@ class Trainer:
         `Invalid` if options, run, model, checkpoint and batches do not fit together, and `TrainingFault`.
         """
         try:
+            self._report.open()
             self._load_newest_checkpoint()
             if self._done():
                 return self._step
@@ -80,6 +81,7 @@ class Trainer:
             return 0
         finally:
             self._engines.close()
+            self._report.close()
 
     def stop(self) -> None:
         """End the training after the current step."""
@@ -175,7 +177,7 @@ class Trainer:
 
     def _train_step(self, batch: TensorBatch) -> dict[str, Any]:
         """Take one optimizer step over all rows of the batch; return its figures."""
-        options, objective, tally = self._options, self._objective, Tally()
+        options, objective, tally = self._options, self._objective, self._report.tally()
         rows, at_once = _trained_rows(batch), options.rows_per_forward
         totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
         self._check_batch(batch)
@@ -226,9 +228,8 @@ class Trainer:
         logger.warning("%s; the weights stay as they are", what)
 
     def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
-        taken = step_figures(batch, _trained_rows(batch), self._watch.take())
         waits = {"wait_reasons": self._feed.take_waits(), "engine_reloads": self._engines.reloads}
-        self._log.write(taken | waits | figures)
+        self._report.step(batch, _trained_rows(batch), self._watch.take(), waits | figures)
 
     # ------------------------------------------------------------------ weights and checkpoints
 

@@ -1,0 +1,1 @@
+"""Destinations of the figures of a training, one module each behind `sink.Sink`."""
