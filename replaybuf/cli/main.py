@@ -44,6 +44,7 @@ COMMANDS = {
     "strategies show": "replaybuf.cli.strategies:show",
     "strategies check": "replaybuf.cli.strategies:check",
     "up": "replaybuf.cli.up:up",
+    "completion": "replaybuf.cli.completion:completion",
     "config schema": "replaybuf.cli.config:schema",
     "generate": "replaybuf.cli.generate:generate",
     "stage": "replaybuf.cli.stage:stage",
