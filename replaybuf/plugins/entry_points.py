@@ -26,6 +26,7 @@ ENVIRONMENTS = "replaybuf.environments"
 COMMANDS = "replaybuf.commands"
 LOGPROBS = "replaybuf.logprobs"
 LOSSES = "replaybuf.losses"
+PUBLISHERS = "replaybuf.publishers"
 
 
 @functools.cache

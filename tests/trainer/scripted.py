@@ -16,6 +16,8 @@ from replaybuf.wire.group import group_to_json
 from replaybuf.wire.run_status import RunStatus
 from replaybuf_trainer.checkpoint import latest_checkpoint
 from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
+from replaybuf_trainer.publishers.weights_folders import WeightsFolders
 from tests.builders import run_status
 from tests.conftest import RunClient
 from tests.trainer.batches import group_of, packed_body, rollouts
@@ -112,21 +114,21 @@ class ScriptedService:
         self.when.get(event, lambda: None)()
 
 
-class ScriptedEngines:
+class ScriptedEngines(Publisher):
     """Replacement of the publisher; records loads in the service's events."""
 
-    reloads = 0
-
-    def __init__(self, service: ScriptedService) -> None:
+    def __init__(self, service: ScriptedService, setup: PublisherSetup) -> None:
+        super().__init__(setup, None)
         self.service = service
+        self._folders = WeightsFolders(setup.weights_dir)
 
-    def publish(self, folder: Path, version: int) -> None:
-        """Load the weights in `folder`."""
-        load_model(folder)
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Write the weights."""
+        self._folders.write(version, weights)
+
+    def commit(self, version: int, confirm: Confirm) -> str:
+        """Load the weights."""
+        load_model(self._folders.path(version))
         self.service.called("load", f"load {version}")
-
-    def watch(self, confirm: Any) -> None:
-        """Do nothing: scripted engines never restart."""
-
-    def close(self) -> None:
-        """Do nothing."""
+        self._folders.prune(version)
+        return self._folders.uri(version)

@@ -42,9 +42,9 @@ def training(run: RunClient, engine: str, folder: Path, model: Path, held: threa
     """Train beside the block, to the end of the run. An engine is loaded again only once `held` is set."""
 
     class Held(ServiceFeed):
-        def confirm(self, version: int) -> None:
-            assert held.wait(TIMEOUT_S)
-            super().confirm(version)
+        def confirm(self) -> None:
+            assert threading.current_thread().name != "engine-watch" or held.wait(TIMEOUT_S)
+            super().confirm()
 
     options = TrainOptions(
         url=str(run.http.base_url),

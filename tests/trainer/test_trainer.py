@@ -28,6 +28,7 @@ from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.publishers.publisher import PublisherSetup
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
 from tests.trainer import scripted as scripted_module
@@ -46,8 +47,11 @@ TIMEOUT_S = 60.0
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedService:
     """A scripted service, and engines that write into the same events."""
     made = ScriptedService(tmp_path / "checkpoints")
-    engines = ScriptedEngines(made)
-    monkeypatch.setattr(trainer_module, "open_publisher", lambda _: engines)
+
+    def opened(given: TrainOptions) -> ScriptedEngines:
+        return ScriptedEngines(made, PublisherSetup(weights_dir=given.weights_dir))
+
+    monkeypatch.setattr(trainer_module, "open_publisher", opened)
     return made
 
 

@@ -118,6 +118,11 @@ class TrainOptions:
     engine_timeout_s: PositiveFloat = 60.0
     """Maximum time of one request to load weights, in seconds. With drain it includes the time to finish
     completions."""
+    publisher: str | None = None
+    """How weights reach the engines: folder (engines load them from weights_uri), reload (each engine reads the
+    folder), or a plug-in. The default is reload with --engine, and folder without."""
+    publisher_options: str = "{}"
+    """Options of the publisher as a JSON object."""
     on_publish: OnPublish = "in-flight"
     """Running completions while an engine loads weights. drain: the engine finishes them first; in-flight: it pauses
     them; abort-and-resume, abort: it aborts them. Give the generators the same value."""

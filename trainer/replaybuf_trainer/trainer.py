@@ -32,11 +32,9 @@ from replaybuf_trainer.report.report import Report
 from replaybuf_trainer.report.stopwatch import Stopwatch
 from replaybuf_trainer.retries import Retries, Stopped
 from replaybuf_trainer.schedules import learning_rate_factor
-from replaybuf_trainer.weights import keep_newest
 
 logger = logging.getLogger(__name__)
 
-KEPT_WEIGHTS = 3
 MOST_SKIPPED = 8
 """Non-finite steps in a row that `--on-non-finite skip` allows; weights that are broken stay broken."""
 
@@ -52,7 +50,7 @@ class Trainer:
         self._options = options
         self._feed = feed
         self._retries = Retries(options.service_timeout_s)
-        self._engines = open_publisher(options)
+        self._publisher = open_publisher(options)
         self._objective = load_objective(
             options.loss, options.loss_options, options.normalise, options.normalise_constant
         )
@@ -73,14 +71,14 @@ class Trainer:
                 return self._step
             self._attach()
             self._publish()
-            self._engines.watch(self._feed.confirm)
+            self._publisher.watch(self._feed.confirm)
             self._watch = Stopwatch()
             with self._feed.batches() as batches:
                 return self._train(batches)
         except Stopped:  # before the first batch
             return 0
         finally:
-            self._engines.close()
+            self._publisher.close()
             self._report.close()
 
     def stop(self) -> None:
@@ -166,12 +164,6 @@ class Trainer:
         self._steps_per_publish = facts.steps_per_publish
         self._version = self._step // self._steps_per_publish
         self._feed.attach(self._step, cost_of(self._policy.shape))
-        if not options.engines:
-            logger.warning(
-                "no engine is given: weights are written to %s and announced before any engine has loaded them; "
-                "your engines must load them from the announced weights_uri",
-                options.weights_dir,
-            )
 
     # ------------------------------------------------------------------ one step
 
@@ -228,8 +220,8 @@ class Trainer:
         logger.warning("%s; the weights stay as they are", what)
 
     def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
-        waits = {"wait_reasons": self._feed.take_waits(), "engine_reloads": self._engines.reloads}
-        self._report.step(batch, _trained_rows(batch), self._watch.take(), waits | figures)
+        beside = {"wait_reasons": self._feed.take_waits()} | self._publisher.figures()
+        self._report.step(batch, _trained_rows(batch), self._watch.take(), beside | figures)
 
     # ------------------------------------------------------------------ weights and checkpoints
 
@@ -246,15 +238,13 @@ class Trainer:
         return True
 
     def _publish(self) -> None:
-        """Write the weights, load them into the engines and announce their version."""
-        options = self._options
-        folder = options.weights_dir / f"v{self._version:06d}"
+        """Stage the weights, switch the engines to them and announce their version."""
+        version, publisher = self._version, self._publisher
         self._watch.enter("weights")
-        self._policy.save_weights(folder)
+        self._retries.call(lambda: publisher.prepare(version, self._policy))
         self._watch.enter("publish")
-        self._retries.call(lambda: self._engines.publish(folder, self._version))
-        self._feed.publish(self._version, folder.resolve().as_uri())
-        keep_newest(options.weights_dir, "v*", KEPT_WEIGHTS)
+        uri = self._retries.call(lambda: publisher.commit(version, self._feed.confirm))
+        self._feed.publish(version, uri)
 
     def _checkpoint(self) -> None:
         options = self._options

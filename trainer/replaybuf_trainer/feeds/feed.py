@@ -32,8 +32,8 @@ class Feed(Protocol):
     def publish(self, version: int, weights_uri: str) -> None:
         """Announce a version that the engines have loaded."""
 
-    def confirm(self, version: int) -> None:
-        """Announce a published version again, which changes nothing, without retries. Raises `Fenced`."""
+    def confirm(self) -> None:
+        """Ask once, without retries, whether this trainer has the run, in any thread. Raises `Fenced` if not."""
 
     def save(self, step: int, keep: int) -> None:
         """Report that the checkpoint of `step` is on disk and the `keep` newest stay."""

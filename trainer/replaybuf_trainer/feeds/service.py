@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from replaybuf.client.client import Client
 from replaybuf.client.reader import ReaderOptions
+from replaybuf.errors import Conflict, Fenced
 from replaybuf.wire.config import Cost
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.options import TrainOptions
@@ -39,7 +40,7 @@ class ServiceFeed:
         attached = self._retries.call(
             lambda: self._client.attach(resume_step=step, on_resume=options.on_resume, cost=cost)
         )
-        self._epoch = attached.epoch
+        self._epoch, self._published = attached.epoch, attached.published_version
         how = ReaderOptions(
             poll_s=options.poll_s,
             wait_ms=options.wait_ms,
@@ -64,10 +65,16 @@ class ServiceFeed:
     def publish(self, version: int, weights_uri: str) -> None:
         """Announce a version that the engines have loaded."""
         self._retries.call(lambda: self._client.publish_policy(version, self._epoch, weights_uri=weights_uri))
+        self._published = version
 
-    def confirm(self, version: int) -> None:
-        """Announce a published version again. Raises `Fenced` for an older epoch."""
-        self._client.publish_policy(version, self._epoch)
+    def confirm(self) -> None:
+        """Announce the published version again, which changes nothing. Raises `Fenced` for an older epoch."""
+        try:
+            self._client.publish_policy(self._published, self._epoch)
+        except Fenced:
+            raise
+        except Conflict:  # race: another thread has announced a newer version; the service checks the epoch first
+            return
 
     def save(self, step: int, keep: int) -> None:
         """Report that the checkpoint of `step` is on disk."""

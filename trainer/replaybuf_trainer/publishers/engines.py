@@ -150,10 +150,10 @@ class EnginePublisher:
                 raise faults[0]
         logger.debug("published version=%d engines=%d behind=%d", version, len(self._engines), len(faults))
 
-    def watch(self, confirm: Callable[[int], object], every_s: float = WATCH_EVERY_S) -> None:
+    def watch(self, confirm: Callable[[], object], every_s: float = WATCH_EVERY_S) -> None:
         """Start a thread that loads the published weights into engines that lack them, until `close`.
 
-        It calls `confirm` with the version before each load. If `confirm` raises because another trainer has the run,
+        It calls `confirm` before each load. If `confirm` raises because another trainer has the run,
         the watch ends: the engines belong to that trainer.
         """
         self._watch = threading.Thread(
@@ -171,7 +171,7 @@ class EnginePublisher:
                 return
         self._http.close()
 
-    def _watch_engines(self, confirm: Callable[[int], object], every_s: float) -> None:
+    def _watch_engines(self, confirm: Callable[[], object], every_s: float) -> None:
         while not self._closing.wait(every_s):
             for engine in self._engines:
                 if not engine.due or self._closing.is_set():
@@ -184,12 +184,12 @@ class EnginePublisher:
                     logger.warning("the watch of the engines ends: %s", error)
                     return
 
-    def _check(self, engine: _Engine, confirm: Callable[[int], object]) -> None:
+    def _check(self, engine: _Engine, confirm: Callable[[], object]) -> None:
         """Load an engine that lacks the published weights. Raises `ServiceUnavailable`, and what `confirm` raises."""
         if not engine.lacks(self._current()[1]):
             engine.mark_current()
             return
-        confirm(self._current()[1])
+        confirm()
         with self._loading:  # race: a publication may have come first, and may even explain the other version
             folder, version = self._current()
             if self._closing.is_set() or not engine.lacks(version):

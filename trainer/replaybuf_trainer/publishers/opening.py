@@ -2,10 +2,66 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
+from replaybuf.errors import Invalid
+from replaybuf.plugins import entry_points as plugins
 from replaybuf_trainer.options import TrainOptions
-from replaybuf_trainer.publishers.engines import EnginePublisher
+from replaybuf_trainer.publishers.folder import FolderPublisher
+from replaybuf_trainer.publishers.publisher import Publisher, PublisherSetup
+from replaybuf_trainer.publishers.reload import ReloadPublisher
+
+BUILT_IN: dict[str, type[Publisher]] = {"folder": FolderPublisher, "reload": ReloadPublisher}
 
 
-def open_publisher(options: TrainOptions) -> EnginePublisher:
-    """Return the publisher that the options choose."""
-    return EnginePublisher(options.engines, options.engine_timeout_s, options.on_publish)
+def open_publisher(options: TrainOptions) -> Publisher:
+    """Return the publisher of `--publisher`; the default is reload with engines, and folder without.
+
+    Raises `Invalid` for an unknown publisher, unknown options and values out of bounds.
+    """
+    setup = PublisherSetup(
+        weights_dir=options.weights_dir,
+        engines=options.engines,
+        engine_timeout_s=options.engine_timeout_s,
+        on_publish=options.on_publish,
+    )
+    name = options.publisher or ("reload" if options.engines else "folder")
+    return load_publisher(name, options.publisher_options, setup)
+
+
+def load_publisher(name: str, options: str, setup: PublisherSetup) -> Publisher:
+    """Return a publisher by its name and its options (JSON). Raises `Invalid`."""
+    kind = BUILT_IN.get(name) or _plugin(name)
+    return kind(setup, _decode(name, options, kind.Options))
+
+
+def _plugin(name: str) -> type[Publisher]:
+    """Load a publisher by entry point. Raises `Invalid` with the known names."""
+    if name not in plugins.names(plugins.PUBLISHERS):
+        known = sorted([*BUILT_IN, *plugins.names(plugins.PUBLISHERS)])
+        raise Invalid(
+            f"publisher is {name!r}; installed: {', '.join(known)}", name="publisher", value=name, bound=known
+        )
+    found = plugins.load(plugins.PUBLISHERS, name)
+    if not (isinstance(found, type) and issubclass(found, Publisher)):
+        raise Invalid(
+            f"publisher plug-in {name!r} is {found!r}; it must be a class that inherits "
+            "replaybuf_trainer.publishers.publisher.Publisher",
+            name="publisher",
+            value=name,
+        )
+    return found
+
+
+def _decode(name: str, options: str, kind: type[msgspec.Struct]) -> Any:
+    try:
+        return msgspec.json.decode(options, type=kind)
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        known = ", ".join(kind.__struct_fields__) or "none"
+        raise Invalid(
+            f"--publisher-options of {name} is {options!r}: {error}; it is a JSON object with the options {known}",
+            name="publisher_options",
+            value=options,
+        ) from error

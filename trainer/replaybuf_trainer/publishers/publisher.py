@@ -1,0 +1,85 @@
+"""The interface of publishers: how new weights reach the engines. Plug-ins of `replaybuf.publishers` inherit it.
+
+A publication has two phases, and the service hears of it last::
+
+    prepare(v)              commit(v)                        the trainer announces v
+    current ────► staged: nothing that engines ────► loaded: current engines ────► published
+                  sample from has changed            serve v as v
+
+- Both phases may be repeated until they succeed: `ServiceUnavailable` means that a later call may work.
+- A fault in `prepare` leaves every engine on its version. A fault in `commit` leaves each engine on a known version,
+  the old or the new one, with the right label.
+- Before weights reach an engine, `confirm` asks the service whether this trainer still has the run. It raises `Fenced`
+  if not, because the engines belong to the other trainer.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import msgspec
+
+from replaybuf_trainer.options import OnPublish
+
+Confirm: TypeAlias = Callable[[], object]
+"""Raises `Fenced` if another trainer has the run, and `ServiceUnavailable`."""
+
+
+class Weights(Protocol):
+    """What a publisher reads of the policy; it does not change before `commit` has returned."""
+
+    def save_weights(self, folder: Path) -> None:
+        """Write a model folder that engines can load; it appears complete or not at all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublisherSetup:
+    """Options of `train` that all publishers share; see `TrainOptions`."""
+
+    weights_dir: Path
+    engines: tuple[str, ...] = ()
+    engine_timeout_s: float = 60.0
+    on_publish: OnPublish = "in-flight"
+
+
+class NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of a publisher that has none."""
+
+
+class Publisher(abc.ABC):
+    """Brings versions of the weights to the engines, in two phases.
+
+    `Options`: the keys of `--publisher-options`. A plug-in defines `prepare` and `commit`.
+    """
+
+    Options: ClassVar[type[msgspec.Struct]] = NoOptions
+
+    def __init__(self, setup: PublisherSetup, options: Any) -> None:
+        """Check setup and options. Raises `Invalid`."""
+        self.setup = setup
+        self.options = options
+
+    @abc.abstractmethod
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Stage a version. Raises `ServiceUnavailable`, and `TrainingFault` for a full disk."""
+
+    @abc.abstractmethod
+    def commit(self, version: int, confirm: Confirm) -> str:
+        """Switch the engines to the staged version; return the weights_uri to announce.
+
+        Raises `ServiceUnavailable` if no engine has it, and what `confirm` raises.
+        """
+
+    def watch(self, confirm: Confirm) -> None:  # noqa: B027 (a publisher without engines watches none)
+        """Start to bring the published version to engines that lack it, until `close`."""
+
+    def close(self) -> None:  # noqa: B027 (a publisher may hold nothing)
+        """End the watch, and close connections."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return figures for the metrics file, such as the number of engines that are behind."""
+        return {}

@@ -1,0 +1,45 @@
+"""The publisher `reload`: writes the weights, and every engine reads them from the folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replaybuf.errors import Invalid
+from replaybuf_trainer.publishers.engines import EnginePublisher
+from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
+from replaybuf_trainer.publishers.weights_folders import WeightsFolders
+
+
+class ReloadPublisher(Publisher):
+    """Loads each version into all engines through `reload_weights`, and again into engines that restarted."""
+
+    def __init__(self, setup: PublisherSetup, options: Any) -> None:
+        """Check that there are engines. Raises `Invalid`."""
+        super().__init__(setup, options)
+        if not setup.engines:
+            raise Invalid("publisher reload needs at least one --engine", name="engine", value=[])
+        self._folders = WeightsFolders(setup.weights_dir)
+        self._engines = EnginePublisher(setup.engines, setup.engine_timeout_s, setup.on_publish)
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Write the folder of a version. Raises `TrainingFault` for a full disk."""
+        self._folders.write(version, weights)
+
+    def commit(self, version: int, confirm: Confirm) -> str:
+        """Load the folder into the engines. Raises `ServiceUnavailable` if none takes it, and what `confirm` raises."""
+        confirm()
+        self._engines.publish(self._folders.path(version), version)
+        self._folders.prune(version)
+        return self._folders.uri(version)
+
+    def watch(self, confirm: Confirm) -> None:
+        """Load the published folder into engines that lack it, until `close`."""
+        self._engines.watch(confirm)
+
+    def close(self) -> None:
+        """End the watch after its current load, and close the connections."""
+        self._engines.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the number of loads between two publications."""
+        return {"engine_reloads": self._engines.reloads}
