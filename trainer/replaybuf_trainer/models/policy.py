@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from replaybuf.client.cost import ModelShape
 from replaybuf_trainer.losses import LossTokens, Row
+from replaybuf_trainer.models.descent import adam, descend
 from replaybuf_trainer.models.loading import load_model, shape_of
 from replaybuf_trainer.models.packed_forward import packed_forward
 from replaybuf_trainer.weights import save_model
@@ -21,7 +19,7 @@ class Policy:
 
     def __init__(self, model: Any, learning_rate: float, tokenizer_dir: Path) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = adam(model.parameters(), learning_rate)
         self._tokenizer_dir = tokenizer_dir
 
     @property
@@ -43,13 +41,7 @@ class Policy:
 
         Without a finite loss and norm the weights stay as they are.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm))
-        if finite_loss and math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return descend(self.optimizer, learning_rate, clip_norm, finite_loss=finite_loss)
 
     def save_weights(self, folder: Path) -> None:
         """Write a model folder that engines can load."""

@@ -1,0 +1,172 @@
+"""LoRA adapters in training: gradients, own steps, merged weights and PEFT folders."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replaybuf.errors import Invalid
+from replaybuf_trainer.engine.lora import adapted, read_lora
+from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
+from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.lora import LoraOptions, LoraPolicy
+from tests.trainer.adapter_folders import merged
+from tests.trainer.batches import logprobs_alone, packed, rollouts, trained_rows
+
+RATE, CLIP = 1e-2, 1.0
+NAMES = ("code", "type.v1")
+"""The second one is a method of a module, and no module may have its name, with a dot."""
+
+
+def policy(models: Path, *, targets: tuple[str, ...] = (), rank: int = 4, seed: int = 0) -> LoraPolicy:
+    return LoraPolicy(
+        load_model(models / "a"), LoraOptions(rank=rank, alpha=8.0, targets=targets), RATE, models / "a", seed
+    )
+
+
+def loss(made: LoraPolicy, rows: Any, adapter: str, totals: BatchTotals) -> torch.Tensor:
+    return load_objective("grpo").value(made.forward(rows, adapter), totals, Tally())
+
+
+def strengthen(made: LoraPolicy, name: str) -> None:
+    """Draw B at random: with zeros, A has no gradient and no adapter changes a logprob."""
+    random = torch.Generator().manual_seed(len(name))
+    weights = made.add(name).tensors()
+    made.load(name, {key: torch.randn(one.shape, generator=random) * 0.2 for key, one in weights.items()})
+
+
+def gradients(made: LoraPolicy, name: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for key, parameter in made.adapters[name].parameters.items():
+        assert parameter.grad is not None, key
+        found[key] = parameter.grad.clone()
+    return found
+
+
+def test_gradients_on_packed_rows_equal_those_of_single_rollouts(models: Path) -> None:
+    """And only the adapter of the rows gets any."""
+    members = rollouts(5, seed=3)
+    totals = BatchTotals(sum(sum(one.completion_mask) for one in members), len(members))
+    grads = []
+    for rows in ([[0, 3], [1, 2, 4]], [[number] for number in range(5)]):
+        made = policy(models)
+        for name in NAMES:
+            strengthen(made, name)
+        for row in trained_rows(packed(members, rows)):
+            torch.autograd.backward(loss(made, [row], NAMES[1], totals))
+        grads.append(gradients(made, NAMES[1]))
+        frozen = [made.adapters[NAMES[0]].parameters.values(), load_model(models / "a").parameters()]
+        assert all(parameter.grad is None for parameter in itertools.chain(*frozen))
+        assert all(parameter.grad is None for name, parameter in made.model.named_parameters() if ".lora_" not in name)
+    packed_grads, single_grads = grads
+    for key, expected in single_grads.items():
+        assert torch.allclose(packed_grads[key], expected, atol=1e-5, rtol=1e-4), key
+
+
+def test_adapters_start_as_the_base_model_and_their_start_depends_on_seed_and_name_alone(models: Path) -> None:
+    first, second = policy(models), policy(models)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for name in NAMES:
+        first.add(name)
+    for name in reversed(NAMES):
+        second.add(name)
+    assert torch.equal(before, torch.get_rng_state())
+    for name in NAMES:
+        weights = first.adapters[name].tensors()
+        assert all(torch.equal(one, second.adapters[name].tensors()[key]) for key, one in weights.items())
+        assert all(torch.equal(one, first.initial_weights(name)[key]) for key, one in weights.items())
+        assert all(bool(one.any()) == ("lora_A" in key) for key, one in weights.items())
+    drawn = [policy(models, seed=1).initial_weights("code"), *(first.initial_weights(name) for name in NAMES)]
+    key = next(iter(drawn[0]))
+    assert len({float(one[key][0, 0]) for one in drawn}) == 3
+
+
+def test_an_own_step_divides_the_gradients_of_several_batches_by_their_tokens(models: Path) -> None:
+    """As one batch with all of their rows would; the adapter that completes no step keeps its gradients."""
+    members = rollouts(4, seed=1)
+    tokens = sum(sum(one.completion_mask) for one in members)
+    rows = trained_rows(packed(members, [[0, 1], [2, 3]]))
+    split, whole = policy(models), policy(models)
+    for row in rows:
+        torch.autograd.backward(loss(split, [row], "code", BatchTotals(1, 1)))
+    torch.autograd.backward(loss(split, rows[:1], "math", BatchTotals(1, 1)))
+    torch.autograd.backward(loss(whole, rows, "code", BatchTotals(tokens, 4)))
+    kept = gradients(split, "math")
+    code = split.adapters["code"]
+    assert (code.loss_tokens, code.rollouts) == (tokens, 4)
+    norms = [one.adapters["code"].step(RATE, CLIP, div) for one, div in ((split, tokens), (whole, 1))]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert (code.steps, code.loss_tokens, code.rollouts) == (1, 0, 0)
+    expected = whole.adapters["code"].tensors()
+    assert all(torch.allclose(one, expected[key], atol=1e-5) for key, one in code.tensors().items())
+    assert any(not torch.equal(one, split.initial_weights("code")[key]) for key, one in code.tensors().items())
+    assert all(torch.equal(one, kept[key]) for key, one in gradients(split, "math").items())
+    assert split.adapters["math"].steps == 0
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(models: Path) -> None:
+    made = policy(models)
+    strengthen(made, "code")
+    before = {key: one.clone() for key, one in made.adapters["code"].tensors().items()}
+    for parameter in made.adapters["code"].parameters.values():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    assert math.isnan(made.adapters["code"].step(RATE, CLIP, 1))
+    assert all(torch.equal(one, before[key]) for key, one in made.adapters["code"].tensors().items())
+    assert all(parameter.grad is None for parameter in made.adapters["code"].parameters.values())
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
+def test_merged_weights_the_engine_and_peft_give_the_same_logits(
+    models: Path, tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    """The engine reads the PEFT folder; the slow reference merges it into the model folder."""
+    made, rollout = policy(models, targets=targets), rollouts(1, seed=5, longest=20)[0]
+    strengthen(made, "")
+    with torch.inference_mode():
+        expected = logprobs_alone(made.model, rollout)
+        made.save_adapter(made.adapters[""].tensors(), tmp_path / "adapter")
+        made.save_weights(tmp_path / "merged")
+        base = load_model(models / "a")
+        plain = logprobs_alone(base, rollout)
+        with adapted(base, [read_lora(base, tmp_path / "adapter")]):
+            in_engine = logprobs_alone(base, rollout)
+        found = [
+            in_engine,
+            *(
+                logprobs_alone(one, rollout)
+                for one in (load_model(tmp_path / "merged"), merged(models / "a", tmp_path / "adapter"))
+            ),
+        ]
+    assert all(torch.allclose(one, expected, atol=1e-4) for one in found)
+    assert not torch.allclose(plain, expected, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"rank": 65},
+            r"--lora-rank is 65; layer model.layers.0.self_attn.k_proj is \(64, 128\), so the maximum is 64",
+        ),
+        ({"targets": ("q_proj", "nope")}, r"--lora-targets has 'nope'; the linear layers .* are down_proj, gate_proj"),
+        ({"targets": ("lm_head",)}, "--lora-targets has 'lm_head'"),
+    ],
+)
+def test_a_rank_above_a_layer_and_unknown_targets_are_rejected(
+    models: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Invalid, match=message):
+        policy(models, **fields)
+
+
+def test_weights_of_another_rank_are_rejected(models: Path) -> None:
+    made = policy(models)
+    made.add("code")
+    with pytest.raises(Invalid, match=r"adapter 'code': .* has shape \(2, 384\); the trainer has \(4, 384\)"):
+        made.load("code", policy(models, rank=2).initial_weights("code"))
