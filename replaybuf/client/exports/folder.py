@@ -147,6 +147,16 @@ class ExportReader:
         rows: list[dict[str, Any]] = pyarrow().parquet.ParquetFile(path).read().to_pylist()
         return rows
 
+    def groups(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Yield the row of each group with those of its rollouts, in the order of storing."""
+        for names in self.parts():
+            found = [rows for name in names for rows in self.read_groups(name).values()]
+            yield from sorted(found, key=lambda rows: int(rows[0]["number"]))
+
+    def places(self) -> dict[str, str]:
+        """Return the name of the file of each group, by its id."""
+        return {row["group_id"]: name for names in self.parts() for name in names for row in self.read(name)}
+
     def read_groups(self, name: str) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Read a file of groups with the file of their rollouts: both rows by group id."""
         rollouts: dict[str, list[dict[str, Any]]] = {}

@@ -15,9 +15,10 @@ import msgspec
 
 from replaybuf.client.client import Client
 from replaybuf.client.exports.folder import ExportReader
+from replaybuf.client.exports.tables import group_of_rows
 from replaybuf.errors import Invalid
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
+from replaybuf.wire.group import Group, group_from_json
 
 AT_ONCE = 32
 """Groups of one append."""
@@ -26,7 +27,6 @@ RECORDED = "recorded"
 """Strategy that serves groups in the order of storing, as many per step as its option `sizes` says."""
 
 _Rows = tuple[dict[str, Any], list[dict[str, Any]]]
-_ROLLOUT_FIELDS = RolloutJson.__struct_fields__
 
 
 def import_run(
@@ -87,15 +87,12 @@ def _config(reader: ExportReader, replay_order: bool) -> RunConfig:
 
 
 def _in_arrival_order(reader: ExportReader) -> Iterator[tuple[str, _Rows]]:
-    for names in reader.parts():
-        found = [rows for name in names for rows in reader.read_groups(name).values()]
-        for row, rollouts in sorted(found, key=lambda rows: int(rows[0]["number"])):
-            yield row["group_id"], (row, rollouts)
+    return ((rows[0]["group_id"], rows) for rows in reader.groups())
 
 
 def _in_recorded_order(reader: ExportReader) -> Iterator[tuple[str, _Rows]]:
     """Yield each use of a group; uses after the first have an id of their own. Raises `Invalid` for a missing group."""
-    places = {row["group_id"]: name for names in reader.parts() for name in names for row in reader.read(name)}
+    places = reader.places()
     read = lru_cache(FILES_KEPT)(reader.read_groups)
     used: set[str] = set()
     for step, group_ids in sorted(reader.manifest.steps.items()):
@@ -114,25 +111,10 @@ def _in_recorded_order(reader: ExportReader) -> Iterator[tuple[str, _Rows]]:
 def _group(run: str, group_id: str, row: dict[str, Any], rollouts: list[dict[str, Any]], published: int) -> Group:
     version = int(row["policy_version"])
     newest = max((span[0] for rollout in rollouts for span in rollout["version_spans"] or ()), default=version)
-    metadata = msgspec.json.decode(row["metadata"] or "{}")
-    if max(version, newest) > published:
-        metadata["imported"] = {"run": run, "policy_version": version, "policy_version_max": newest}
-        version = min(version, published)
-        rollouts = [rollout | {"version_spans": None} for rollout in rollouts]
-    wires = [
-        RolloutJson(
-            **{name: rollout[name] for name in _ROLLOUT_FIELDS if name not in ("rewards", "version_spans")},
-            rewards=msgspec.json.decode(rollout["rewards"]),
-            version_spans=None if rollout["version_spans"] is None else [tuple(s) for s in rollout["version_spans"]],
-        )
-        for rollout in sorted(rollouts, key=lambda rollout: int(rollout["rollout"]))
-    ]
-    wire = GroupJson(
-        group_id=group_id,
-        prompt_id=row["prompt_id"],
-        policy_version=version,
-        adapter=row["adapter"],
-        metadata=metadata,
-        rollouts=wires,
-    )
+    above = max(version, newest) > published
+    wire = group_of_rows(row, [rollout | {"version_spans": None} for rollout in rollouts] if above else rollouts)
+    wire.group_id = group_id
+    if above:
+        wire.metadata["imported"] = {"run": run, "policy_version": version, "policy_version_max": newest}
+        wire.policy_version = min(version, published)
     return group_from_json(wire)

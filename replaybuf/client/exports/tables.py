@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from replaybuf.errors import MissingExtra
 from replaybuf.wire.cursors import CursorGroup
-from replaybuf.wire.group import RolloutJson
+from replaybuf.wire.group import GroupJson, RolloutJson
 
 EXTRA = "export"
 TABLES = ("groups", "rollouts", "ledger")
@@ -76,6 +77,25 @@ def rollout_rows(group: CursorGroup) -> list[dict[str, Any]]:
         row["rewards"] = msgspec.json.encode(rollout.rewards).decode()
         rows.append(row | {"group_id": group.group_id, "number": group.number, "rollout": place})
     return rows
+
+
+def group_of_rows(row: dict[str, Any], rollouts: Sequence[dict[str, Any]]) -> GroupJson:
+    """Return the group of a row and the rows of its rollouts, in any order."""
+    return GroupJson(
+        group_id=row["group_id"],
+        prompt_id=row["prompt_id"],
+        policy_version=int(row["policy_version"]),
+        adapter=row["adapter"],
+        metadata=msgspec.json.decode(row["metadata"] or "{}"),
+        rollouts=[
+            RolloutJson(
+                **{name: rollout[name] for name in _ROLLOUT_FIELDS if name not in ("rewards", "version_spans")},
+                rewards=msgspec.json.decode(rollout["rewards"]),
+                version_spans=rollout["version_spans"] and [tuple(span) for span in rollout["version_spans"]],
+            )
+            for rollout in sorted(rollouts, key=lambda rollout: int(rollout["rollout"]))
+        ],
+    )
 
 
 def ledger_row(record: dict[str, Any]) -> dict[str, Any]:

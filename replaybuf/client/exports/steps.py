@@ -1,0 +1,126 @@
+"""Batches of an export: those of the recorded steps, with the bytes that the service sent, or of all groups anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import msgspec
+
+from replaybuf.client.exports.folder import ExportReader
+from replaybuf.client.exports.tables import group_of_rows
+from replaybuf.client.offline import Layout, batch_of_groups, recorded_batch
+from replaybuf.errors import Invalid
+from replaybuf.wire.config import BatchSpec, RunConfig
+from replaybuf.wire.group import Group, group_from_json
+from replaybuf.wire.ledger import AckRecord, AttachRecord, BatchRecord
+
+FILES_KEPT = 8
+
+_decode = msgspec.json.Decoder(BatchRecord | AttachRecord | AckRecord).decode
+
+
+class RecordedSteps:
+    """The batches of the surviving history, by step. `missing`: by step that lacks a group, the id of the first.
+
+    A body has the layout of the trainer that acked the step, for any number of ranks. Memory holds the places of all
+    groups and `FILES_KEPT` files.
+    """
+
+    def __init__(self, reader: ExportReader) -> None:
+        self._reader = reader
+        self._read_groups = lru_cache(FILES_KEPT)(reader.read_groups)
+        self._layouts = self._read_layouts()
+        places = {name: file for file in self._group_files() for name in self._with_rollouts(file)}
+        self._places = places
+        lacking = {
+            step: next((one for one in ids if one not in places), None) for step, ids in reader.manifest.steps.items()
+        }
+        self.missing = {step: group_id for step, group_id in sorted(lacking.items()) if group_id is not None}
+        self.steps = sorted(step for step, group_id in lacking.items() if group_id is None)
+
+    def body(self, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> memoryview:
+        """Return the body of one rank. Raises `Invalid` for a damaged export."""
+        record, epoch = self._record(step)
+        layout = self._layout(epoch, dp_world_size)
+        groups = [self._group(entry.group_id) for entry in record.groups]
+        return recorded_batch(self._reader.manifest.run, record, groups, layout, dp_rank)
+
+    def _group_files(self) -> Iterator[str]:
+        return (name for names in self._reader.parts() for name in names)
+
+    def _with_rollouts(self, file: str) -> list[str]:
+        return [row["group_id"] for row in self._reader.read(file) if row["has_rollouts"]]
+
+    def _group(self, group_id: str) -> Group:
+        row, rollouts = self._read_groups(self._places[group_id])[group_id]
+        return group_from_json(group_of_rows(row, rollouts))
+
+    def _records(self, *, step: int | None, types: tuple[str, ...]) -> list[BatchRecord | AttachRecord | AckRecord]:
+        """Read the records of these types in ledger order; `step` None: of all steps."""
+        folder = "ledger/" if step is None else f"ledger/step={step}/"
+        names = [name for name in self._reader.manifest.files if name.startswith(folder)]
+        rows = [row for name in names for row in self._reader.read(name) if row["type"] in types]
+        return [_decode(row["record"]) for row in sorted(rows, key=lambda row: int(row["entry"]))]
+
+    def _record(self, step: int) -> tuple[BatchRecord, int]:
+        """Return the batch of a step in the surviving history, and the epoch that acked it last; 0 = none."""
+        found = self._records(step=step, types=("BATCH", "ACK"))
+        batches = [record for record in found if isinstance(record, BatchRecord)]
+        if not batches:
+            raise Invalid(f"the export has no ledger record of step {step}", name="step", value=step)
+        epochs = [record.epoch for record in found if isinstance(record, AckRecord)]
+        return batches[-1], epochs[-1] if epochs else 0
+
+    def _read_layouts(self) -> dict[int, AttachRecord]:
+        found = self._records(step=None, types=("ATTACH",))
+        return {record.epoch: record for record in found if isinstance(record, AttachRecord)}
+
+    def _layout(self, epoch: int, dp_world_size: int) -> Layout:
+        attached = self._layouts.get(epoch) or self._layouts.get(max(self._layouts, default=0))
+        if attached is None:  # the records of all attaches were trimmed
+            return configured_layout(self._reader, dp_world_size)
+        return Layout(
+            seq_len=attached.seq_len,
+            dp_world_size=dp_world_size,
+            pad_to_multiple_of=attached.pad_to_multiple_of,
+            cost=attached.cost,
+            extras=attached.extras,
+        )
+
+
+def stored_batches(reader: ExportReader, dp_rank: int = 0, dp_world_size: int = 1) -> Iterator[memoryview]:
+    """Yield batches of all groups that have rollouts, in the order of storing, as large as the run's batches.
+
+    The last one may be smaller. `version` of a batch is the newest of its groups.
+    """
+    layout, run = configured_layout(reader, dp_world_size), reader.manifest.run
+    batch = msgspec.convert(reader.manifest.config, RunConfig).batch
+    for step, groups in enumerate(_cut(reader, batch, dp_world_size)):
+        version = max(group.policy_version for group in groups)
+        yield batch_of_groups(run, groups, layout, step=step, version=version, dp_rank=dp_rank)
+
+
+def configured_layout(reader: ExportReader, dp_world_size: int = 1) -> Layout:
+    """Return the layout of the run's configuration, for a trainer that asks for nothing else."""
+    batch = msgspec.convert(reader.manifest.config, RunConfig).batch
+    return Layout(seq_len=batch.seq_len, dp_world_size=dp_world_size, pad_to_multiple_of=batch.pad_to_multiple_of)
+
+
+def _cut(reader: ExportReader, batch: BatchSpec, ranks: int) -> Iterator[list[Group]]:
+    """Collect groups until the next one exceeds the budget; each has at least one."""
+    budget = batch.token_budget(ranks)
+    groups: list[Group] = []
+    tokens = 0
+    for row, rollouts in reader.groups():
+        if not rollouts:
+            continue
+        group = group_from_json(group_of_rows(row, rollouts))
+        full = len(groups) == batch.groups_per_batch or (budget is not None and tokens + group.tokens > budget)
+        if groups and full:
+            yield groups
+            groups, tokens = [], 0
+        groups.append(group)
+        tokens += group.tokens
+    if groups:
+        yield groups
