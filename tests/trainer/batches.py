@@ -86,6 +86,7 @@ def packed_body(
         times_sampled=1,
         sampling_weight=sampling_weight,
     )
+    tokens = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in members)
     meta = builders.batch_meta(
         step=step,
         version=step,
@@ -93,7 +94,8 @@ def packed_body(
         adapters=[""] * len(rows),
         rollouts=len(members),
         batch_rollouts=len(members),
-        tokens=sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in members),
+        tokens=tokens,
+        batch_tokens=tokens,
         batch_loss_tokens=sum(sum(rollout.completion_mask) for rollout in members),
     )
     segments = [[Segment(entry, number) for number in row] for row in rows]

@@ -30,12 +30,16 @@ def train(options: Annotated[TrainOptions, Parameter(name="*")]) -> None:
 
     from replaybuf.client.client import Client
     from replaybuf_trainer.feeds.service import ServiceFeed
+    from replaybuf_trainer.parallel.launch import open_ranks
     from replaybuf_trainer.trainer import Trainer
 
     torch.set_num_threads(options.threads)
     timeout_s = max(30.0, 2 * options.wait_ms / 1000)
-    with Client(options.url, options.run, token=options.token, timeout_s=timeout_s) as client:
-        trainer = Trainer(options, ServiceFeed(options, client))
+    with (
+        open_ranks(options.fsdp, options.rank_timeout_s) as ranks,
+        Client(options.url, options.run, token=options.token, timeout_s=timeout_s) as client,
+    ):
+        trainer = Trainer(options, ServiceFeed(options, client, ranks), ranks)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: trainer.stop())
         try:
@@ -43,7 +47,8 @@ def train(options: Annotated[TrainOptions, Parameter(name="*")]) -> None:
         except Fenced as error:
             print(f"replaybuf train: {error.detail}; another trainer has this run", file=sys.stderr)
             sys.exit(FENCED_EXIT_CODE)
-    print(f"trained {steps} steps of run {options.run}", flush=True)
+    if ranks.is_first:
+        print(f"trained {steps} steps of run {options.run}", flush=True)
 
 
 def engine(options: Annotated[EngineOptions, Parameter(name="*")]) -> None:

@@ -103,6 +103,10 @@ class TrainOptions:
     rollouts and --normalise-constant. The default is that of the loss."""
     normalise_constant: PositiveInt | None = None
     """Divisor of each rollout's sum for constant, such as the maximum number of completion tokens."""
+    fsdp: bool = False
+    """Shard weights, gradients and moments over the processes of torchrun; each trains its own part of every batch."""
+    rank_timeout_s: PositiveFloat = 1800.0
+    """Seconds that a process of torchrun waits for the others before it fails."""
     rows_per_forward: PositiveInt = 8
     """Number of packed rows in one forward pass."""
     threads: PositiveInt = 1

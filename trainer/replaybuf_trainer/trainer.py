@@ -22,10 +22,11 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
-from replaybuf_trainer.losses import BatchTotals, Row, load_objective
+from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.models.loading import check_same_shape
 from replaybuf_trainer.models.policy import load_policy
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.publishers.opening import open_publisher
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.report import Report
@@ -46,15 +47,16 @@ class Trainer:
     row without a change of the weights.
     """
 
-    def __init__(self, options: TrainOptions, feed: Feed) -> None:
+    def __init__(self, options: TrainOptions, feed: Feed, ranks: Ranks | None = None) -> None:
         self._options = options
         self._feed = feed
+        self._ranks = ranks or Ranks()
         self._retries = Retries(options.service_timeout_s)
         self._publisher = open_publisher(options)
         self._objective = load_objective(
             options.loss, options.loss_options, options.normalise, options.normalise_constant
         )
-        self._report = Report(options)
+        self._report = Report(options, self._ranks)
         self._watch = Stopwatch()
         self._skipped = 0
 
@@ -71,7 +73,7 @@ class Trainer:
                 return self._step
             self._attach()
             self._publish()
-            self._publisher.watch(self._feed.confirm)
+            self._ranks.first(lambda: self._publisher.watch(self._feed.confirm))
             self._watch = Stopwatch()
             with self._feed.batches() as batches:
                 return self._train(batches)
@@ -118,7 +120,7 @@ class Trainer:
         self._step = self._step_of(checkpoint) if checkpoint else 0
         torch.manual_seed(options.seed)
         folder = checkpoint / "model" if checkpoint else options.model
-        self._policy = load_policy(folder, options.learning_rate, options.model)
+        self._policy = load_policy(folder, options.learning_rate, options.model, self._ranks)
         if checkpoint:
             load_optimizer(checkpoint, self._policy.model, self._policy.optimizer)
         logger.info("loaded step=%d from=%s", self._step, checkpoint or options.model)
@@ -170,15 +172,16 @@ class Trainer:
     def _train_step(self, batch: TensorBatch) -> dict[str, Any]:
         """Take one optimizer step over all rows of the batch; return its figures."""
         options, objective, tally = self._options, self._objective, self._report.tally()
-        rows, at_once = _trained_rows(batch), options.rows_per_forward
+        rows, at_once = batch.micro_batches, options.rows_per_forward
         totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
-        self._check_batch(batch)
-        for start in range(0, len(rows), at_once):  # gradients add up
+        self._ranks.together(lambda: self._check_batch(batch))
+        for start in range(0, len(rows), at_once):  # gradients add up; all ranks have the same number of rows
             self._watch.enter("forward")
             loss = objective.value(self._policy.forward(rows[start : start + at_once]), totals, tally)
             self._watch.enter("backward")
             torch.autograd.backward(loss)
         self._watch.enter("optimizer")
+        tally.add_ranks(self._ranks.sum)
         factor = learning_rate_factor(options.schedule, self._step, options.warm_up_steps, self._steps)
         learning_rate = options.learning_rate * factor
         norm = self._policy.step(learning_rate, options.clip_norm, finite_loss=math.isfinite(tally.loss))
@@ -194,9 +197,9 @@ class Trainer:
 
     def _check_batch(self, batch: TensorBatch) -> None:
         """Raise `Invalid` if the batch does not fit the loss or the model."""
-        rows, vocabulary = _trained_rows(batch), self._policy.vocab_size
-        self._objective.check_columns(rows)
-        highest = max(int(row["input_ids"].max()) for row in rows)
+        vocabulary = self._policy.vocab_size
+        self._objective.check_columns([row for row in batch.micro_batches if len(row["rewards"])])
+        highest = max(int(row["input_ids"].max()) for row in batch.micro_batches)
         if highest >= vocabulary:
             raise Invalid(
                 f"batch {batch.meta.batch_id} has the token id {highest}; the vocabulary of the model has {vocabulary}",
@@ -221,7 +224,7 @@ class Trainer:
 
     def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
         beside = {"wait_reasons": self._feed.take_waits()} | self._publisher.figures()
-        self._report.step(batch, _trained_rows(batch), self._watch.take(), beside | figures)
+        self._report.step(batch, batch.micro_batches, self._watch.take(), beside | figures)
 
     # ------------------------------------------------------------------ weights and checkpoints
 
@@ -241,9 +244,10 @@ class Trainer:
         """Stage the weights, switch the engines to them and announce their version."""
         version, publisher = self._version, self._publisher
         self._watch.enter("weights")
-        self._retries.call(lambda: publisher.prepare(version, self._policy))
+        weights = self._policy.weights()
+        self._ranks.first(lambda: self._retries.call(lambda: publisher.prepare(version, weights)))
         self._watch.enter("publish")
-        uri = self._retries.call(lambda: publisher.commit(version, self._feed.confirm))
+        uri = self._ranks.first(lambda: self._retries.call(lambda: publisher.commit(version, self._feed.confirm)))
         self._feed.publish(version, uri)
 
     def _checkpoint(self) -> None:
@@ -268,8 +272,3 @@ class Trainer:
         except Stopped:
             logger.warning("the checkpoint of step %d is on disk, but the service does not know it", self._step)
         logger.info("checkpoint run=%s step=%d", options.run, self._step)
-
-
-def _trained_rows(batch: TensorBatch) -> list[Row]:
-    """Return the micro-batches that hold rollouts; the others fill up a rank."""
-    return [row for row in batch.micro_batches if len(row["rewards"])]

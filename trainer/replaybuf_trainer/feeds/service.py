@@ -12,6 +12,7 @@ from replaybuf.errors import Conflict, Fenced
 from replaybuf.wire.config import Cost
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
 from replaybuf_trainer.retries import Retries
 
@@ -21,12 +22,14 @@ logger = logging.getLogger(__name__)
 class ServiceFeed:
     """A run of the service, by `replaybuf.client`; any other trainer can make the same calls.
 
-    Calls are repeated while the service is unreachable, for at most `service_timeout_s`.
+    Calls are repeated while the service is unreachable, for at most `service_timeout_s`. Every rank reads its own part
+    of a batch; only the first one changes the run.
     """
 
-    def __init__(self, options: TrainOptions, client: Client) -> None:
+    def __init__(self, options: TrainOptions, client: Client, ranks: Ranks | None = None) -> None:
         self._options = options
         self._client = client
+        self._ranks = ranks or Ranks()
         self._retries = Retries(options.service_timeout_s)
         self._reader: TensorReader | None = None
 
@@ -36,35 +39,46 @@ class ServiceFeed:
 
     def attach(self, step: int, cost: Cost) -> None:
         """Take the run over at `step`; every older trainer is fenced."""
-        options = self._options
-        attached = self._retries.call(
-            lambda: self._client.attach(resume_step=step, on_resume=options.on_resume, cost=cost)
-        )
-        self._epoch, self._published = attached.epoch, attached.published_version
+        options, ranks = self._options, self._ranks
+        self._epoch, step, self._published = ranks.first(lambda: self._attach(step, cost))
         how = ReaderOptions(
+            dp_rank=ranks.rank,
+            dp_world_size=ranks.size,
             poll_s=options.poll_s,
             wait_ms=options.wait_ms,
             prefetch=options.prefetch,
             service_timeout_s=options.service_timeout_s,
         )
-        self._reader = TensorReader(self._client, attached.epoch, attached.step, how)
+        self._reader = TensorReader(self._client, self._epoch, step, how)
         if self._retries.stopped:  # `stop` came before there was a reader
             self._reader.stop()
-        logger.info("attached run=%s epoch=%d step=%d", options.run, attached.epoch, attached.step)
+        logger.info("attached run=%s epoch=%d step=%d ranks=%d", options.run, self._epoch, step, ranks.size)
+
+    def _attach(self, step: int, cost: Cost) -> tuple[int, int, int]:
+        attached = self._retries.call(
+            lambda: self._client.attach(
+                dp_world_size=self._ranks.size, resume_step=step, on_resume=self._options.on_resume, cost=cost
+            )
+        )
+        return attached.epoch, attached.step, attached.published_version
 
     @contextlib.contextmanager
     def batches(self) -> Iterator[Iterator[TensorBatch]]:
         """Open the reader, which requests the next batch while this one trains."""
         with self._attached_reader() as reader:
-            yield reader
+            yield self._ranks.in_step(reader)
 
     def ack(self) -> None:
         """Report that the newest batch is trained."""
-        self._retries.call(self._attached_reader().ack)
+        self._ranks.first(lambda: self._retries.call(self._attached_reader().ack))
 
     def publish(self, version: int, weights_uri: str) -> None:
         """Announce a version that the engines have loaded."""
-        self._retries.call(lambda: self._client.publish_policy(version, self._epoch, weights_uri=weights_uri))
+        self._ranks.first(
+            lambda: self._retries.call(
+                lambda: self._client.publish_policy(version, self._epoch, weights_uri=weights_uri)
+            )
+        )
         self._published = version
 
     def confirm(self) -> None:
@@ -78,7 +92,7 @@ class ServiceFeed:
 
     def save(self, step: int, keep: int) -> None:
         """Report that the checkpoint of `step` is on disk."""
-        self._retries.call(lambda: self._client.checkpoint(step, self._epoch, keep=keep))
+        self._ranks.first(lambda: self._retries.call(lambda: self._client.checkpoint(step, self._epoch, keep=keep)))
 
     def take_waits(self) -> dict[str, float]:
         """Return the seconds waited for batches since the last call, by reason of the service."""

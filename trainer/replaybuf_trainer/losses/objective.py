@@ -69,6 +69,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
 
     def value(self, tokens: LossTokens, totals: BatchTotals, tally: Tally) -> torch.Tensor:
         """Return the share of some tokens in the batch's loss, to be summed; add their figures to `tally`."""
+        if not len(tokens.logprobs):
+            # A rank with too few rollouts has rows without any; its backward pass must match that of other ranks.
+            return tokens.logprobs.sum()
         terms, policy = self.terms, self.loss.term(tokens)
         weights = terms.correction.weights(tokens) if terms.correction else torch.ones_like(tokens.logprobs)
         losses = weights * policy.losses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -56,6 +57,11 @@ class Tally:
         lines = tokens.staleness.clamp(0, MOST_STALENESS).long()[tokens.rollout]
         table = torch.stack([values.double() for values in sums], 1)
         self.by_staleness.index_add_(0, lines.cpu(), table.cpu())
+
+    def add_ranks(self, total: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Add the sums of all other ranks; `total` sums a tensor over the ranks."""
+        sums = total(torch.cat([torch.tensor([self.loss], dtype=torch.float64), self.by_staleness.flatten()]))
+        self.loss, self.by_staleness = float(sums[0]), sums[1:].view_as(self.by_staleness)
 
     def figures(self) -> dict[str, float]:
         """Return the mean of each sum over all loss tokens; 0 without loss tokens."""

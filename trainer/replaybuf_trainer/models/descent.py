@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from replaybuf_trainer.parallel.shards import whole
+
 
 def adam(parameters: Iterable[torch.nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
     """Return AdamW without weight decay."""
@@ -23,7 +25,7 @@ def descend(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm))
+    norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, clip_norm)))
     if finite_loss and math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -17,12 +17,17 @@ from replaybuf_trainer.models.chunked_head import target_logprobs
 
 
 def packed_forward(model: Any, rows: Sequence[Row]) -> LossTokens:
-    """Run B packed rows and return the columns of all their loss tokens, row by row.
+    """Run B packed rows and return the columns of all their loss tokens, row by row."""
+    return loss_tokens(rows, *packed_logprobs(model, rows))
+
+
+def packed_logprobs(model: Any, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run B packed rows; return the logprobs of all k loss tokens and the entropies of their distributions, both [k].
 
     The logprobs are raw, before temperature, as those of the engine are.
     """
     targets, hidden = loss_token_states(model, rows)
-    return loss_tokens(rows, *target_logprobs(hidden, model.lm_head.weight, targets))
+    return target_logprobs(hidden, model.lm_head.weight, targets)
 
 
 def loss_token_states(model: Any, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""Several processes that train one model: `replaybuf train --fsdp` under torchrun."""
