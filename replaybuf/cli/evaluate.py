@@ -16,6 +16,7 @@ from replaybuf.generator.evaluation import open_held_out
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.options import EvaluateOptions, default_producer
 from replaybuf.generator.preflight import check_tokenizer
+from replaybuf.launch.work_bar import work_bar
 from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.tokenizer import Tokenizer
 
@@ -55,7 +56,8 @@ async def _evaluate(options: EvaluateOptions) -> EvaluationRequest:
         stack.push_async_callback(fleet.aclose)
         await fleet.prepare(options.start_timeout_s)
         await check_tokenizer(servers, tokenizer, held_out.prompts)
-        result = await held_out.report(fleet, adapter=options.adapter, producer=default_producer())
+        with work_bar(f"evaluating {held_out.name}") as done:
+            result = await held_out.report(fleet, adapter=options.adapter, producer=default_producer(), done=done)
         if options.url is None or options.run is None:
             return result
         client = AsyncClient(options.url, options.run, token=options.token, retry_for_s=RETRY_FOR_S)

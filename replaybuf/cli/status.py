@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import httpx
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from replaybuf.cli.fetch import READINESS, fetch, fetch_first
 from replaybuf.cli.service import ServiceOptions, print_json
-from replaybuf.client.addresses import addresses_of, authorization, base_url, unix_mounts
-from replaybuf.client.replies import answer_of, error_of
-from replaybuf.errors import ServiceUnavailable
+from replaybuf.client.addresses import addresses_of
 from replaybuf.wire.config import check_run_name
 from replaybuf.wire.contract import Readiness, WaitingAnswer
 from replaybuf.wire.evaluations import Evaluation, Evaluations
 from replaybuf.wire.run_status import AdapterStatus, Buckets, DropAges, RunList, RunStatus
 
-T = TypeVar("T")
-
-TIMEOUT_S = 10.0
 WATCH_PERIOD_S = 2.0
-READINESS = "/readyz"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,13 +56,13 @@ def show_status(options: ServiceOptions, run: str | None, console: Console | Non
     if options.json:
         print_json(runs[0] if name else runs)
         return
-    ready = _get(address, READINESS, None, Readiness)
+    ready = fetch(address, READINESS, None, Readiness)
     for line in _describe_server(ready):
         console.print(line, markup=False)
     if not runs and not ready.unreadable:
         console.print(f"{options.url} has no runs yet; create one with `replaybuf runs create NAME --from FILE`")
     for status in runs:
-        results = _get(address, f"/v1/runs/{status.run}/evaluations", options.token, Evaluations).evaluations
+        results = fetch(address, f"/v1/runs/{status.run}/evaluations", options.token, Evaluations).evaluations
         console.print(_table(status, ready.leaders.get(status.run), results))
 
 
@@ -91,31 +84,11 @@ def _describe_server(ready: Readiness) -> list[str]:
 
 def _first_runs(addresses: Sequence[str], run: str, token: str | None) -> tuple[str, list[RunStatus]]:
     """Return the first address that serves, and its runs. Raises the error of the last one if none serves."""
-    *others, last = addresses
-    for address in others:
-        with contextlib.suppress(ServiceUnavailable):
-            return address, _runs(address, run, token)
-    return last, _runs(last, run, token)
-
-
-def _runs(address: str, run: str, token: str | None) -> list[RunStatus]:
     if run:
-        return [_get(address, f"/v1/runs/{run}", token, RunStatus)]
-    return _get(address, "/v1/runs", token, RunList).runs
-
-
-def _get(address: str, path: str, token: str | None, shape: type[T]) -> T:
-    try:
-        mounts = unix_mounts([address], lambda path: httpx.HTTPTransport(uds=path))
-        with httpx.Client(headers=authorization(token), timeout=TIMEOUT_S, mounts=mounts) as http:
-            response = http.get(base_url(address) + path)
-    except httpx.HTTPError as error:
-        raise ServiceUnavailable(
-            f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
-        ) from error
-    if response.is_error and path != READINESS:  # 503 there is an answer
-        raise error_of(response)
-    return answer_of(response, shape)
+        address, status = fetch_first(addresses, f"/v1/runs/{run}", token, RunStatus)
+        return address, [status]
+    address, found = fetch_first(addresses, "/v1/runs", token, RunList)
+    return address, found.runs
 
 
 def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluation]) -> Table:

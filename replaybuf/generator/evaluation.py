@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -67,9 +68,10 @@ class HeldOut:
     max_inflight_prompts: int = 32
     stop_token_ids: tuple[int, ...] = ()
 
-    async def evaluate(self, engine: Engine) -> EvaluationResult:
+    async def evaluate(self, engine: Engine, done: Callable[[int, int], None] | None = None) -> EvaluationResult:
         """Sample and score the completions of every prompt, or play its episodes.
 
+        `done` is called after each prompt with the number of finished prompts and of all.
         Raises `Invalid` where there is no prompt, `EngineUnfit`, and the last fault where no prompt could be scored.
         """
         if not self.prompts:
@@ -82,7 +84,11 @@ class HeldOut:
                     return await self._score(engine, prompt)
             except (EngineFault, RewardFault) as fault:
                 return fault
+            finally:
+                if done:
+                    done(next(finished), len(self.prompts))
 
+        finished = itertools.count(1)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(outcome(prompt)) for prompt in self.prompts]
         outcomes = [task.result() for task in running]
@@ -93,10 +99,12 @@ class HeldOut:
             raise unfit or faults[-1]
         return _summary(scored, failed=len(faults))
 
-    async def report(self, engine: Engine, *, adapter: str, producer: str) -> EvaluationRequest:
+    async def report(
+        self, engine: Engine, *, adapter: str, producer: str, done: Callable[[int, int], None] | None = None
+    ) -> EvaluationRequest:
         """Evaluate, and return the result in the form that the service records. Raises as `evaluate`."""
         began_s = time.monotonic()
-        result = await self.evaluate(engine)
+        result = await self.evaluate(engine, done)
         return EvaluationRequest(
             name=self.name,
             adapter=adapter,

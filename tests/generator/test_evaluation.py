@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ def held_out(scorer: Scorer | Episodes, texts: list[str], folder: Path, **option
 
 
 def run(
-    double: EngineDouble, folder: Path, texts: list[str], environment: Any = None, **options: Any
+    double: EngineDouble,
+    folder: Path,
+    texts: list[str],
+    environment: Any = None,
+    done: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> EvaluationResult:
     async def main() -> EvaluationResult:
         async with double.up():
@@ -37,7 +43,7 @@ def run(
             else:
                 scorer = Scorer(environment or Spelling(), timeout_s=TIMEOUT_S)
             try:
-                return await held_out(scorer, texts, folder, **options).evaluate(engine)
+                return await held_out(scorer, texts, folder, **options).evaluate(engine, done)
             finally:
                 await engine.aclose()
 
@@ -68,8 +74,18 @@ def test_a_failed_episode_is_a_failed_prompt(tmp_path: Path) -> None:
         return " x " if number == 0 else None
 
     double = Speaking("a", "b", "c")
-    result = run(double, tmp_path, ["abc", "abd"], Scripted(answers), max_tokens=40, max_inflight_prompts=1)
+    reported: list[tuple[int, int]] = []
+    result = run(
+        double,
+        tmp_path,
+        ["abc", "abd"],
+        Scripted(answers),
+        lambda *counts: reported.append(counts),
+        max_tokens=40,
+        max_inflight_prompts=1,
+    )
     assert (result.accuracy, result.n, result.failed) == (1.0, 1, 1)
+    assert reported == [(1, 2), (2, 2)], "the failed one too"
 
 
 def test_temperature_and_number_of_samples_can_be_set(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +13,13 @@ from rich.console import Console
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.kernel.plugin_set import resolve_config
+from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.loop import simulate as run_simulation
 from replaybuf.lab.simulate.picture import draw
 from replaybuf.lab.simulate.recording import RecordedSupply, Recording, derive, read_file, read_service, save
 from replaybuf.lab.simulate.report import Study, print_study
 from replaybuf.lab.simulate.workload import DEFAULT_GROUP_SIZE, Supply, Workload, check_prompts, check_workload
+from replaybuf.launch.work_bar import Report, work_bar
 from replaybuf.plugins.entry_points import option_pairs
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.wire.decoding import decode_json
@@ -92,10 +95,12 @@ def run_study(options: SimulateOptions, config: RunConfig, recording: Recording 
     check_workload(workload)
     if recording is None:
         check_prompts(workload, config)
-    runs = []
-    for one in configs:
-        supply = RecordedSupply(recording, workload, one, seed) if recording else Supply(workload, one, seed)
-        runs.append(run_simulation(one, supply, steps))
+    runs: list[Figures] = []
+    with work_bar("simulating") as report:
+        for one in configs:
+            supply = RecordedSupply(recording, workload, one, seed) if recording else Supply(workload, one, seed)
+            on_step = functools.partial(_report_step, report, len(runs) * steps, len(configs) * steps)
+            runs.append(run_simulation(one, supply, steps, on_step))
     return Study(
         seed=seed,
         steps=steps,
@@ -104,6 +109,10 @@ def run_study(options: SimulateOptions, config: RunConfig, recording: Recording 
         recorded=recording.run if recording else None,
         runs=runs,
     )
+
+
+def _report_step(report: Report, before: int, total: int, step: int) -> None:
+    report(before + step, total)
 
 
 def _recording(options: SimulateOptions) -> Recording | None:

@@ -14,6 +14,7 @@ import heapq
 import itertools
 import logging
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -58,13 +59,16 @@ class Job(NamedTuple):
 class Simulation:
     """One run of `steps` steps with one strategy; `meter` measures it."""
 
-    def __init__(self, config: RunConfig, supply: Supply, steps: int) -> None:
+    def __init__(
+        self, config: RunConfig, supply: Supply, steps: int, report: Callable[[int], None] | None = None
+    ) -> None:
         self.run = VirtualRun(config, supply.workload.ranks)
         self.meter = Meter()
         self.ended: str | None = None
         self._supply = supply
         self._workload = supply.workload
         self._steps = steps
+        self._report = report
         step_s = self._step_s()
         self._round_s = self._workload.round_s or step_s / ROUNDS_PER_STEP
         self._sample_every_s, self._sample_at_s = step_s / _SAMPLES_PER_STEP, 0.0
@@ -274,6 +278,8 @@ class Simulation:
         if trained and run.selector.inputs.plugins.observed is not None:  # it observes
             feedback = self._supply.feedback(trained.step) or run.feedback(trained)
         run.ack(sum(seconds for reason, seconds in waited if BLOCKED_ON[reason] != "trainer"), feedback)
+        if self._report:
+            self._report(run.state.step)
         if run.state.step % w.checkpoint_steps == 0:
             run.checkpoint()
         if run.config.version_of(run.state.step) > run.published_version:
@@ -360,12 +366,13 @@ def _changed(options: StrategyOptions) -> dict[str, Any]:
     return {name: value for name, default in defaults.items() if (value := getattr(options, name)) != default}
 
 
-def simulate(config: RunConfig, supply: Supply, steps: int) -> Figures:
+def simulate(config: RunConfig, supply: Supply, steps: int, report: Callable[[int], None] | None = None) -> Figures:
     """Simulate `steps` steps. Raises `Invalid` for the configuration, `StrategyFault` with the step.
 
+    `report` is called with the number of trained steps after each step.
     Plug-ins have no time limit here: a busy host must not end a study. A call above the limit is logged.
     """
-    simulation = Simulation(config, supply, steps)
+    simulation = Simulation(config, supply, steps, report)
     try:
         figures = simulation.simulate()
     except StrategyFault as fault:

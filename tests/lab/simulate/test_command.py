@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from replaybuf.cli.main import main
+from replaybuf.lab.simulate import command
 from replaybuf.lab.simulate.report import Study
 
 SMALL = ["--slots", "8", "--length-mean", "50", "--train-s", "5", "--publish-s", "1", "--steps", "20"]
@@ -41,6 +44,20 @@ def test_several_strategies_are_shown_side_by_side(
         ("one-step-off-policy", {"max_staleness": 3}, 20),
     ]
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_progress_bar_counts_the_steps_of_all_strategies(
+    run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    @contextlib.contextmanager
+    def bar(_: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: seen.append((done, total))
+
+    monkeypatch.setattr(command, "work_bar", bar)
+    main(["simulate", "--strategy", "on-policy", "--strategy", "replay", "--config-run", str(run_config), *SMALL])
+    assert capsys.readouterr().out and seen == [(step, 40) for step in range(1, 41)]
 
 
 def test_without_matplotlib_there_is_a_report_and_the_name_of_the_extra(
