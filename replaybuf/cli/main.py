@@ -51,6 +51,8 @@ COMMANDS = {
     "eval": "replaybuf.cli.evaluate:evaluate",
     "export": "replaybuf.cli.export:export",
     "import": "replaybuf.cli.export:import_",
+    "backup": "replaybuf.cli.backup:backup",
+    "restore": "replaybuf.cli.backup:restore",
     "demo": "replaybuf.lab.demo.command:demo",
     "simulate": "replaybuf.lab.simulate.command:simulate",
 }

@@ -78,7 +78,7 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """The Redis URL of the unix socket."""
-        return f"unix://{quote(str(self.socket_path))}"
+        return _url_of(self.socket_path)
 
     async def start(self) -> None:
         """Lock the data folder and start or adopt the server. Raises `ServiceUnavailable` if that fails."""
@@ -240,6 +240,19 @@ def _has_terminal() -> bool:
 
 def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def embedded_url(data_dir: Path) -> str:
+    """Return the Redis URL of the server that runs on a data folder. Raises `ServiceUnavailable` without one."""
+    path = _socket_path(data_dir.resolve())
+    if _gone(path):
+        detail = f"no Valkey runs on data folder {data_dir}; start replaybuf serve on it, or give --redis-url"
+        raise ServiceUnavailable(detail, name="data_dir", value=str(data_dir))
+    return _url_of(path)
+
+
+def _url_of(path: Path) -> str:
+    return f"unix://{quote(str(path))}"
 
 
 def _socket_path(data_dir: Path) -> Path:

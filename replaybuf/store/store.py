@@ -20,6 +20,7 @@ import asyncio
 from typing import Any
 
 from replaybuf.store.connection import Connection
+from replaybuf.store.copying import CopyStore
 from replaybuf.store.cursors import CursorStore
 from replaybuf.store.durability import STRICT, WritePolicy
 from replaybuf.store.evaluations import EvaluationStore
@@ -51,6 +52,7 @@ class Store:
         self.evaluations = EvaluationStore(connection)
         self.cursors = CursorStore(connection)
         self.spill = SpillStore(connection)
+        self.copying = CopyStore(connection)
 
     @classmethod
     async def open(cls, url: str, policy: WritePolicy = STRICT, **options: Any) -> Store:

@@ -32,7 +32,19 @@ def test_help_lists_every_command_with_a_summary() -> None:
     shown = replaybuf("--help", COLUMNS="200").stdout
     summaries = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
     commands = {"serve", "status", "doctor", "token", "strategies", "generate", "stage", "eval", "simulate", "demo"}
-    commands |= {"export", "import", "up", "config", "runs", "groups", "ledger", "explain", "completion"}
+    commands |= {
+        "export",
+        "import",
+        "backup",
+        "restore",
+        "up",
+        "config",
+        "runs",
+        "groups",
+        "ledger",
+        "explain",
+        "completion",
+    }
     assert summaries.keys() == commands | {"engine", "init-model", "train"}
     assert summaries["generate"].startswith("Generate scored groups of rollouts")
     assert summaries["generate"] in replaybuf(COLUMNS="200").stdout

@@ -1,0 +1,306 @@
+"""Backup of a live run and restore elsewhere: what is restored goes on as the run did, or nothing is restored."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+
+from replaybuf.backup.archive import MANIFEST, read_manifest
+from replaybuf.backup.section import MomentSection, PayloadsSection, Section, StreamSection, Summary
+from replaybuf.backup.source import Source
+from replaybuf.cli.main import main
+from replaybuf.store import Store
+from tests.conftest import RunClient, ServeProcess, group, lasting
+from tests.service.test_deletion import finish
+from tests.waiting import eventually
+
+Connect = Callable[[str, str], RunClient]
+TIMEOUT_S = 60.0
+LEDGER_LIMIT = 1000
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """A service that holds none of the runs."""
+    server = ServeProcess(tmp_path_factory.mktemp("other") / "data").start()
+    yield server
+    server.end()
+
+
+def backup(server: ServeProcess, run: str, to: object) -> None:
+    main(["backup", run, "--to", str(to), "--data-dir", str(server.data_dir)])
+
+
+def restore(server: ServeProcess, file: Path) -> None:
+    main(["restore", "--from", str(file), "--data-dir", str(server.data_dir)])
+
+
+def restored(server: ServeProcess, connect: Connect, run: str) -> RunClient:
+    """A client of a restored run, once the service has found it."""
+    client = connect(server.url, run)
+    eventually(lambda: client.get("").status_code == 200, within_s=TIMEOUT_S)
+    return client
+
+
+def ledger(run: RunClient) -> list[dict[str, Any]]:
+    """All ledger records."""
+    records: list[dict[str, Any]] = run.get("ledger", limit=LEDGER_LIMIT).json()["records"]
+    return records
+
+
+def busy_run(run: RunClient) -> tuple[int, list[str]]:
+    """A run with all kinds of data: returns the epoch and its tickets that are out."""
+    run.put(
+        batch={"groups_per_batch": 1},
+        strategy={"name": "one-step-off-policy", "options": {"max_staleness": 20}},
+        filters=[{"name": "overlong", "options": {"max_tokens": 50}}],
+    )
+    epoch = run.attach()
+    tickets = run.post("tickets", producer="p", count=4).json()["tickets"]
+    run.append(*(group(f"g{n}") for n in range(8)), group(None, ticket=tickets[0]["ticket"]))
+    run.append(group("long", tokens=60))
+    run.http.request("DELETE", f"{run.path}/tickets/{tickets[1]['ticket']}", json={"reason": "engine"})
+    run.http.put(f"{run.path}/groups/g5/columns", json={"columns": {"ref_logprobs": [[-0.1] * 3] * 2}})
+    run.train(epoch, range(3))
+    assert run.post("checkpoints", epoch=epoch, step=2, keep=1).status_code == 200
+    return epoch, [ticket["ticket"] for ticket in tickets[2:]]
+
+
+def test_a_restored_run_goes_on_as_the_run_did(
+    run: RunClient, service: ServeProcess, other: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    """State, ledger and bytes of the next batch are the same; repeats are duplicates; tickets stay out."""
+    epoch, out = busy_run(run)
+    backup(service, run.run, tmp_path / "run.backup")
+    restore(other, tmp_path / "run.backup")
+    again = restored(other, connect, run.run)
+
+    assert lasting(again.state()) | {"waiting": None} == lasting(run.state()) | {"waiting": None}
+    assert ledger(again) == ledger(run)
+    assert again.batch(3, epoch).content == run.batch(3, epoch).content
+    assert again.get("groups/g5").json() == run.get("groups/g5").json()
+    assert again.append(group("g0"), group("g7"))[0]["status"] == "duplicate"
+    assert again.append(group(None, ticket=out[0]))[0]["status"] == "stored"
+    new = again.post("tickets", producer="q", count=1).json()["tickets"][0]
+    assert new["ticket"] not in out
+
+
+def test_a_run_that_changes_all_the_time_is_copied_as_it_was_at_one_moment(
+    run: RunClient, service: ServeProcess, other: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    """Groups are stored, trained and freed during the copy. Its ledger is a prefix; no payload is missing."""
+    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 1_000}})
+    epoch, stop, faults = run.attach(), threading.Event(), []
+
+    def live() -> None:
+        try:
+            for step in itertools.count():
+                run.append(*(group(f"g{step}-{n}") for n in range(2)))
+                run.train(epoch, range(step, step + 1))
+                run.post("checkpoints", epoch=epoch, step=step + 1, keep=1)
+                if stop.is_set():
+                    return
+        except Exception as error:  # noqa: BLE001  # the test reports it
+            faults.append(error)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        eventually(lambda: connect(service.url, run.run).state()["step"] > 10, within_s=TIMEOUT_S)
+        backup(service, run.run, tmp_path / "run.backup")
+    finally:
+        stop.set()
+        thread.join(TIMEOUT_S)
+    assert not faults
+    restore(other, tmp_path / "run.backup")
+    again = restored(other, connect, run.run)
+
+    records, whole = ledger(again), ledger(run)
+    assert 20 < len(records) < len(whole) and records == whole[: len(records)]
+    left = again.state()
+    assert left["groups"]["dead_lettered"] == 0 and left["groups"]["live"] > 10
+    epoch = again.attach(left["step"])
+    again.train(epoch, range(left["step"], left["step"] + left["groups"]["live"]))
+    assert again.state()["groups"]["dead_lettered"] == 0
+
+
+class _TrainsMeanwhile:
+    """A sink that lets the run train and free groups when their index entries are copied, once."""
+
+    def __init__(self, run: RunClient, epoch: int, valkey: redis.Redis) -> None:
+        self._run, self._epoch, self._valkey, self._done = run, epoch, valkey, False
+        self.moments, self.frames = 0, dict[str, bytes]()
+
+    async def add(self, section: Section) -> None:
+        """Count moments and collect frames."""
+        self.moments += isinstance(section, MomentSection)
+        if isinstance(section, PayloadsSection):
+            self.frames |= section.frames
+        elif isinstance(section, StreamSection) and section.stream == "ledger" and not self._done:
+            self._done = True
+            await asyncio.to_thread(self._train)
+
+    def _train(self) -> None:
+        self._run.train(self._epoch, range(3, 6))
+        self._run.post("checkpoints", epoch=self._epoch, step=6, keep=1)
+        eventually(lambda: not list(self._valkey.scan_iter(f"rb:p:{{{self._run.run}:g3}}*")), TIMEOUT_S)
+
+
+def test_groups_that_are_freed_during_a_round_are_left_out_of_the_next(run: RunClient, service: ServeProcess) -> None:
+    """A second moment is read, at which the ledger says that they are freed."""
+    epoch, _ = busy_run(run)
+    sink = _TrainsMeanwhile(run, epoch, redis.Redis(unix_socket_path=service.valkey_socket))
+
+    async def copy() -> Summary:
+        store = await Store.open(f"unix://{service.valkey_socket}")
+        try:
+            return await Source(store, run.run, sink).copy()
+        finally:
+            await store.close()
+
+    summary = asyncio.run(copy())
+    assert sink.moments == 2
+    assert (summary.missing, summary.payloads) == (0, len(sink.frames))
+
+
+def test_a_run_of_an_older_release_is_restored_with_its_snapshot(other: ServeProcess, connect: Connect) -> None:
+    """The backup was made while an older release served the run, whose ledger was trimmed behind a snapshot."""
+    restore(other, Path(__file__).with_name("release-of-rbs4.backup.gz"))
+    run = restored(other, connect, "old")
+    assert ledger(run)[0]["entry"] == 86
+    state = run.state()
+    groups = {"stored": 75, "live": 10, "in_batches": 6, "retired": 58, "evicted": {"overlong_rollout": 1}}
+    assert state["step"] == 63 and state["groups"] == state["groups"] | groups
+    body = run.batch(63, 1).content
+    assert hashlib.sha256(body).hexdigest() == "5753d38f0923f5bc35e1060491a6102367eb3b4722f1976bb6e0728548a84825"
+    assert run.append(group("g0"))[0]["status"] == "duplicate"
+
+
+def test_a_run_is_copied_from_redis_to_redis(
+    run: RunClient, service: ServeProcess, other: ServeProcess, connect: Connect
+) -> None:
+    epoch, _ = busy_run(run)
+    backup(service, run.run, f"unix://{other.valkey_socket}")
+    assert restored(other, connect, run.run).batch(3, epoch).content == run.batch(3, epoch).content
+
+
+def test_a_deleted_run_is_brought_back(run: RunClient, service: ServeProcess, connect: Connect, tmp_path: Path) -> None:
+    """The name of a deleted run is taken for a day, except for its own backup."""
+    epoch, _ = busy_run(run)
+    body = run.batch(3, epoch).content
+    backup(service, run.run, tmp_path / "run.backup")
+    finish(run)
+    assert run.http.delete(run.path).status_code == 204
+    eventually(lambda: not redis.Redis(unix_socket_path=service.valkey_socket).sismember("rb:runs", run.run), TIMEOUT_S)
+    restore(service, tmp_path / "run.backup")
+    assert restored(service, connect, run.run).batch(3, epoch).content == body
+
+
+@pytest.fixture
+def file(run: RunClient, service: ServeProcess, tmp_path: Path) -> Path:
+    """A backup."""
+    busy_run(run)
+    backup(service, run.run, tmp_path / "run.backup")
+    return tmp_path / "run.backup"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_file_that_is_cut_is_refused_before_anything_is_restored(
+    share: float, run: RunClient, file: Path, other: ServeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with file.open("r+b") as cut:
+        cut.truncate(int(share * (file.stat().st_size - tarfile.RECORDSIZE)))
+    before = set(redis.Redis(unix_socket_path=other.valkey_socket).scan_iter())
+    with pytest.raises(SystemExit):
+        restore(other, file)
+    assert "Nothing was restored" in capsys.readouterr().err
+    assert set(redis.Redis(unix_socket_path=other.valkey_socket).scan_iter()) == before
+
+
+def test_a_changed_byte_is_found_by_its_digest(
+    file: Path, other: ServeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = bytearray(file.read_bytes())
+    at = raw.index(b"inference_logprobs")
+    raw[at] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(SystemExit):
+        restore(other, file)
+    assert "digest of" in capsys.readouterr().err
+
+
+def test_a_file_of_a_newer_format_is_refused(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = msgspec.structs.replace(read_manifest(file), format=99)
+    newer = tmp_path / "newer"
+    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    with tarfile.open(newer, "w") as tar:
+        tar.add(tmp_path / MANIFEST, MANIFEST)
+    with pytest.raises(SystemExit):
+        main(["restore", "--from", str(newer), "--check"])
+    assert "has format 99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["backup", "none", "--to", "{tmp}/x"], "run none is not on"),
+        (["backup", "{run}", "--to", "{file}"], "exists; choose another file"),
+        (["restore", "--from", "{file}"], "delete it first, or restore to another Redis"),
+        (["restore", "--from", "{tmp}/absent"], "No such file"),
+        (["backup", "{run}", "--to", "{tmp}/x", "--data-dir", "{tmp}"], "start replaybuf serve on it"),
+    ],
+)
+def test_wrong_input_has_one_clear_answer(
+    arguments: list[str],
+    said: str,
+    run: RunClient,
+    file: Path,
+    service: ServeProcess,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = file.read_bytes()
+    filled = [word.format(tmp=tmp_path, run=run.run, file=file) for word in arguments]
+    if "--data-dir" not in filled:
+        filled += ["--data-dir", str(service.data_dir)]
+    with pytest.raises(SystemExit):
+        main(filled)
+    assert said in capsys.readouterr().err
+    assert file.read_bytes() == before and not (tmp_path / "x").exists()
+
+
+def test_a_killed_restore_leaves_no_run_and_the_next_one_brings_all_of_it(
+    run: RunClient, file: Path, other: ServeProcess, connect: Connect
+) -> None:
+    """What it wrote expires. The lease that it held lasts a minute; embedded servers take it at once."""
+    code = (
+        "import os, signal\n"
+        "from replaybuf.backup.target import Target\n"
+        "Target.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from replaybuf.cli.main import main\n"
+        f"main(['restore', '--from', {str(file)!r}, '--data-dir', {str(other.data_dir)!r}])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False, env=os.environ)
+    assert killed.returncode == -signal.SIGKILL
+    server = redis.Redis(unix_socket_path=other.valkey_socket)
+    staged = list(server.scan_iter(f"*{run.run}*"))
+    assert staged and all(server.ttl(key) > 0 for key in staged)
+    assert connect(other.url, run.run).get("").status_code == 404
+
+    server.delete(f"rb:{{{run.run}}}:lead")
+    restore(other, file)
+    assert lasting(restored(other, connect, run.run).state())["groups"] == run.state()["groups"]
