@@ -130,8 +130,8 @@ def test_merged_weights_the_engine_and_peft_give_the_same_logits(
     strengthen(made, "")
     with torch.inference_mode():
         expected = logprobs_alone(made.model, rollout)
-        made.save_adapter(made.adapters[""].tensors(), tmp_path / "adapter")
-        made.save_weights(tmp_path / "merged")
+        made.adapter_weights("").save_weights(tmp_path / "adapter")
+        made.weights().save_weights(tmp_path / "merged")
         base = load_model(models / "a")
         plain = logprobs_alone(base, rollout)
         with adapted(base, [read_lora(base, tmp_path / "adapter")]):

@@ -14,6 +14,8 @@ from replaybuf_trainer.publishers.weights_folders import WeightsFolders
 class Empty:
     """Weights that are an empty folder."""
 
+    adapter = ""
+
     def save_weights(self, folder: Path) -> None:
         """Create the folder."""
         folder.mkdir(parents=True)
@@ -21,6 +23,8 @@ class Empty:
 
 class Full:
     """Weights that no disk takes."""
+
+    adapter = ""
 
     def save_weights(self, folder: Path) -> None:
         """Raise the error of a full disk."""

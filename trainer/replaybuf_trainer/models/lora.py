@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf_trainer.losses import LossTokens, Row
 from replaybuf_trainer.models.descent import adam, descend
-from replaybuf_trainer.models.policy import Policy
-from replaybuf_trainer.weights import save_model, whole_folder
+from replaybuf_trainer.models.policy import Policy, WholeWeights
+from replaybuf_trainer.weights import whole_folder
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -135,15 +135,14 @@ class LoraPolicy(Policy):
             tensors[_key(layer, "B")] = torch.zeros(outputs, rank)
         return tensors
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the model folder of the adapter "", merged into the weights of the model."""
-        save_model(self.model, self._tokenizer_dir, folder, self.merged_weights(""))
+    def weights(self) -> WholeWeights:
+        """Return the adapter "", merged into the weights of the model."""
+        return WholeWeights(self.model, self.merged_weights(""), self._tokenizer_dir)
 
-    def save_adapter(self, tensors: Tensors, folder: Path) -> None:
-        """Write a PEFT folder, which engines load by name; it appears complete or not at all."""
-        with whole_folder(folder) as scratch:
-            dataclasses.replace(self._config(), inference_mode=True).save_pretrained(scratch)
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, scratch / TENSORS_FILE)
+    def adapter_weights(self, name: str) -> AdapterWeights:
+        """Return the weights of an adapter; one that has not trained yet has its initial weights, in any thread."""
+        adapter = self.adapters.get(name)
+        return AdapterWeights(name, adapter.tensors() if adapter else self.initial_weights(name), self._config())
 
     @torch.no_grad()
     def merged_weights(self, name: str) -> Tensors:
@@ -179,6 +178,21 @@ class LoraPolicy(Policy):
             target_modules=list(options.targets) or ends,
             base_model_name_or_path=str(self._tokenizer_dir),
         )
+
+
+class AdapterWeights:
+    """A and B of an adapter by their names in a PEFT folder."""
+
+    def __init__(self, adapter: str, tensors: Tensors, config: Any) -> None:
+        self.adapter = adapter
+        self._tensors = tensors
+        self._config = config
+
+    def save_weights(self, folder: Path) -> None:
+        """Write a PEFT folder, which engines load by name; it appears complete or not at all."""
+        with whole_folder(folder) as scratch:
+            dataclasses.replace(self._config, inference_mode=True).save_pretrained(scratch)
+            save_file({key: tensor.contiguous() for key, tensor in self._tensors.items()}, scratch / TENSORS_FILE)
 
 
 def target_layers(model: Any, options: LoraOptions) -> dict[str, tuple[int, int]]:

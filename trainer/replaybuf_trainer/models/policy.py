@@ -73,6 +73,8 @@ class Policy:
 class WholeWeights:
     """Weights by name, or those of the model as they are."""
 
+    adapter = ""
+
     def __init__(self, model: Any, weights: dict[str, torch.Tensor] | None, tokenizer_dir: Path) -> None:
         self._model = model
         self._weights = weights

@@ -5,16 +5,21 @@ the trainer can load the right weights. If every engine restarts, no batch would
 publication. So a thread asks every engine for its version, also while the trainer waits for a batch::
 
     current ──(refuses a publication, reports another version, does not answer)──► behind ──(loaded)──► current
+
+A whole model, adapter "", is loaded by `reload_weights`; a LoRA adapter by name, in place. vLLM has one version for all
+models of a server, so there each adapter needs a server of its own; the small engine has one per adapter.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -26,12 +31,17 @@ logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 2.0
 VERSION_TIMEOUT_S = 5.0
+NOT_FOUND = 404
 RETRY_CEILING_S = 30.0
 """The pause before an engine that is behind is tried again doubles up to this."""
 CLOSE_TIMEOUT_S = 10.0
 
 _MODES: dict[OnPublish, str] = {"drain": "wait", "in-flight": "keep", "abort-and-resume": "abort", "abort": "abort"}
 """The pause mode of vLLM for each policy: running completions finish, freeze, or abort."""
+
+
+class _UnknownThere(ServiceUnavailable):
+    """The engine knows no such route, adapter or folder."""
 
 
 class _WeightInfo(msgspec.Struct):
@@ -49,14 +59,17 @@ class _Engine:
         self._backoff_s = 0.0
         self._next_check_s = 0.0
 
-    def load(self, folder: Path, version: int) -> None:
+    def load(self, folder: Path, version: int, adapter: str = "") -> None:
         """Load the weights in `folder` as `version`; record in `behind` whether that worked."""
         try:
             self._post(self._pause)
             try:
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
-                self._post("/collective_rpc", reload)
-                self._post("/update_weight_version", {"new_version": str(version)})
+                if adapter:
+                    self._load_adapter(str(folder.resolve()), version, adapter)
+                else:
+                    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+                    self._post("/collective_rpc", reload)
+                    self._post("/update_weight_version", {"new_version": str(version)})
             finally:
                 self._post("/resume")
         except ServiceUnavailable as error:
@@ -64,10 +77,29 @@ class _Engine:
         else:
             self.mark_current()
 
-    def lacks(self, version: int) -> bool:
-        """Ask the engine whether it has another version. Raises `ServiceUnavailable` if it reports none."""
+    def unload(self, adapter: str) -> None:
+        """Serve an adapter no more. Raises `ServiceUnavailable`."""
+        with contextlib.suppress(_UnknownThere):
+            self._post("/v1/unload_lora_adapter", {"lora_name": adapter})
+
+    def _load_adapter(self, folder: str, version: int, adapter: str) -> None:
+        named = {"lora_name": adapter, "lora_path": folder, "load_inplace": True, "weight_version": version}
         try:
-            response = self._http.get(f"{self.url}/weight_info", timeout=VERSION_TIMEOUT_S)
+            self._post("/v1/load_lora_adapter", named)
+        except _UnknownThere as error:
+            raise self._fault(
+                f"cannot load adapters ({error.detail}); start vLLM with --enable-lora and "
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let the engine read {folder}"
+            ) from error
+        self._post("/update_weight_version", {"model": adapter, "new_version": str(version)})
+
+    def lacks(self, version: int, adapter: str = "") -> bool:
+        """Ask the engine whether it has another version. Raises `ServiceUnavailable` if it reports none."""
+        model = {"model": adapter} if adapter else None
+        try:
+            response = self._http.get(f"{self.url}/weight_info", params=model, timeout=VERSION_TIMEOUT_S)
+            if adapter and response.status_code == NOT_FOUND:
+                return True
             response.raise_for_status()
             return str(msgspec.json.decode(response.content, type=_WeightInfo).weight_version) != str(version)
         except (httpx.HTTPError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -84,6 +116,8 @@ class _Engine:
                 continue
             if response.is_success:
                 return
+            if response.status_code == NOT_FOUND:
+                raise _UnknownThere(f"engine {self.url} answered {path} with 404: {response.text[:300]}", name="engine")
             if not response.is_server_error or attempt == 2:
                 raise self._fault(f"answered {path} with {response.status_code}: {response.text[:300]}")
             logger.warning("engine %s answered %s with %d, retrying", self.url, path, response.status_code)
@@ -116,6 +150,11 @@ class _Engine:
         )
 
 
+class _Published(NamedTuple):
+    folder: Path
+    version: int
+
+
 class EnginePublisher:
     """Loads weights into every engine and sets their version.
 
@@ -129,26 +168,39 @@ class EnginePublisher:
         self._http = httpx.Client(timeout=timeout_s)
         pause = f"/pause?mode={_MODES[on_publish]}"
         self._engines = [_Engine(url, self._http, pause) for url in urls]
-        self._published: tuple[Path, int] | None = None
+        self._published: dict[str, _Published] = {}
+        self._retired: frozenset[str] = frozenset()
         self._loading = threading.Lock()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
 
-    def publish(self, folder: Path, version: int) -> None:
+    def publish(self, folder: Path, version: int, adapter: str = "") -> None:
         """Load the weights in `folder` into the engines, as `version`. The folder must stay until the next call.
 
         The watch takes care of engines that refuse, as long as one engine takes the weights. Raises
         `ServiceUnavailable` if none does, with the status and answer of the first engine.
         """
         with self._loading:
-            self._published = folder, version
+            self._published[adapter] = _Published(folder, version)
+            if adapter in self._retired:
+                return
             current = [engine for engine in self._engines if engine.behind is None]
             for engine in current or self._engines:
-                engine.load(folder, version)
+                engine.load(folder, version, adapter)
             faults = [engine.behind for engine in self._engines if engine.behind is not None]
             if faults and len(faults) == len(self._engines):
                 raise faults[0]
         logger.debug("published version=%d engines=%d behind=%d", version, len(self._engines), len(faults))
+
+    def retire(self, adapters: frozenset[str]) -> None:
+        """Unload these adapters; from now on all others are served, those of an earlier call again by the watch."""
+        with self._loading:
+            leaving, self._retired = adapters - self._retired, adapters
+            for adapter, engine in itertools.product(sorted(leaving), self._engines):
+                try:
+                    engine.unload(adapter)
+                except ServiceUnavailable as error:
+                    logger.warning("engine %s may still serve the removed adapter %s: %s", engine.url, adapter, error)
 
     def watch(self, confirm: Callable[[], object], every_s: float = WATCH_EVERY_S) -> None:
         """Start a thread that loads the published weights into engines that lack them, until `close`.
@@ -177,28 +229,37 @@ class EnginePublisher:
                 if not engine.due or self._closing.is_set():
                     continue
                 try:
-                    self._check(engine, confirm)
+                    if all(self._check(engine, adapter, confirm) for adapter in self._served()):
+                        engine.mark_current()
                 except ServiceUnavailable as error:
-                    engine.mark_behind(error, self._current()[1])
+                    engine.mark_behind(error, max(published.version for published in self._published.values()))
                 except ReplaybufError as error:
                     logger.warning("the watch of the engines ends: %s", error)
                     return
 
-    def _check(self, engine: _Engine, confirm: Callable[[], object]) -> None:
-        """Load an engine that lacks the published weights. Raises `ServiceUnavailable`, and what `confirm` raises."""
-        if not engine.lacks(self._current()[1]):
-            engine.mark_current()
-            return
+    def _check(self, engine: _Engine, adapter: str, confirm: Callable[[], object]) -> bool:
+        """Load an engine that lacks the published weights of an adapter; return whether it has them.
+
+        Raises `ServiceUnavailable`, and what `confirm` raises.
+        """
+        if not engine.lacks(self._published[adapter].version, adapter):
+            return True
         confirm()
         with self._loading:  # race: a publication may have come first, and may even explain the other version
-            folder, version = self._current()
-            if self._closing.is_set() or not engine.lacks(version):
-                return
-            logger.warning("engine %s lacks version %d, loading it again", engine.url, version)
-            engine.load(folder, version)
+            folder, version = self._published[adapter]
+            if self._closing.is_set() or adapter in self._retired or not engine.lacks(version, adapter):
+                return engine.behind is None
+            logger.warning("engine %s lacks version %d%s, loading it again", engine.url, version, _of(adapter))
+            engine.load(folder, version, adapter)
             self.reloads += engine.behind is None
+            return engine.behind is None
 
-    def _current(self) -> tuple[Path, int]:
-        if self._published is None:
+    def _served(self) -> list[str]:
+        if not self._published:
             raise ReplaybufError("publish must come before watch", name="version")
-        return self._published
+        with self._loading:
+            return [adapter for adapter in self._published if adapter not in self._retired]
+
+
+def _of(adapter: str) -> str:
+    return f" of adapter {adapter}" if adapter else ""

@@ -30,10 +30,17 @@ Confirm: TypeAlias = Callable[[], object]
 
 
 class Weights(Protocol):
-    """What a publisher reads of the policy; it does not change before `commit` has returned."""
+    """What a publisher reads of the policy; it does not change before `commit` has returned.
+
+    `adapter`: name of a LoRA adapter of the run, whose folder is in PEFT's format; "" = a whole model.
+    """
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter."""
 
     def save_weights(self, folder: Path) -> None:
-        """Write a model folder that engines can load; it appears complete or not at all."""
+        """Write a folder that engines can load; it appears complete or not at all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,10 +60,12 @@ class NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Publisher(abc.ABC):
     """Brings versions of the weights to the engines, in two phases.
 
-    `Options`: the keys of `--publisher-options`. A plug-in defines `prepare` and `commit`.
+    `Options`: the keys of `--publisher-options`. A plug-in defines `prepare` and `commit`. `takes_adapters`: whether it
+    publishes LoRA adapters of a run, each with its own versions; `commit` then follows the `prepare` of its adapter.
     """
 
     Options: ClassVar[type[msgspec.Struct]] = NoOptions
+    takes_adapters: ClassVar[bool] = False
 
     def __init__(self, setup: PublisherSetup, options: Any) -> None:
         """Check setup and options. Raises `Invalid`."""
@@ -76,6 +85,9 @@ class Publisher(abc.ABC):
 
     def watch(self, confirm: Confirm) -> None:  # noqa: B027 (a publisher without engines watches none)
         """Start to bring the published version to engines that lack it, until `close`."""
+
+    def retire(self, adapters: frozenset[str]) -> None:  # noqa: B027 (a publisher without engines unloads nothing)
+        """Serve these adapters no more. It is called with all adapters that the run has removed, after each change."""
 
     def close(self) -> None:  # noqa: B027 (a publisher may hold nothing)
         """End the watch, and close connections."""

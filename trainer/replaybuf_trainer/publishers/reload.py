@@ -1,4 +1,7 @@
-"""The publisher `reload`: writes the weights, and every engine reads them from the folder."""
+"""The publisher `reload`: writes the weights, and every engine reads them from the folder.
+
+A whole model is loaded by `reload_weights`, a LoRA adapter by name through `load_lora_adapter`.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,38 @@ from replaybuf_trainer.publishers.weights_folders import WeightsFolders
 
 
 class ReloadPublisher(Publisher):
-    """Loads each version into all engines through `reload_weights`, and again into engines that restarted."""
+    """Loads each version into all engines, and again into engines that restarted."""
+
+    takes_adapters = True
 
     def __init__(self, setup: PublisherSetup, options: Any) -> None:
         """Check that there are engines. Raises `Invalid`."""
         super().__init__(setup, options)
         if not setup.engines:
             raise Invalid("publisher reload needs at least one --engine", name="engine", value=[])
+        self._adapter = ""
         self._folders = WeightsFolders(setup.weights_dir)
         self._engines = EnginePublisher(setup.engines, setup.engine_timeout_s, setup.on_publish)
 
     def prepare(self, version: int, weights: Weights) -> None:
         """Write the folder of a version. Raises `TrainingFault` for a full disk."""
+        self._adapter = weights.adapter
         self._folders.write(version, weights)
 
     def commit(self, version: int, confirm: Confirm) -> str:
         """Load the folder into the engines. Raises `ServiceUnavailable` if none takes it, and what `confirm` raises."""
         confirm()
-        self._engines.publish(self._folders.path(version), version)
-        self._folders.prune(version)
-        return self._folders.uri(version)
+        self._engines.publish(self._folders.path(version, self._adapter), version, self._adapter)
+        self._folders.prune(version, self._adapter)
+        return self._folders.uri(version, self._adapter)
 
     def watch(self, confirm: Confirm) -> None:
         """Load the published folder into engines that lack it, until `close`."""
         self._engines.watch(confirm)
+
+    def retire(self, adapters: frozenset[str]) -> None:
+        """Unload these adapters from the engines."""
+        self._engines.retire(adapters)
 
     def close(self) -> None:
         """End the watch after its current load, and close the connections."""

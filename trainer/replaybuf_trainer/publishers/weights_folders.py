@@ -1,4 +1,4 @@
-"""The folder of published weights: `v000012` is version 12, complete or not there at all."""
+"""The folder of published weights: `v000012` is version 12, complete or not there at all. Adapters have subfolders."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class WeightsFolders:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def path(self, version: int) -> Path:
+    def path(self, version: int, adapter: str = "") -> Path:
         """Return the folder of a version."""
-        return self._root / f"v{version:06d}"
+        return self._root / adapter / f"v{version:06d}"
 
-    def uri(self, version: int) -> str:
+    def uri(self, version: int, adapter: str = "") -> str:
         """Return the weights_uri of a version."""
-        return self.path(version).resolve().as_uri()
+        return self.path(version, adapter).resolve().as_uri()
 
     def write(self, version: int, weights: Weights) -> Path:
         """Write a version. Raises `TrainingFault` if the disk does not take it; older versions stay then."""
-        folder = self.path(version)
+        folder = self.path(version, weights.adapter)
         try:
             weights.save_weights(folder)
         except OSError as error:
@@ -44,9 +44,10 @@ class WeightsFolders:
             ) from error
         return folder
 
-    def prune(self, version: int) -> None:
+    def prune(self, version: int, adapter: str = "") -> None:
         """Delete what is not needed once `version` is published."""
-        found = {int(name[1]): path for path in self._root.glob("v*") if (name := _NAME.fullmatch(path.name))}
+        folders = (self._root / adapter).glob("v*")
+        found = {int(name[1]): path for path in folders if (name := _NAME.fullmatch(path.name))}
         kept = sorted(number for number in found if number <= version)[-KEPT:]
         for number, path in found.items():
             if number not in kept:
