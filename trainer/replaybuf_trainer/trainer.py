@@ -120,7 +120,7 @@ class Trainer:
         self._step = self._step_of(checkpoint) if checkpoint else 0
         torch.manual_seed(options.seed)
         folder = checkpoint / "model" if checkpoint else options.model
-        self._policy = load_policy(folder, options.learning_rate, options.model, self._ranks)
+        self._policy = load_policy(folder, options, self._ranks)
         if checkpoint:
             load_optimizer(checkpoint, self._policy.model, self._policy.optimizer)
         logger.info("loaded step=%d from=%s", self._step, checkpoint or options.model)
