@@ -166,6 +166,7 @@ class Trainer:
         self._steps_per_publish = facts.steps_per_publish
         self._version = self._step // self._steps_per_publish
         self._feed.attach(self._step, cost_of(self._policy.shape))
+        self._report.begin(self._step, self._steps, self._policy, self._feed.waiting, lambda: self._watch.phase)
 
     # ------------------------------------------------------------------ one step
 
@@ -224,7 +225,7 @@ class Trainer:
 
     def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
         beside = {"wait_reasons": self._feed.take_waits()} | self._publisher.figures()
-        self._report.step(batch, batch.micro_batches, self._watch.take(), beside | figures)
+        self._report.step(batch, self._watch.take(), beside | figures)
 
     # ------------------------------------------------------------------ weights and checkpoints
 
