@@ -26,6 +26,7 @@ from replaybuf.kernel.pool import BAD_INDEX_ENTRY, AdapterCounts
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import Rotation
 from replaybuf.kernel.state import Attachment, RunPhase, RunState
+from replaybuf.kernel.step_figures import StepFigures
 from replaybuf.wire.config_record import read_config, recorded
 from replaybuf.wire.ledger import TicketRecord
 
@@ -79,6 +80,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed_after: list[int] = []
     late_names: list[str] = []
     late_rows: bytes = b""
+    figures: StepFigures = msgspec.field(default_factory=StepFigures)
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")

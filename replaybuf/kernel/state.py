@@ -24,6 +24,7 @@ from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.pool import AdapterCounts, GroupPool
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import AdapterProgress, Rotation
+from replaybuf.kernel.step_figures import StepFigures
 from replaybuf.packing.batches import Layout
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_record import read_config
@@ -80,6 +81,7 @@ class RunState:
     - `feedback`: msgpack by step, of the newest `FEEDBACK_STEPS` acked steps that had any; replaced, never changed
     - `checkpoints`: steps of the kept ones, ascending
     - `masked_tokens`: sampled tokens that were too old for the loss of their batches, each use counted
+    - `figures` of each step, for people
     - `entries`: last folded ledger entry; `trimmed_entries`: last one that is trimmed
     """
 
@@ -101,6 +103,7 @@ class RunState:
         self.failed_prompts = PromptSet()
         self.failures: dict[tuple[str, int], TicketRecord] = {}
         self.failed_window = FailedWindow()
+        self.figures = StepFigures()
         self.pool = GroupPool()
         self.index = self.pool.index
         self.entries = self.trimmed_entries = 0
@@ -239,6 +242,7 @@ class RunState:
         if not isinstance(record, _KEEPS_LIVE_GROUPS):
             self.pool.forget_live_totals()
         freed = _HANDLERS[type(record)](self, record)
+        self.figures.apply(self, record)
         return _NO_NUMBERS if freed is None else freed
 
     def _attach(self, record: AttachRecord) -> None:

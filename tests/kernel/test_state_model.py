@@ -251,6 +251,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
         "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
         "live": state.pool.live_totals(),
+        "figures": state.figures,
         "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.acked) for s, b in state.batches.items()},
         "records": (
             {s: (r.entry, r.generation) for s, r in state.records.items()},

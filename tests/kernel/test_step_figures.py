@@ -1,0 +1,127 @@
+"""Figures per step: what a batch trained on, how they are merged, and what a rewind takes back."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+
+from replaybuf.kernel import step_figures
+from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
+from replaybuf.kernel.step_figures import StepFigures, StepRow, merge
+from replaybuf.wire.ledger import AckRecord
+from tests.builders import batch_entry, batch_record, entries
+from tests.kernel.test_state import Run
+
+HEADER_BYTES = len(MAGIC) + 20
+
+
+def stored(run: Run, *groups: dict[str, float]) -> None:
+    """Store groups with these values of their index entries."""
+    first = run.state.stored + 1
+    run.state.store(np.arange(first, first + len(groups)), entries(*groups))
+
+
+def batch(run: Run, *numbers: int, at_s: float) -> None:
+    """Put groups into the batch of the next step."""
+    state = run.state
+    record = batch_record(state.next_step, [batch_entry(n) for n in numbers], generation=state.generation)
+    run.apply(msgspec.structs.replace(record, at_s=at_s))
+
+
+def test_a_row_has_the_figures_of_the_groups_of_its_batch() -> None:
+    """Two groups; the third is stored after the batch and is no part of `tokens_in`."""
+    run = Run()
+    stored(
+        run,
+        {"arrival_s": 10.0, "reward_mean": 0.0, "reward_std": 0.5, "tokens": 10, "longest_tokens": 6},
+        {"arrival_s": 14.0, "reward_mean": 1.0, "reward_std": 0.0, "tokens": 30, "longest_tokens": 16},
+        {"arrival_s": 99.0, "tokens": 1000},
+    )
+    run.evict(3, reason="tail")
+    batch(run, 1, 2, at_s=20.0)
+    run.apply(AckRecord(step=0, epoch=1, at_s=25.0))
+    (row,) = run.state.figures.rows
+    assert (row.step, row.groups, row.at_s, row.acked_s) == (0, 2, 20.0, 25.0)
+    assert (row.reward_mean, row.reward_std, row.reward_min, row.reward_max) == (0.5, 0.25, 0.0, 1.0)
+    assert (row.age_s, row.longest, row.tokens_in, row.stored) == (8.0, 16, 40.0, 2)
+    assert (row.uses, row.fill, row.dropped) == (1.0, 1.0, {"tail": 1})
+
+
+def test_staleness_is_that_of_the_step() -> None:
+    """Groups of version 0 in the third batch."""
+    run = Run()
+    stored(run, *({"policy_version": version, "policy_version_max": version} for version in (0, 0, 0, 1)))
+    run.train(1)
+    run.train(2)
+    run.batch(3, 4)
+    assert [(row.staleness, row.staleness_max) for row in run.state.figures.rows] == [(0, 0), (1, 1), (1.5, 2)]
+
+
+def test_a_resample_takes_rows_back_and_a_redelivery_keeps_them() -> None:
+    """Rows of voided batches go, and come again with the new batches."""
+    run = Run()
+    run.store(0, 0, 0)
+    for number in (1, 2):
+        run.train(number)
+    run.rewind(1, "redeliver")
+    assert [row.step for row in run.state.figures.rows] == [0, 1]
+    run.rewind(1, "resample")
+    assert [row.step for row in run.state.figures.rows] == [0]
+    run.batch(3)
+    assert [row.step for row in run.state.figures.rows] == [0, 1]
+
+
+def test_rows_are_bounded_and_the_newest_keep_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With at most 8 rows the older ones cover several steps, without a gap."""
+    monkeypatch.setattr(step_figures, "MOST_ROWS", 8)
+    run = Run(max_uses=None)
+    run.store(0)
+    for _ in range(100):
+        run.train(1)
+    rows = run.state.figures.rows
+    assert len(rows) <= 8
+    assert [row.step for row in rows[1:]] == [row.last + 1 for row in rows[:-1]]
+    assert (rows[0].step, rows[-1].last, rows[-1].steps) == (0, 99, 1)
+
+
+def test_merged_rows_have_means_extremes_and_sums() -> None:
+    """A row of three steps weighs three times as much as a row of one."""
+    first = StepRow(step=0, steps=3, reward_mean=1.0, reward_min=0.5, reward_max=1.0, dropped={"a": 1})
+    second = StepRow(step=3, reward_mean=0.0, reward_min=0.0, reward_max=0.75, dropped={"a": 2, "b": 1}, acked_s=9.0)
+    merged = merge([first, second])
+    assert (merged.step, merged.steps, merged.last, merged.acked_s) == (0, 4, 3, 9.0)
+    assert (merged.reward_mean, merged.reward_min, merged.reward_max) == (0.75, 0.0, 1.0)
+    assert merged.dropped == {"a": 3, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "points", "expected"),
+    [
+        (None, None, 100, list(range(10))),
+        (3, 6, 100, [3, 4, 5, 6]),
+        (None, None, 5, [0, 2, 4, 6, 8]),
+        (20, None, 5, []),
+    ],
+)
+def test_a_range_is_merged_to_at_most_so_many_points(
+    first: int | None, last: int | None, points: int, expected: list[int]
+) -> None:
+    """All rows, a range, pairs, nothing."""
+    figures = StepFigures(rows=[StepRow(step=step) for step in range(10)])
+    assert [row.step for row in figures.between(first, last, points)] == expected
+
+
+def test_a_snapshot_keeps_the_rows_and_an_older_one_has_none() -> None:
+    """A snapshot of an older release lacks the field."""
+    run = Run()
+    run.store(0)
+    run.train(1)
+    raw = encode_snapshot(take(run.state))
+    assert decode_snapshot(raw).figures == run.state.figures
+    fields = msgspec.msgpack.decode(zlib.decompress(raw[HEADER_BYTES:]))
+    del fields["figures"]
+    older = raw[:HEADER_BYTES] + zlib.compress(msgspec.msgpack.encode(fields))
+    assert decode_snapshot(older).figures == StepFigures()
