@@ -93,7 +93,7 @@ class Service:
         self._leadership = Leadership(store, self._holder, url)
         self._embedded = embedded
         self._history_groups = history_groups
-        self._clock = clock
+        self.clock = clock
         self._opening = asyncio.Lock()
         self._added = asyncio.Event()
 
@@ -140,7 +140,7 @@ class Service:
                 lease = await self.store.runs.take_lease(name, self._holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
-                run = await Run.create(name, self.store, lease.token, config, self._clock)
+                run = await Run.create(name, self.store, lease.token, config, self.clock)
                 run.journal.leader_url = self.url
                 run.lease.extend(lease.left_s)
                 self._add(run)
@@ -177,7 +177,7 @@ class Service:
         self.unreadable.check(name)
         started = time.monotonic()
         try:
-            run = await Run.load(name, self.store, self._clock)
+            run = await Run.load(name, self.store, self.clock)
         except (DataLost, LedgerGap) as error:
             raise self.unreadable.record_failure(name, error) from error
         self.unreadable.record_success(name)

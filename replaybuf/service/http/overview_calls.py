@@ -1,0 +1,177 @@
+"""Calls that show runs at a glance: the overview of all runs, the flow of one run, figures over its steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from replaybuf import __version__
+from replaybuf.kernel.failed_rule import explain_exceeded
+from replaybuf.kernel.index import IN_BATCHES, LIVE
+from replaybuf.kernel.state import RunState
+from replaybuf.kernel.step_figures import StepRow
+from replaybuf.service.host import Service
+from replaybuf.service.http.requests import Number, number, optional_number
+from replaybuf.service.run.run import Run
+from replaybuf.service.turns import in_turns
+from replaybuf.wire.overview import Flow, History, Overview, RunRow, VersionCounts
+
+REWARDS = 40
+"""Newest rows whose rewards a sparkline shows."""
+RATE_ROWS = 16
+"""Newest acked rows that the rate of trained tokens covers."""
+VERSIONS = 12
+"""Newest versions that are counted each; older ones are counted together."""
+FROM_STEP = Number("from_step")
+TO_STEP = Number("to_step")
+POINTS = Number("points", 500, 1, 4096)
+HISTORY_PARAMETERS = (FROM_STEP, TO_STEP, POINTS)
+_PLAIN = tuple(name for name in StepRow.__struct_fields__ if name != "dropped")
+
+
+async def get_overview(request: Request) -> Response:
+    """Show every run in one row."""
+    service: Service = request.app.state.service
+    answer = Overview(
+        now_s=service.clock.wall(),
+        version=__version__,
+        durability=service.report.durability if service.report else "unknown",
+        runs=[describe_row(run) async for _, run in in_turns(sorted(service.runs.items()))],
+        unreadable=service.unreadable.reasons,
+    )
+    return _json(answer)
+
+
+async def get_flow(request: Request) -> Response:
+    """Show the flow of a run with live numbers."""
+    run = await _run(request)
+    return _json(describe_flow(run))
+
+
+async def get_history(request: Request) -> Response:
+    """Show figures of a run over its steps."""
+    run = await _run(request)
+    first, last = optional_number(request, FROM_STEP), optional_number(request, TO_STEP)
+    rows = run.state.figures.between(first, last, number(request, POINTS))
+    return _json(describe_history(run, rows))
+
+
+def describe_row(run: Run) -> RunRow:
+    """Describe a run in one row."""
+    state, presence, measured = run.state, run.journal.presence, run.measured
+    live, rows = state.pool.live_totals(), state.figures.rows
+    newest_s = max(rows[-1].at_s, rows[-1].acked_s) if rows else 0.0
+    return RunRow(
+        run=run.name,
+        state=state.state,
+        paused_reason=state.config_reason if state.config_state == "paused" else None,
+        strategy=run.journal.config.strategy.name,
+        step=state.step,
+        max_steps=run.journal.config.max_steps,
+        published_version=state.published[""],
+        tokens_per_s=_trained_tokens_per_s(rows[-RATE_ROWS:]) if measured.steps_per_s else 0.0,
+        groups_per_s=measured.groups_per_s,
+        steps_per_s=measured.steps_per_s,
+        groups_live=live.groups,
+        tokens_live=live.tokens,
+        dead_lettered=state.totals.dead_lettered.total(),
+        rewards=[round(row.reward_mean, 5) for row in rows[-REWARDS:]],
+        staleness=rows[-1].staleness if rows else None,
+        waiting=run.state_cache.waits().run,
+        idle_s=_age(run, newest_s),
+        trainer_last_seen_s=presence.trainer_s if state.epoch else None,
+        producers_last_seen_s=presence.producers_s,
+        producers_known=presence.producers_known,
+        producers_gone=len(presence.producers.list_gone()),
+        alarm=explain_exceeded(state),
+    )
+
+
+def describe_flow(run: Run) -> Flow:
+    """Describe where the groups of a run are, and how fast they move."""
+    state, measured = run.state, run.measured
+    arrivals, rows = state.index["arrival_s"], state.figures.rows
+    return Flow(
+        now_s=run.journal.clock.wall(),
+        row=describe_row(run),
+        tickets_out=run.book.out,
+        group_s=measured.group_s,
+        step_s=measured.step_s,
+        versions=count_versions(state),
+        ledger_entries=state.entries,
+        waited_s={reason: round(seconds, 3) for reason, seconds in sorted(run.batches.waited_s.items()) if seconds},
+        stored_s=_age(run, float(arrivals[-1])) if len(arrivals) else None,
+        batch_s=_age(run, rows[-1].at_s) if rows else None,
+        ack_s=_age(run, max(row.acked_s for row in rows[-RATE_ROWS:])) if rows else None,
+    )
+
+
+def count_versions(state: RunState) -> list[VersionCounts]:
+    """Count the groups of the buffer by version of their oldest token, newest first."""
+    index, found = state.index, {}
+    for name, code in (("live", LIVE), ("in_batches", IN_BATCHES)):
+        versions, counts = np.unique(index["policy_version"][index["state"] == code], return_counts=True)
+        found[name] = dict(zip(versions.tolist(), counts.tolist(), strict=True))
+    listed = sorted({*found["live"], *found["in_batches"]}, reverse=True)
+    newest, older = listed[:VERSIONS], listed[VERSIONS:]
+    rows = [VersionCounts(each, *(found[name].get(each, 0) for name in found)) for each in newest]
+    if older:
+        rows.append(VersionCounts(None, *(sum(found[name].get(each, 0) for each in older) for name in found)))
+    return rows
+
+
+def describe_history(run: Run, rows: Sequence[StepRow]) -> History:
+    """Turn rows into columns, with rates between neighbours."""
+    columns = {name: [getattr(row, name) for row in rows] for name in _PLAIN}
+    columns["acked_s"] = [row.acked_s or None for row in rows]
+    columns["length"] = [row.tokens / row.rollouts if row.rollouts else None for row in rows]
+    columns["tokens_out_per_s"], columns["tokens_in_per_s"], columns["step_s"] = _rates(rows)
+    all_rows = run.state.figures.rows
+    return History(
+        now_s=run.journal.clock.wall(),
+        first_step=all_rows[0].step if all_rows else None,
+        last_step=all_rows[-1].last if all_rows else None,
+        columns=columns,
+        dropped={
+            reason: [row.dropped.get(reason, 0) for row in rows]
+            for reason in sorted({reason for row in rows for reason in row.dropped})
+        },
+    )
+
+
+def _rates(rows: Sequence[StepRow]) -> tuple[list[float | None], list[float | None], list[float | None]]:
+    """Return tokens trained and stored per second, and seconds per step, [rows] each; the first row has none."""
+    trained: list[float | None] = [None] * len(rows)
+    stored, step_s = list(trained), list(trained)
+    for place, (before, row) in enumerate(itertools.pairwise(rows), 1):
+        made_s, acked_s = row.at_s - before.at_s, row.acked_s - before.acked_s
+        if made_s > 0:
+            stored[place] = row.tokens_in * row.steps / made_s
+        if before.acked_s and row.acked_s and acked_s > 0:
+            trained[place], step_s[place] = row.tokens * row.steps / acked_s, acked_s / row.steps
+    return trained, stored, step_s
+
+
+def _trained_tokens_per_s(rows: Sequence[StepRow]) -> float:
+    acked = [row for row in rows if row.acked_s]
+    seconds = acked[-1].acked_s - acked[0].acked_s if len(acked) > 1 else 0.0
+    return sum(row.tokens * row.steps for row in acked[1:]) / seconds if seconds > 0 else 0.0
+
+
+def _age(run: Run, at_s: float) -> float | None:
+    """Return the seconds since a time of this server's clock; None = never."""
+    return round(max(0.0, run.journal.clock.wall() - at_s), 3) if at_s else None
+
+
+async def _run(request: Request) -> Run:
+    service: Service = request.app.state.service
+    return await service.run(request.path_params["run"])
+
+
+def _json(answer: Overview | Flow | History) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
