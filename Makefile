@@ -5,6 +5,8 @@
 #   make test [ARGS="tests/service -k resume"] [JOBS=1]
 #   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
 #   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
+#   make browser                     what the tests of the console run in the page, from npm; they need a Chromium too
+#   make vendor                      copy the chart library of tests/console/package-lock.json into the console
 #   make check                       lint, format, types, import rules
 #   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
@@ -28,6 +30,7 @@ PIP_LOG := $(VENV)/install.log
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
 SCHEMA_STAMP := $(SCHEMA_VENV)/.installed
+AXE := tests/console/node_modules/.package-lock.json
 EXTRAS := trainer,lora,demo,generate,dev
 KERNEL_TESTS := tests/kernel tests/testing tests/lab/simulate tests/service/test_plugins.py
 KERNEL_FLOOR := 90
@@ -37,7 +40,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench peers chaos fuzz schema clean
+.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench peers chaos fuzz schema browser vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,8 +60,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/replaybuf demo $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) browser
 	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(ARGS)
+
+browser: $(if $(shell command -v npm),$(AXE))
+	@command -v npm >/dev/null || echo "no npm: tests of accessibility are skipped (Debian: apt-get install npm)"
+
+$(AXE): tests/console/package-lock.json
+	@npm ci --ignore-scripts --no-audit --no-fund --prefix tests/console
+	@touch $@
+
+vendor:
+	tests/console/vendor.sh
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) $(SPREAD) $(KERNEL_TESTS) \
