@@ -128,6 +128,8 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     ask("GET", "/batches/{step}/explain", step=1)
     ask("POST", "/batches/{step}/ack", step=0, body={"epoch": epoch, "feedback": {"loss": 1.0}})
     ask("POST", "/batches/{step}/ack", step=5, body={"epoch": epoch})
+    ask("GET", "/flow")
+    ask("GET", "/history", query={"from_step": 0, "to_step": 5, "points": 10})
     ask("POST", "/policy", body={"epoch": epoch, "version": 1, "weights_uri": "file:///weights/1"})
     ask("POST", "/policy", body={"epoch": epoch + 1, "version": 1})
     ask("GET", "/policy", query={"after": 0, "wait_ms": 0})
@@ -170,7 +172,11 @@ def test_requests_and_answers_of_every_route_match_the_document(run: RunClient) 
     call_every_route(api, run.run)
     delete_run(api, f"{run.run}-deleted")
     for call in OPEN_CALLS:
-        api.ask("GET", call.template)
+        api.ask("GET", call.template, file="app.js")
+    script = api.ask("GET", "/console/{file}", file="app.js")
+    api.ask("GET", "/console/{file}", file="app.js", headers={"if-none-match": script.headers["etag"]})
+    api.ask("GET", "/console/{file}", file="nothing.js")
+    api.ask("GET", "/v1/overview")
     api.ask("GET", "/metrics")
     done = {(method, template) for method, template, status in api.answered if status < "400"}
     assert done == {(call.method, call.template) for call in (*CALLS, *OPEN_CALLS)}

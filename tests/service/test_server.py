@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import os
 import re
+import socket
 import subprocess
 import sys
 import termios
@@ -60,10 +61,33 @@ def test_metrics_count_what_happened_to_groups(run: RunClient) -> None:
 
 
 def test_the_console_loads_nothing_from_other_hosts(service: ServeProcess) -> None:
-    """No address of another host in it."""
+    """The policy of the page forbids it, and every file that the page names comes from this server."""
     page = httpx.get(service.url)
     assert page.headers["content-type"].startswith("text/html")
     assert not re.search(r"https?://", page.text)
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    named = re.findall(r"(?:href|src)=\"(/[^\"]+)\"", page.text)
+    assert len(named) == 3
+    assert all(httpx.get(service.url + path).status_code == 200 for path in named)
+
+
+def test_a_file_of_the_console_is_loaded_again_only_after_a_change(service: ServeProcess) -> None:
+    """The ETag is a digest of the content."""
+    first = httpx.get(f"{service.url}/console/app.js")
+    assert first.headers["x-content-type-options"] == "nosniff"
+    again = httpx.get(f"{service.url}/console/app.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["../pyproject.toml", "%2e%2e/errors.py", "vendor", "", "console.py"])
+def test_the_console_gives_out_no_other_file(service: ServeProcess, name: str) -> None:
+    """Files are looked up in a table, never on the disk."""
+    host, _, port = service.url.removeprefix("http://").partition(":")
+    head = f"GET /console/{name} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as raw:
+        raw.sendall(head.encode())
+        assert raw.recv(100).split()[1] == b"404"
 
 
 def test_unknown_paths_and_methods_are_problems_too(service: ServeProcess) -> None:
@@ -123,6 +147,8 @@ ALLOWED = [
     ("GET", "/ledger", {"trainer", "reader", "operator"}),
     ("GET", "/dead-letters", {"reader", "operator"}),
     ("DELETE", "/dead-letters", {"operator"}),
+    ("GET", "/flow", {"trainer", "reader", "operator"}),
+    ("GET", "/history", {"trainer", "reader", "operator"}),
 ]
 
 

@@ -9,7 +9,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.service.http import column_calls, cursor_calls, explain, group_pages, handlers, sending
+from replaybuf.service.http import (
+    column_calls,
+    console_files,
+    cursor_calls,
+    explain,
+    group_pages,
+    handlers,
+    overview_calls,
+    sending,
+)
 from replaybuf.service.http.requests import (
     ADAPTER,
     AFTER,
@@ -25,7 +34,7 @@ from replaybuf.service.http.requests import (
     Real,
     Text,
 )
-from replaybuf.wire import browse, contract, cursors, evaluations
+from replaybuf.wire import browse, contract, cursors, evaluations, overview
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.explain import BatchExplanation
@@ -112,6 +121,10 @@ TRAINER_CALLS = (
          contract.CheckpointRequest, contract.Checkpoints, _CHANGED),
 )
 BROWSE_CALLS = (
+    Call("GET", "/v1/overview", overview_calls.get_overview, _BOTH, result=overview.Overview),
+    Call("GET", f"{_R}/flow", overview_calls.get_flow, _BOTH, result=overview.Flow),
+    Call("GET", f"{_R}/history", overview_calls.get_history, _BOTH, result=overview.History,
+         query=overview_calls.HISTORY_PARAMETERS),
     Call("GET", f"{_R}/groups", handlers.get_groups, _READER | _PRODUCER, result=browse.GroupPage,
          query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER | _PRODUCER,
@@ -141,6 +154,8 @@ OPEN_CALLS = (
     Call("GET", "/healthz", handlers.get_healthz, _OPERATOR, result=contract.Health, query=None),
     Call("GET", "/readyz", handlers.get_readyz, _OPERATOR, None, contract.Readiness, ("200", "503"), None),
     Call("GET", "/openapi.json", handlers.get_openapi, _OPERATOR, query=None),
-    Call("GET", "/", handlers.get_console, _OPERATOR, query=None, media_types=("text/html",)),
+    Call("GET", "/", console_files.get_console, _OPERATOR, query=None, media_types=("text/html",)),
+    Call("GET", "/console/{file:path}", console_files.get_console_file, _OPERATOR,
+         None, None, ("200", "304", "404"), None, ("text/javascript", "text/css", "text/html")),
 )
 """Calls that need no token."""

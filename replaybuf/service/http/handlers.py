@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from importlib.resources import files
 from typing import Any, NoReturn
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from replaybuf.service.host import Service
 from replaybuf.service.http import sending
@@ -59,8 +58,6 @@ from replaybuf.wire.run_status import RunList
 
 LARGEST_PAGE_BYTES = 8 << 20
 """A page of the ledger ends with the record that exceeds it; 1,000 acks with feedback may have 1 GB."""
-CONSOLE = files("replaybuf.service.http").joinpath("console.html").read_text()
-"""A page that shows every run of this server and loads nothing from other servers."""
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -328,11 +325,6 @@ async def get_readyz(request: Request) -> Response:
         leaders={name: run.journal.leader_url for name, run in sorted(service.runs.items())},
     )
     return json_response(answer, 200 if ready else 503)
-
-
-async def get_console(request: Request) -> Response:
-    """Return a page that shows every run."""
-    return HTMLResponse(CONSOLE)
 
 
 async def get_openapi(request: Request) -> Response:

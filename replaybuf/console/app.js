@@ -1,0 +1,143 @@
+// The console: finds the view of an address, asks it to refresh, and says when the server does not answer.
+
+import { NoAnswer, Problem, token } from "./api.js";
+import { dialog, h } from "./dom.js";
+import { openActions } from "./views/actions.js";
+import { openGroup } from "./views/group.js";
+import { openLedger } from "./views/ledger.js";
+import { openNewRun } from "./views/new_run.js";
+import { openProblems } from "./views/problems.js";
+import { openRollouts } from "./views/rollouts.js";
+import { openRun } from "./views/run.js";
+import { openRuns } from "./views/runs.js";
+import { openStep } from "./views/step.js";
+
+const RETRY_MS = 2000;
+const ROUTES = [
+  [/^\/?$/, openRuns],
+  [/^\/new$/, openNewRun],
+  [/^\/runs\/([^/]+)$/, openRun],
+  [/^\/runs\/([^/]+)\/rollouts$/, openRollouts],
+  [/^\/runs\/([^/]+)\/groups\/(.+)$/, openGroup],
+  [/^\/runs\/([^/]+)\/ledger$/, openLedger],
+  [/^\/runs\/([^/]+)\/steps\/([0-9]+)$/, openStep],
+  [/^\/runs\/([^/]+)\/problems$/, openProblems],
+  [/^\/runs\/([^/]+)\/act$/, openActions],
+];
+
+const main = document.getElementById("main");
+const banner = document.getElementById("banner");
+let view = null;
+let timer = 0;
+let silentSince = null;
+let asking = false;
+
+function openView() {
+  const hash = location.hash || "#/";
+  if (!hash.startsWith("#/")) return; // the link that skips to the content
+  clearTimeout(timer);
+  view?.close?.();
+  const [path, search = ""] = hash.slice(1).split("?");
+  const found = ROUTES.map(([pattern, open]) => [path.match(pattern), open]).find(([match]) => match);
+  if (found) {
+    const [match, open] = found;
+    view = open({ query: new URLSearchParams(search), refreshNow }, ...match.slice(1).map(decodeURIComponent));
+  } else {
+    view = { title: "Not found", crumbs: [], node: h("p", { class: "empty" }, "This address has no page. ", h("a", { href: "#/" }, "All runs")) };
+  }
+  document.title = `${view.title} · replaybuf`;
+  document.getElementById("crumbs").replaceChildren(...crumbs(view.crumbs));
+  main.replaceChildren(view.node);
+  main.removeAttribute("data-old");
+  refresh(view);
+}
+
+function crumbs(parts) {
+  return parts.map(([name, href]) => (href ? h("a", { href }, name) : h("span", { "aria-current": "page" }, name)));
+}
+
+async function refresh(shown) {
+  if (!shown.refresh || document.hidden) return;
+  const begun = performance.now();
+  let next = shown.period_ms;
+  try {
+    await shown.refresh();
+    if (shown === view) heard();
+  } catch (error) {
+    if (shown !== view) return;
+    next = RETRY_MS;
+    if (error instanceof NoAnswer) silent();
+    else if (error instanceof Problem && error.status === 401) await login(error.message);
+    else report(error);
+  }
+  if (shown !== view || !next) return;
+  clearTimeout(timer);
+  // A slow server gets more time between two questions.
+  timer = setTimeout(() => refresh(shown), Math.max(next, 5 * Math.min(6000, performance.now() - begun)));
+}
+
+function refreshNow() {
+  clearTimeout(timer);
+  return refresh(view);
+}
+
+function heard() {
+  silentSince = null;
+  banner.hidden = true;
+  main.removeAttribute("data-old");
+}
+
+function silent() {
+  silentSince ??= new Date();
+  banner.textContent = `The server has not answered since ${silentSince.toLocaleTimeString("sv")}. The page shows what was last known and asks again every 2 s.`;
+  banner.hidden = false;
+  main.setAttribute("data-old", "");
+}
+
+function report(error) {
+  banner.textContent = error instanceof Problem ? error.message : `This page failed: ${error.message}. Load it again.`;
+  banner.hidden = false;
+  if (!(error instanceof Problem)) console.error(error);
+}
+
+async function login(why = "") {
+  if (asking) return;
+  asking = true;
+  const given = await dialog("Token", (close) => {
+    const field = h("input", { type: "password", id: "token-field", autocomplete: "off", spellcheck: "false" });
+    const submit = (event) => {
+      event.preventDefault();
+      close(field.value.trim());
+    };
+    return [
+      h("p", {}, "The service asks for a token. A reader token shows everything; an operator token may also change runs."),
+      why && h("p", { class: "quiet" }, why),
+      h(
+        "form",
+        { submit },
+        h("label", { for: "token-field" }, "Token"),
+        field,
+        h("p", { class: "quiet" }, "Make one with: ", h("code", {}, "replaybuf token new --role reader --name NAME --tokens-file FILE"), ". It stays in this tab until you close it."),
+        h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Use token"), h("button", { type: "button", click: () => close("") }, "Forget token")),
+      ),
+    ].filter(Boolean);
+  });
+  asking = false;
+  if (given !== null) token.set(given);
+  refreshNow();
+}
+
+function switchTheme() {
+  const dark = getComputedStyle(document.documentElement).getPropertyValue("--theme").trim() === "dark";
+  document.documentElement.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("replaybuf-theme", document.documentElement.dataset.theme);
+  view?.repaint?.();
+}
+
+const theme = localStorage.getItem("replaybuf-theme");
+if (theme) document.documentElement.dataset.theme = theme;
+document.getElementById("theme").addEventListener("click", switchTheme);
+document.getElementById("token").addEventListener("click", () => login());
+addEventListener("hashchange", openView);
+document.addEventListener("visibilitychange", () => !document.hidden && refreshNow());
+openView();

@@ -1,0 +1,98 @@
+// Build and update the page. Text from the server becomes text nodes only, never markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+const SVG_TAGS = new Set(["svg", "path", "polyline", "circle", "title"]);
+
+// Make an element: `h("td", { class: "number", title: "..." }, child, ...)`. A function is an event listener.
+export function h(tag, attributes = {}, ...children) {
+  const node = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (name === "width") node.style.width = value; // attributes `style` are against the policy of the page
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+// Make the children of `parent` equal to `wanted`, and keep elements that do not change: focus and hover stay.
+// Only for parts without listeners of their own.
+export function update(parent, ...wanted) {
+  const next = wanted.flat(2).filter((child) => child !== null && child !== undefined && child !== false);
+  const now = [...parent.childNodes];
+  next.forEach((child, place) => {
+    const node = typeof child === "string" ? document.createTextNode(child) : child;
+    if (place >= now.length) parent.append(node);
+    else morph(now[place], node);
+  });
+  now.slice(next.length).forEach((node) => node.remove());
+}
+
+function morph(old, node) {
+  if (old.nodeType !== node.nodeType || old.nodeName !== node.nodeName) {
+    old.replaceWith(node);
+  } else if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== node.data) old.data = node.data;
+  } else {
+    for (const { name } of [...old.attributes]) if (!node.hasAttribute(name)) old.removeAttribute(name);
+    for (const { name, value } of node.attributes) {
+      if (old.getAttribute(name) === value) continue;
+      if (name === "style") old.style.cssText = value;
+      else old.setAttribute(name, value);
+    }
+    update(old, [...node.childNodes]);
+  }
+}
+
+// A table with headings; each column is [heading, class, cell of a row].
+export function table(caption, columns, rows, empty) {
+  if (!rows.length) return h("p", { class: "empty" }, empty);
+  const head = columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name));
+  const body = rows.map((row) => h("tr", {}, columns.map(([, kind, cell]) => h("td", { class: kind }, cell(row)))));
+  return h(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", {}, h("caption", { class: "hidden" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)),
+  );
+}
+
+export function pill(state) {
+  return h("span", { class: `pill ${state}` }, state.replaceAll("_", " "));
+}
+
+// A list of names and values.
+export function facts(pairs) {
+  return h(
+    "dl",
+    { class: "facts" },
+    pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
+}
+
+// A small line of numbers; `label` is for screen readers.
+export function sparkline(values, label) {
+  if (values.length < 2) return h("span", { class: "quiet" }, "–");
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const y = (value) => 22 - (high > low ? (20 * (value - low)) / (high - low) : 10);
+  const points = values.map((value, place) => `${((100 * place) / (values.length - 1)).toFixed(1)},${y(value).toFixed(1)}`);
+  const line = h("polyline", { points: points.join(" ") });
+  return h("svg", { class: "spark", viewBox: "0 0 100 24", preserveAspectRatio: "none", role: "img", "aria-label": label }, line);
+}
+
+let dialogs = 0;
+
+// Show a dialog and return a promise of what `close(value)` gave; null if it was cancelled.
+export function dialog(title, build) {
+  const box = document.getElementById("dialog");
+  const number = ++dialogs;
+  return new Promise((resolve) => {
+    const close = (value) => {
+      if (number === dialogs && box.open) box.close();
+      resolve(value);
+    };
+    box.replaceChildren(h("h2", { id: "dialog-title" }, title), ...build(close));
+    box.onclose = () => resolve(null);
+    if (!box.open) box.showModal();
+  });
+}

@@ -1,0 +1,129 @@
+// One group: its life, and its rollouts side by side, as text or token ids, coloured by logprob, version or mask.
+
+import { get, runPath } from "../api.js";
+import { facts, h, pill, update } from "../dom.js";
+import { clockTime, count, decimal, shorten } from "../format.js";
+import { runLink, runView } from "./frame.js";
+
+const MOST_TOKENS = 2000;
+const MOST_ROLLOUTS = 64;
+// Nats from which a token gets a stronger colour: chosen with 60 %, 22 %, 5 %, 0.7 %.
+const LOGPROB_EDGES = [-0.5, -1.5, -3, -5];
+const MODES = [["text", "text"], ["logprob", "tokens by logprob"], ["version", "tokens by version"], ["mask", "tokens by mask"]];
+
+export function openGroup({ query }, run, groupId) {
+  const [life, list] = [h("div", {}), h("div", {})];
+  let group = null;
+  let mode = query.get("show") ?? "text";
+  const choice = h("select", { id: "show", change: (event) => paint((mode = event.target.value)) }, MODES.map(([value, name]) => h("option", { value, selected: value === mode }, name)));
+  const bar = h("div", { class: "bar" }, h("div", {}, h("label", { for: "show" }, "Show"), choice));
+  const view = runView(run, "Rollouts", [life, bar, list], { under: groupId, refresh, period_ms: 5000 });
+  let read = "";
+
+  async function refresh() {
+    group = await get(runPath(run, `/groups/${encodeURIComponent(groupId)}`));
+    update(view.state, pill(group.state));
+    update(life, describeLife(run, group));
+    const now = JSON.stringify([group.state, group.times_sampled, group.late_columns]);
+    if (now !== read) paint((read = now));
+  }
+
+  function paint() {
+    if (group) list.replaceChildren(...describeRollouts(group, mode));
+  }
+
+  return view;
+}
+
+function describeLife(run, group) {
+  const moments = [
+    ["sampled", `by version ${group.policy_version}`],
+    ["stored", clockTime(group.arrival_s)],
+    ...group.late_columns.map((name) => ["column added", name]),
+    ...group.batches.map((step) => [h("a", { href: runLink(run, `/steps/${step}`) }, `step ${step}`), "in the batch"]),
+    [group.state.replaceAll("_", " "), group.reason ?? lifeNow(group)],
+  ];
+  const pairs = [
+    ["Prompt", group.prompt_id],
+    ["Prompt index", group.prompt_index === null ? "–" : count(group.prompt_index)],
+    ["Reward", `${decimal(group.reward_mean)} ± ${decimal(group.reward_std)}`],
+    ["Mean |advantage|", decimal(group.advantage_abs_mean)],
+    ["Tokens", `${count(group.tokens)}, longest rollout ${count(group.longest_tokens)}`],
+    ["Cut at the token limit", `${count(group.truncated)} of ${count(group.group_size)}`],
+    ["Uses", count(group.times_sampled)],
+    group.adapter ? ["Adapter", group.adapter] : null,
+  ].filter(Boolean);
+  const metadata = group.metadata && Object.keys(group.metadata).length ? h("details", {}, h("summary", {}, "Metadata"), h("pre", { class: "change" }, shorten(JSON.stringify(group.metadata, null, 1), 5000))) : null;
+  return [h("ol", { class: "life", "aria-label": "Life of the group" }, moments.map(([what, when]) => h("li", {}, what, h("small", {}, when)))), facts(pairs), group.detail && h("p", { class: "bad" }, group.detail), metadata];
+}
+
+function lifeNow(group) {
+  return { live: "a batch may use it", in_batches: "kept for a resume", retired: "freed after a checkpoint" }[group.state] ?? "";
+}
+
+function describeRollouts(group, mode) {
+  if (!group.rollouts) return [h("p", { class: "empty" }, "The bytes of this group are freed. Its metadata stays until the history is trimmed.")];
+  const shown = group.rollouts.slice(0, MOST_ROLLOUTS);
+  const first = shown[0];
+  const samePrompt = shown.every((one) => one.prompt_ids.length === first.prompt_ids.length && one.prompt_ids.every((id, place) => id === first.prompt_ids[place]));
+  const prompt = samePrompt && [h("h2", {}, `Prompt, ${count(first.prompt_ids.length)} tokens`), block(first.prompt_text, first.prompt_ids)];
+  const note = first.completion_text === undefined ? h("p", { class: "quiet" }, "Token ids are shown. Start the service with --tokenizer FOLDER to see text.") : null;
+  const left = group.rollouts.length - shown.length;
+  const cards = h("div", { class: "rollouts", tabindex: "0", role: "region", "aria-label": "Rollouts" }, shown.map((one, place) => card(one, place, mode, group, samePrompt)));
+  return [note, prompt, h("h2", {}, `${count(group.rollouts.length)} rollouts`), legend(mode), cards, left > 0 && h("p", { class: "quiet" }, `${left} more are not shown.`)].flat().filter(Boolean);
+}
+
+function card(rollout, place, mode, group, samePrompt) {
+  const scores = [`reward ${decimal(rollout.reward)}`, rollout.advantage === null || rollout.advantage === undefined ? null : `advantage ${decimal(rollout.advantage)}`, `${count(rollout.completion_ids.length)} tokens`, rollout.finish_reason];
+  const parts = Object.entries(rollout.rewards ?? {}).map(([name, value]) => `${name} ${decimal(value)}`);
+  return h(
+    "article",
+    { class: "rollout" },
+    h("header", {}, h("h3", {}, `Rollout ${place + 1}`), h("span", { class: "quiet" }, scores.filter(Boolean).join(" · "))),
+    parts.length > 0 && h("p", { class: "quiet" }, shorten(parts.join(" · "), 500)),
+    !samePrompt && block(rollout.prompt_text, rollout.prompt_ids),
+    mode === "text" ? block(rollout.completion_text, rollout.completion_ids) : tokens(rollout, mode, group),
+  );
+}
+
+function block(text, ids) {
+  return h("pre", { class: "text", tabindex: "0" }, text === undefined ? shorten(ids.slice(0, MOST_TOKENS * 4).join(" ")) : shorten(text));
+}
+
+function tokens(rollout, mode, group) {
+  const ids = rollout.completion_ids;
+  const pieces = rollout.completion_pieces ?? [];
+  const kind = { logprob: byLogprob, version: byVersion, mask: byMask }[mode](rollout, group);
+  const shown = ids.slice(0, MOST_TOKENS).map((id, place) => {
+    const [style, about] = kind(place);
+    return h("span", { class: style, title: `token ${place}, id ${id}, ${about}` }, pieces[place] ?? `${id} `);
+  });
+  const left = ids.length - shown.length;
+  return h("pre", { class: "text", tabindex: "0" }, shown, left > 0 && ` … (${count(left)} more tokens)`);
+}
+
+function byLogprob(rollout) {
+  return (place) => {
+    const value = rollout.inference_logprobs[place];
+    return [`t${LOGPROB_EDGES.filter((edge) => value < edge).length}`, `logprob ${decimal(value)}`];
+  };
+}
+
+function byVersion(rollout, group) {
+  const spans = rollout.version_spans ?? [[group.policy_version, 0, rollout.completion_ids.length]];
+  return (place) => {
+    const found = spans.findIndex(([, first, end]) => place >= first && place < end);
+    return [`v${Math.max(0, found) % 4}`, `version ${spans[found]?.[0] ?? "unknown"}`];
+  };
+}
+
+function byMask(rollout) {
+  const mask = rollout.completion_mask;
+  return (place) => (mask && !mask[place] ? ["masked", "not sampled by the policy"] : ["t0", "in the loss"]);
+}
+
+function legend(mode) {
+  if (mode === "logprob") return h("p", { class: "text legend" }, ["likely", "< 60 %", "< 22 %", "< 5 %", "< 0.7 %"].map((name, place) => h("span", { class: `t${place}` }, name)));
+  if (mode === "mask") return h("p", { class: "quiet" }, "Tokens that are struck out were not sampled by the policy and are not in the loss.");
+  return mode === "version" ? h("p", { class: "quiet" }, "A new colour begins where another policy version sampled. Hover for its number.") : null;
+}

@@ -1,0 +1,60 @@
+// The ledger as a timeline, newest first.
+
+import { get, runPath } from "../api.js";
+import { h, update } from "../dom.js";
+import { clockTime, count, shorten } from "../format.js";
+import { runLink, runView } from "./frame.js";
+
+const LIMIT = 200;
+const TYPES = ["", "BATCH", "ACK", "POLICY", "CHECKPOINT", "CONFIG", "ATTACH", "REWIND", "EVICT", "DEAD_LETTER", "PURGE", "TICKET", "COLUMNS", "TRIM"];
+
+export function openLedger({ query }, run) {
+  const before = query.get("before") ? Number(query.get("before")) : null;
+  const list = h("div", {});
+  const pages = h("div", { class: "buttons" });
+  let records = [];
+  let kind = "";
+  const choice = h("select", { id: "kind", change: (event) => paint((kind = event.target.value)) }, TYPES.map((type) => h("option", { value: type }, type.toLowerCase().replaceAll("_", " ") || "all records")));
+  const bar = h("div", { class: "bar" }, h("div", {}, h("label", { for: "kind" }, "Records"), choice));
+  const view = runView(run, "Ledger", [bar, list, pages], { refresh, period_ms: before === null ? 3000 : 0 });
+
+  async function refresh() {
+    const newest = before ?? (await get(runPath(run, "/flow"))).ledger_entries;
+    const after = Math.max(0, newest - LIMIT);
+    records = (await get(runPath(run, "/ledger"), { after, limit: LIMIT })).records.filter((record) => record.entry <= newest).reverse();
+    paint();
+    const older = after > 0 && h("a", { class: "button", href: runLink(run, `/ledger?before=${after}`) }, "Older records");
+    update(pages, before !== null && h("a", { class: "button", href: runLink(run, "/ledger") }, "Newest records"), older);
+  }
+
+  function paint() {
+    const shown = records.filter((record) => !kind || record.type === kind);
+    const lines = shown.map((record) => h("li", {}, h("time", {}, clockTime(record.at_s)), h("strong", {}, record.type.toLowerCase().replaceAll("_", " ")), h("span", { class: "what" }, describe(record, run))));
+    update(list, shown.length ? h("ol", { class: "timeline" }, lines) : h("p", { class: "empty" }, "No record of this kind is on this page. Older ones may be trimmed."));
+  }
+
+  return view;
+}
+
+const sizes = (numbers) => Object.entries(numbers).map(([reason, list]) => `${count(list.length)} ${reason}`).join(", ");
+const who = (record) => (record.by ? ` by ${record.by}` : "");
+
+const TEXTS = {
+  BATCH: (r, run) => [h("a", { href: runLink(run, `/steps/${r.step}`) }, `step ${r.step}`), `: ${count(r.groups.length)} groups, ${count(r.tokens)} tokens for version ${r.version}${r.short ? `, short: ${r.short}` : ""}`],
+  ACK: (r, run) => [h("a", { href: runLink(run, `/steps/${r.step}`) }, `step ${r.step}`), ` trained${r.feedback ? `: ${shorten(JSON.stringify(r.feedback), 200)}` : ""}`],
+  POLICY: (r) => [`version ${r.version} published${r.adapter ? ` for ${r.adapter}` : ""}`, r.weights_uri ? `: ${r.weights_uri}` : ""],
+  CHECKPOINT: (r) => `at step ${r.step}, the newest ${r.keep} are kept`,
+  CONFIG: (r) => `${r.state ?? "running"}${r.reason ? ` (${r.reason})` : ""}${who(r)}, strategy ${r.config.strategy?.name ?? "default"}`,
+  ATTACH: (r) => `epoch ${r.epoch} at step ${r.step}, ${r.dp_world_size} ranks, ${count(r.seq_len)} tokens per row`,
+  REWIND: (r) => `to step ${r.step}, ${r.on_resume}, generation ${r.generation}`,
+  EVICT: (r) => `${sizes(r.numbers)}, before step ${r.step}`,
+  DEAD_LETTER: (r) => sizes(r.numbers),
+  PURGE: (r) => `${count(r.numbers.length)} dead letters deleted${who(r)}`,
+  TICKET: (r) => `prompt ${r.prompt_index} failed after ${r.attempts} attempts: ${shorten(r.reason, 200)}`,
+  COLUMNS: (r) => `late columns for ${count(r.groups.length)} groups`,
+  TRIM: (r) => `groups up to ${count(r.groups)}, records up to ${count(r.entries)}`,
+};
+
+function describe(record, run) {
+  return TEXTS[record.type]?.(record, run) ?? shorten(JSON.stringify(record), 300);
+}

@@ -1,0 +1,62 @@
+// Producers, engines, dead letters and failed prompts: who, since when, why, and what to do.
+
+import { find, runPath } from "../api.js";
+import { h, pill, table, update } from "../dom.js";
+import { age, clockTime, count, decimal, shorten } from "../format.js";
+import { groupTable } from "./rollouts.js";
+import { runLink, runView } from "./frame.js";
+
+const LIMIT = 100;
+
+export function openProblems(_, run) {
+  const [producers, letters, prompts] = [h("div", {}), h("div", {}), h("div", {})];
+  const view = runView(run, "Problems", [producers, letters, prompts], { refresh, period_ms: 3000 });
+
+  async function refresh() {
+    const [known, dead, failed] = await Promise.all([find(runPath(run, "/producers")), find(runPath(run, "/dead-letters"), { limit: LIMIT }), find(runPath(run, "/failed-prompts"), { limit: LIMIT })]);
+    update(producers, describeProducers(known?.producers ?? []));
+    update(letters, describeLetters(run, dead?.dead_letters ?? []));
+    update(prompts, describePrompts(failed ?? { failed: 0, failed_prompts: [] }));
+  }
+
+  return view;
+}
+
+function describeProducers(producers) {
+  const columns = [
+    ["Producer", "name", (one) => one.name],
+    ["State", "", (one) => pill(one.gone ? "gone" : one.heartbeats ? "live" : "no heartbeats")],
+    ["Last seen", "number", (one) => `${age(one.last_seen_s)} ago`],
+    ["Tickets out", "number", (one) => count(one.tickets_out)],
+    ["Groups/min", "number", (one) => decimal(one.groups_per_min, 1)],
+    ["Faults", "number", (one) => count(one.faults)],
+    ["In flight", "number", (one) => count(one.in_flight)],
+    ["Engines", "number", (one) => (one.engines === 0 ? h("span", { class: "bad" }, "0") : count(one.engines))],
+    ["Held back by", "", (one) => one.held_back_by ?? "–"],
+  ];
+  const gone = producers.filter((one) => one.gone).length;
+  const idle = producers.filter((one) => one.engines === 0).length;
+  return [
+    h("h2", {}, "Producers and their engines"),
+    gone > 0 && h("p", { class: "bad" }, `${gone} stopped sending heartbeats. Their tickets go to others. Look at their logs, then start them again.`),
+    idle > 0 && h("p", { class: "bad" }, `${idle} have no engine that takes requests. Check that the engines run and have the published weights.`),
+    table("Producers", columns, producers, "No producer called within the last hour. Start one: replaybuf generate."),
+  ];
+}
+
+function describeLetters(run, letters) {
+  const help = letters.length > 0 && h("p", {}, "These groups were stored and cannot be used. A missing or broken frame points to Redis or to a producer that writes to it directly. ", h("a", { href: runLink(run, "/act") }, "Purge them"), " when you have seen the cause.");
+  return [h("h2", {}, "Dead letters"), help, groupTable(run, letters, "No dead letters: every stored group could be read.")];
+}
+
+function describePrompts({ failed, failed_prompts: newest }) {
+  const columns = [
+    ["Prompt", "number", (one) => count(one.prompt_index)],
+    ["Adapter", "", (one) => one.adapter || "–"],
+    ["Failed", "number", (one) => clockTime(one.at_s)],
+    ["Attempts", "number", (one) => count(one.attempts)],
+    ["Reason", "name", (one) => shorten(one.reason, 300)],
+  ];
+  const help = failed > 0 && h("p", {}, `${count(failed)} prompts failed tickets.max_attempts times and have no group. The reason names the part that failed: engine, environment or reward.`);
+  return [h("h2", {}, "Failed prompts"), help, table("Failed prompts", columns, [...newest].reverse(), "No prompt has failed.")];
+}

@@ -1,0 +1,155 @@
+// One run: why nothing happens, its flow with live numbers, and charts over its steps.
+
+import { get, runPath } from "../api.js";
+import { CHARTS, Chart, saveCsv } from "../charts.js";
+import { h, pill, update } from "../dom.js";
+import { age, count, decimal, explainReason, rate } from "../format.js";
+import { runLink, runView } from "./frame.js";
+
+const POINTS = 600;
+// The part of the flow that a reason is about.
+const PLACES = { producers: "Producers", trainer: "Trainer", operator: "Batches", nothing: "Batches" };
+
+export function openRun(_, run) {
+  const [state, flow, buffer, waits, drops] = [h("div", {}), h("ol", { class: "flow" }), h("div", {}), h("div", {}), h("div", {})];
+  const range = { first: null, last: null, time: false, columns: null };
+  const charts = CHARTS.map((spec) => new Chart(spec, zoom));
+  const note = h("span", { class: "quiet" });
+  const axis = h("select", { "aria-label": "Axis", change: (event) => draw((range.time = event.target.value === "time")) }, h("option", { value: "step" }, "over steps"), h("option", { value: "time" }, "over time"));
+  const reset = h("button", { type: "button", hidden: true, click: () => zoom() }, "Whole run");
+  const all = h("button", { type: "button", click: saveAll }, "All as CSV");
+  const bar = h("div", { class: "bar" }, axis, reset, all, note);
+  const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
+  const grid = h("div", { class: "charts" }, charts.map((chart) => chart.node));
+  const view = runView(run, "Run", [state, h("h2", { class: "hidden" }, "Flow"), flow, h("div", { class: "columns" }, buffer, waits, drops), h("h2", {}, "Steps"), bar, empty, grid], { refresh, period_ms: 2000, close, repaint });
+  let drawn = "";
+
+  function zoom(low, high) {
+    const bounded = low !== undefined;
+    const steps = bounded && range.columns ? stepsBetween(low, high) : [null, null];
+    [range.first, range.last] = steps;
+    reset.hidden = !bounded;
+    drawn = "";
+    refreshHistory();
+  }
+
+  function stepsBetween(low, high) {
+    const { step, steps, at_s } = range.columns;
+    const inside = step.filter((_, place) => (range.time ? at_s : step)[place] >= low && (range.time ? at_s : step)[place] <= high);
+    if (!inside.length) return [range.first, range.last];
+    const last = step.lastIndexOf(inside.at(-1));
+    return [inside[0], inside.at(-1) + steps[last] - 1];
+  }
+
+  async function refresh() {
+    const answer = await get(runPath(run, "/flow"));
+    update(view.state, pill(answer.row.state));
+    update(state, describeState(answer.row, run));
+    update(flow, describeFlow(answer, run));
+    update(buffer, h("h2", {}, "Buffer, by version of the oldest token"), versions(answer.versions));
+    update(waits, describeWaits(answer.waited_s));
+    const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last}`;
+    if (now !== drawn) await refreshHistory(now);
+  }
+
+  async function refreshHistory(now = "") {
+    const history = await get(runPath(run, "/history"), { from_step: range.first, to_step: range.last, points: POINTS });
+    [drawn, range.columns] = [now, history.columns];
+    draw();
+    update(drops, describeDrops(history));
+    const { steps } = history.columns;
+    const merged = steps.some((each) => each > 1) ? `, up to ${Math.max(...steps)} steps per point` : "";
+    note.textContent = steps.length ? `steps ${history.columns.step[0]} to ${history.columns.step.at(-1) + steps.at(-1) - 1}${merged}. Drag over a chart for a range, double-click for the whole run.` : "";
+  }
+
+  function draw() {
+    const some = Boolean(range.columns?.step.length);
+    [empty.hidden, grid.hidden, bar.hidden] = [some, !some, !some];
+    if (!some) return;
+    for (const chart of charts) chart.show(range.time ? range.columns.at_s : range.columns.step, range.columns, range.time);
+  }
+
+  function saveAll() {
+    if (range.columns) saveCsv(`${run}.csv`, Object.keys(range.columns), Object.values(range.columns));
+  }
+
+  function repaint() {
+    charts.forEach((chart) => chart.repaint());
+  }
+
+  function close() {
+    charts.forEach((chart) => chart.close());
+  }
+
+  return view;
+}
+
+function describeState(row, run) {
+  const { waiting } = row;
+  if (row.state === "paused" && row.paused_reason !== "operator") return stopped("The run paused itself.", row.paused_reason, run);
+  if (row.alarm) return stopped("Too many prompts fail.", row.alarm, run);
+  if (!waiting) return h("div", { class: "state" }, h("strong", {}, "The next batch is ready."), h("p", {}, "The trainer can request it now."));
+  const [what, todo] = explainReason(waiting.reason);
+  const since = row.idle_s === null ? "since the run began" : `for ${age(row.idle_s)}`;
+  const amounts = ["groups", "tokens"].filter((name) => waiting.need[name]).map((name) => `${count(waiting.have[name])} of ${count(waiting.need[name])} ${name}`);
+  const missing = (waiting.missing ?? []).map((one) => `${one.name} was last seen ${age(one.last_seen_s)} ago`);
+  return h(
+    "div",
+    { class: "state waits" },
+    h("strong", {}, what),
+    h("p", {}, [`${waiting.reason}, no new batch or ack ${since}`, ...amounts, ...missing].join(" · ")),
+    waiting.detail && h("p", {}, waiting.detail),
+    h("p", { class: "quiet" }, todo),
+  );
+}
+
+function stopped(what, why, run) {
+  return h("div", { class: "state stopped" }, h("strong", {}, what), h("p", {}, why), h("p", {}, h("a", { href: runLink(run, "/act") }, "Resume or change the run")));
+}
+
+function describeFlow(flow, run) {
+  const { row } = flow;
+  const here = row.waiting ? PLACES[row.waiting.blocked_on] : "";
+  const card = (name, big, ...lines) =>
+    h("li", { class: name === here ? "here" : null }, h("h3", {}, name), h("div", { class: "big" }, big), lines.map((line) => h("div", {}, line)), name === here && h("div", { class: "mark" }, "the run waits here"));
+  return [
+    card("Producers", count(row.producers_known), [`seen ${age(row.producers_last_seen_s)}`, row.producers_last_seen_s === null ? "" : " ago"].join(""), row.producers_gone ? h("a", { class: "bad", href: runLink(run, "/problems") }, `${row.producers_gone} gone`) : rate(row.groups_per_s, "groups/s")),
+    card("Tickets", `${count(flow.tickets_out)} out`, flow.group_s ? `${age(flow.group_s)} from ticket to group` : "no group came by ticket yet"),
+    card("Buffer", `${count(row.groups_live)} groups`, `${count(row.tokens_live)} tokens`, flow.stored_s === null ? "no group yet" : `newest ${age(flow.stored_s)} ago`),
+    card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${count(row.max_steps)} steps in all` : ""),
+    card("Trainer", row.trainer_last_seen_s === null ? "none" : rate(row.tokens_per_s, "tok/s"), row.trainer_last_seen_s === null ? "no trainer has attached" : `seen ${age(row.trainer_last_seen_s)} ago`, flow.step_s ? `${age(flow.step_s)} work per step` : ""),
+    card("Published version", count(row.published_version), row.staleness === null ? "" : `mean staleness ${decimal(row.staleness, 2)}`),
+  ];
+}
+
+function versions(counted) {
+  if (!counted.length) return h("p", { class: "quiet" }, "The buffer is empty.");
+  const most = Math.max(...counted.map((one) => one.live + one.in_batches));
+  const share = (value) => `${((100 * value) / most).toFixed(1)}%`;
+  const bars = counted.flatMap((one) => [
+    h("span", {}, one.version === null ? "older" : `v${one.version}`),
+    h("span", { class: "track" }, h("span", { class: "live", width: share(one.live) }), h("span", { class: "used", width: share(one.in_batches) })),
+    h("span", { class: "number" }, count(one.live + one.in_batches)),
+  ]);
+  return [h("div", { class: "bars" }, bars), h("div", { class: "legend" }, h("span", { class: "live" }, "live"), h("span", { class: "used" }, "in batches"))];
+}
+
+function describeWaits(waited_s) {
+  return sums("Waits of trainers since this server started", waited_s, age, "Trainers never waited for a batch.");
+}
+
+function describeDrops(history) {
+  const dropped = Object.entries(history.dropped).map(([reason, values]) => [reason, values.reduce((sum, value) => sum + value, 0)]);
+  return sums("Groups dropped in the shown steps", Object.fromEntries(dropped), count, "No group was dropped.");
+}
+
+function sums(title, values, format, none) {
+  const pairs = Object.entries(values).sort((a, b) => b[1] - a[1]);
+  const most = Math.max(...pairs.map(([, value]) => value), 1e-9);
+  const bars = pairs.flatMap(([name, value]) => [
+    h("span", {}, name),
+    h("span", { class: "track" }, h("span", { class: "live", width: `${((100 * value) / most).toFixed(1)}%` })),
+    h("span", { class: "number" }, format(value)),
+  ]);
+  return [h("h2", {}, title), pairs.length ? h("div", { class: "bars" }, bars) : h("p", { class: "quiet" }, none)];
+}

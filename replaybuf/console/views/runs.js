@@ -1,0 +1,106 @@
+// All runs of the server, one row each.
+
+import { get } from "../api.js";
+import { h, pill, sparkline, update } from "../dom.js";
+import { age, count, decimal, explainReason, rate } from "../format.js";
+
+const SHOWN = 200;
+const order = { by: "run", down: false };
+const filter = { text: "", state: "", all: false };
+
+// Heading, class, value to sort by, cell.
+const COLUMNS = [
+  ["Run", "", (row) => row.run, (row) => h("a", { href: `#/runs/${encodeURIComponent(row.run)}` }, row.run)],
+  ["State", "", (row) => row.state, (row) => pill(row.state)],
+  ["Step", "number", (row) => row.step, (row) => (row.max_steps ? `${count(row.step)} / ${count(row.max_steps)}` : count(row.step))],
+  ["Version", "number", (row) => row.published_version, (row) => count(row.published_version)],
+  ["Tokens/s", "number", (row) => row.tokens_per_s, (row) => count(row.tokens_per_s)],
+  ["Reward", "reward", (row) => row.rewards.at(-1) ?? -Infinity, reward],
+  ["Staleness", "number", (row) => row.staleness ?? -1, (row) => decimal(row.staleness, 1)],
+  ["Buffer", "number", (row) => row.groups_live, (row) => count(row.groups_live)],
+  ["Trainer seen", "number", (row) => row.trainer_last_seen_s ?? Infinity, (row) => age(row.trainer_last_seen_s)],
+  ["Producers seen", "number", (row) => row.producers_last_seen_s ?? Infinity, producers],
+  ["Waits for", "why", (row) => row.waiting?.reason ?? "", why],
+];
+
+function reward(row) {
+  const newest = row.rewards.at(-1);
+  if (newest === undefined) return "–";
+  return [sparkline(row.rewards, `mean reward of the last ${row.rewards.length} steps`), h("span", {}, decimal(newest))];
+}
+
+function producers(row) {
+  const gone = row.producers_gone ? h("span", { class: "bad" }, ` ${row.producers_gone} gone`) : "";
+  return [age(row.producers_last_seen_s), gone];
+}
+
+function why(row) {
+  if (row.paused_reason && row.paused_reason !== "operator") return h("span", { class: "bad" }, row.paused_reason);
+  if (!row.waiting) return h("span", { class: "good" }, "ready");
+  const since = row.idle_s === null ? "" : ` for ${age(row.idle_s)}`;
+  const who = row.waiting.blocked_on === "nothing" ? "" : ` · ${row.waiting.blocked_on}`;
+  return h("span", { title: explainReason(row.waiting.reason).join(" ") }, `${row.waiting.reason}${since}${who}`);
+}
+
+function heading([name, kind]) {
+  const sorted = order.by === name.toLowerCase();
+  const arrow = sorted ? (order.down ? " ↓" : " ↑") : "";
+  const label = h("button", { type: "button", "data-sort": name.toLowerCase() }, name + arrow);
+  return h("th", { scope: "col", class: kind, "aria-sort": sorted ? (order.down ? "descending" : "ascending") : "none" }, label);
+}
+
+function select(rows) {
+  const text = filter.text.toLowerCase();
+  const value = (COLUMNS.find(([name]) => name.toLowerCase() === order.by) ?? COLUMNS[0])[2];
+  const kept = rows.filter((row) => (!filter.state || row.state === filter.state) && `${row.run} ${row.strategy} ${row.waiting?.reason ?? ""}`.toLowerCase().includes(text));
+  const sign = order.down ? -1 : 1;
+  return kept.sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
+}
+
+export function openRuns({ refreshNow }) {
+  let overview = null;
+  const body = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" });
+  const summary = h("p", { class: "quiet", role: "status" }, "Loading");
+  const more = h("p", {});
+  const search = h("input", { type: "search", placeholder: "Name, strategy or reason", "aria-label": "Search runs", value: filter.text });
+  const states = ["", "running", "paused", "finished"].map((state) => h("option", { value: state, selected: state === filter.state }, state || "any state"));
+  const state = h("select", { "aria-label": "State" }, states);
+  search.addEventListener("input", () => paint((filter.text = search.value)));
+  state.addEventListener("change", () => paint((filter.state = state.value)));
+  body.addEventListener("click", (event) => {
+    const by = event.target.closest("[data-sort]")?.dataset.sort;
+    if (!by) return;
+    order.down = order.by === by ? !order.down : false;
+    order.by = by;
+    paint();
+  });
+  more.addEventListener("click", (event) => event.target.closest("button") && paint((filter.all = true)));
+
+  function paint() {
+    if (!overview) return;
+    const rows = select([...overview.runs]);
+    const shown = filter.all ? rows : rows.slice(0, SHOWN);
+    const lines = shown.map((row) => h("tr", {}, COLUMNS.map(([, kind, , cell]) => h("td", { class: kind }, cell(row)))));
+    const head = h("thead", {}, h("tr", {}, COLUMNS.map(heading)));
+    const unreadable = Object.entries(overview.unreadable).map(([name, cause]) => h("p", { class: "bad" }, `Run ${name} cannot be read: ${cause}`));
+    const nothing = overview.runs.length
+      ? h("p", { class: "empty" }, "No run matches. Clear the search or choose any state.")
+      : h("p", { class: "empty" }, "No run yet. Create one here, or start ", h("code", {}, "replaybuf demo"), " to see a whole run.");
+    update(body, unreadable, rows.length ? h("table", { class: "runs" }, h("caption", { class: "hidden" }, "Runs"), head, h("tbody", {}, lines)) : nothing);
+    const left = rows.length - shown.length;
+    update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");
+    const speed = overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0);
+    const counted = `${rows.length} of ${overview.runs.length} runs · ${rate(speed, "tokens/s")} trained`;
+    update(summary, counted);
+    document.getElementById("server").textContent = `${overview.version} · ${overview.durability}`;
+  }
+
+  async function refresh() {
+    overview = await get("/v1/overview");
+    paint();
+  }
+
+  const bar = h("div", { class: "bar" }, search, state, h("span", { class: "grow" }), h("a", { class: "button", href: "#/new" }, "Create a run"));
+  const node = h("div", {}, h("h1", {}, "Runs"), summary, bar, body, more);
+  return { title: "Runs", crumbs: [], node, refresh, period_ms: 2000, refreshNow };
+}
