@@ -51,6 +51,8 @@ class ServeProcess:
     """
 
     module = "replaybuf"
+    port = "0"
+    """0 = a free one."""
 
     def __init__(self, data_dir: Path, *options: str, python: str = sys.executable) -> None:
         self.data_dir = data_dir
@@ -84,7 +86,7 @@ class ServeProcess:
                 self.module,
                 "serve",
                 "--port",
-                "0",
+                self.port,
                 "--data-dir",
                 str(self.data_dir),
                 *self.options,

@@ -1,0 +1,170 @@
+"""Every page of the console on a real run: it shows the run, without errors, and readable for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunClient, ServeProcess
+from tests.console.conftest import AXE, HOSTILE
+
+# Address, text that the page shows, selector that is there when the page is complete.
+PAGES = [
+    ("/", "paused-run", "table.runs td.reward svg"),
+    ("/new", "Create a run", "textarea"),
+    ("/runs/sums", "The batch needs more groups.", ".charts canvas"),
+    ("/runs/sums/rollouts", "g5-0", "tbody tr"),
+    ("/runs/sums/rollouts?step=3&order=reward&desc=false", "g3-0", "tbody tr"),
+    ("/runs/sums/groups/g5-0", "Rollout 3", ".rollout"),
+    ("/runs/sums/groups/g5-0?show=logprob", "likely", ".rollout span.t0"),
+    ("/runs/sums/ledger", "step 5", ".timeline li"),
+    ("/runs/sums/steps/5", "Why this batch", "tbody tr"),
+    ("/runs/sums/problems", "have no engine", "tbody tr"),
+    ("/runs/sums/act", "Preview the change", "textarea"),
+]
+ADDRESSES = [address for address, _, _ in PAGES]
+
+
+@pytest.mark.parametrize(("address", "text", "selector"), PAGES, ids=ADDRESSES)
+def test_a_page_shows_the_run_without_errors(
+    trained: RunClient, open_page: Callable[..., Any], address: str, text: str, selector: str
+) -> None:
+    """Its text, its last part, and no error of the browser."""
+    page = open_page(str(trained.http.base_url), address)
+    page.wait_for_selector(selector)
+    page.get_by_text(text).first.wait_for()
+    assert page.title().endswith("replaybuf")
+    assert page.locator("#banner").is_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("address", "selector"), [(address, selector) for address, _, selector in PAGES], ids=ADDRESSES
+)
+def test_a_page_is_accessible(
+    trained: RunClient, open_page: Callable[..., Any], address: str, selector: str, scheme: str
+) -> None:
+    """Axe finds no violation, contrast included, in either theme."""
+    if not AXE.is_file():
+        pytest.skip("no axe-core: run make browser, which needs npm (Debian: apt-get install npm)")
+    # The page runs no foreign script, so the test has to lift its policy for axe.
+    page = open_page(str(trained.http.base_url), address, color_scheme=scheme, bypass_csp=True)
+    page.wait_for_selector(selector)
+    page.add_script_tag(path=str(AXE))
+    found = page.evaluate("async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])")
+    assert found == []
+
+
+@pytest.mark.parametrize("width", [360, 768, 3840])
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_page_fits_every_width(trained: RunClient, open_page: Callable[..., Any], address: str, width: int) -> None:
+    """From a phone to 4k, nothing makes the whole page scroll sideways."""
+    selector = next(selector for known, _, selector in PAGES if known == address)
+    page = open_page(str(trained.http.base_url), address, viewport={"width": width, "height": 900})
+    page.wait_for_selector(selector)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_hostile_names_and_metadata_are_shown_as_text(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """Markup in metadata, in a name of a group and in that of a producer."""
+    url = str(trained.http.base_url)
+    page = open_page(url, "/runs/sums/groups/g5-0")
+    page.get_by_text("Metadata").click()
+    assert HOSTILE in page.locator("pre.change").inner_text().replace('\\"', '"')
+    listed = open_page(url, "/runs/sums/rollouts")
+    listed.get_by_role("link", name="<b>bold</b>").click()
+    listed.wait_for_selector(".rollout")
+    assert listed.locator("h1").inner_text() == "<b>bold</b>"
+    producers = open_page(url, "/runs/sums/problems")
+    producers.wait_for_selector("tbody tr")
+    for shown in (page, listed, producers):
+        assert shown.locator("main img, main script, main b").count() == 0
+        assert "taken" not in shown.title()
+
+
+def test_a_run_shows_where_it_waits_and_its_steps(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """The flow marks the producers; a selection in one chart narrows all of them; the CSV has every step."""
+    page = open_page(str(trained.http.base_url), "/runs/sums")
+    page.wait_for_selector(".charts canvas")
+    assert page.locator(".flow li.here h3").inner_text() == "Producers"
+    assert "2 of 4 groups" in page.locator(".state").inner_text()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Reward as CSV").click()
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0] == '"step","mean + std","mean − std","mean"'
+    assert [line.split(",")[0] for line in lines[1:]] == ["0", "1", "2", "3", "4", "5"]
+    page.locator(".u-over").first.scroll_into_view_if_needed()
+    plot = page.locator(".u-over").first.bounding_box()
+    page.mouse.move(plot["x"] + plot["width"] * 0.5, plot["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(plot["x"] + plot["width"] - 2, plot["y"] + 20, steps=5)
+    page.mouse.up()
+    page.get_by_text("steps 3 to 4").wait_for()
+    page.get_by_role("button", name="Whole run").click()
+    page.get_by_text("steps 0 to 5").wait_for()
+
+
+def test_the_runs_are_searched_and_sorted(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """By a part of the name, and by a column in both directions."""
+    page = open_page(str(trained.http.base_url))
+    page.wait_for_selector("table.runs tbody tr")
+    names = page.locator("table.runs tbody tr td:first-child")
+    assert names.all_inner_texts() == ["paused-run", "sums"]
+    page.get_by_role("button", name="Step").click()
+    assert names.all_inner_texts() == ["paused-run", "sums"]
+    page.get_by_role("button", name="Step").click()
+    assert names.all_inner_texts() == ["sums", "paused-run"]
+    page.get_by_label("Search runs").fill("pause")
+    assert names.all_inner_texts() == ["paused-run"]
+    page.get_by_label("Search runs").fill("no such run")
+    page.get_by_text("No run matches").wait_for()
+
+
+def test_the_theme_is_switched_and_kept(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """The choice outlives a reload; without one the page follows the system."""
+    page = open_page(str(trained.http.base_url), color_scheme="dark")
+    theme = "getComputedStyle(document.documentElement).getPropertyValue('--theme').trim()"
+    assert page.evaluate(theme) == "dark"
+    page.get_by_role("button", name="Theme").click()
+    assert page.evaluate(theme) == "light"
+    page.reload()
+    assert page.evaluate(theme) == "light"
+
+
+def test_a_server_that_goes_away_is_reported_and_found_again(
+    tmp_path: Path, open_page: Callable[..., Any], connect: Callable[[str, str], RunClient]
+) -> None:
+    """The page keeps what it knew, says since when, and continues with the server that comes back."""
+    server = ServeProcess(tmp_path / "data").start()
+    try:
+        connect(server.url, "here").put(batch={"groups_per_batch": 1})
+        page = open_page(server.url, expected=("ERR_CONNECTION", "Failed to load resource"))
+        page.get_by_role("link", name="here").wait_for()
+        server.port = server.url.rpartition(":")[2]
+        server.stop()
+        page.get_by_text("The server has not answered since").wait_for()
+        assert page.get_by_role("link", name="here").is_visible()
+        server.start()
+        page.locator("#banner").wait_for(state="hidden")
+    finally:
+        server.end()
+
+
+def test_a_thousand_runs_do_not_hold_the_page(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """It shows the first 200 and finds any of them."""
+    url = str(trained.http.base_url)
+    row = trained.http.get("/v1/overview").json()
+    sums = next(run for run in row["runs"] if run["run"] == "sums")
+    row["runs"] = [sums | {"run": f"run-{number:04}", "rewards": [number % 7, 1.0]} for number in range(1000)]
+    page = open_page(url)
+    page.route("**/v1/overview", lambda route: route.fulfill(json=row))
+    page.get_by_text("1000 of 1000 runs").wait_for()
+    assert page.locator("tbody tr").count() == 200
+    page.get_by_label("Search runs").fill("run-0999")
+    assert page.locator("tbody tr").count() == 1
+    page.get_by_label("Search runs").fill("")
+    page.get_by_role("button", name="Show 800 more").click()
+    assert page.locator("tbody tr").count() == 1000
