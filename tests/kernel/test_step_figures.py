@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from tests.kernel.test_state import Run
 HEADER_BYTES = len(MAGIC) + 20
 
 
-def stored(run: Run, *groups: dict[str, float]) -> None:
+def stored(run: Run, *groups: Mapping[str, float]) -> None:
     """Store groups with these values of their index entries."""
     first = run.state.stored + 1
     run.state.store(np.arange(first, first + len(groups)), entries(*groups))
