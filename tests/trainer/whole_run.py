@@ -22,7 +22,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.tiny import character_tokenizer
-from replaybuf_trainer.publishers.engines import EnginePublisher
+from replaybuf_trainer.publishers.engines import Engines
+from replaybuf_trainer.publishers.reload import FolderLoader
 from replaybuf_trainer.weights import save_model
 from tests.conftest import RunClient
 from tests.trainer.served import oracle
@@ -122,14 +123,14 @@ def generating(
 
 def train(run: RunClient, engines: Sequence[str], versions: Sequence[Path], on_publish: OnPublish) -> None:
     """Take every batch and answer it with new weights: into the engines first, then announced."""
-    publisher = EnginePublisher(engines, END_TIMEOUT_S, on_publish)
+    publisher = Engines(engines, END_TIMEOUT_S, on_publish)
     epoch = run.attach()
     try:
         for step in range(STEPS):
             response = run.batch(step, epoch, wait_ms=25000)
             assert response.status_code == 200, response.text
             assert run.ack(step, epoch).status_code == 200
-            publisher.publish(versions[step + 1], step + 1)
+            publisher.switch(FolderLoader(versions[step + 1]), step + 1, lambda: None)
             assert run.publish(step + 1, epoch).status_code == 200
     finally:
         publisher.close()
@@ -149,8 +150,8 @@ def generated(
     `loaded`: engines that get the weights, in this order; the one that samples by default.
     """
     engines = loaded or (engine,)
-    publisher = EnginePublisher(engines, END_TIMEOUT_S)
-    publisher.publish(versions[0], 0)
+    publisher = Engines(engines, END_TIMEOUT_S)
+    publisher.switch(FolderLoader(versions[0]), 0, lambda: None)
     publisher.close()
     config = {
         "batch": {"groups_per_batch": GROUPS, "tokens_per_batch": 8192, "seq_len": 256},

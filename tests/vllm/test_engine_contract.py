@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf_trainer.publishers.engines import EnginePublisher
+from replaybuf_trainer.publishers.engines import Engines
+from replaybuf_trainer.publishers.reload import FolderLoader
 from tests.generator.engines.contract import EngineContract, ServedOverVllmApi, Subject
 from tests.trainer.model_contract import TIMEOUT_S, ModelContract
 from tests.trainer.whole_run import VOCAB_SIZE
@@ -32,7 +33,7 @@ class TestVllmsModel(ModelContract):
 
     @pytest.fixture(autouse=True)
     def _served(self, vllm: str, versions: list[Path]) -> None:
-        publisher = EnginePublisher([vllm], TIMEOUT_S)
-        publisher.publish(versions[0], 0)
+        publisher = Engines([vllm], TIMEOUT_S)
+        publisher.switch(FolderLoader(versions[0]), 0, lambda: None)
         publisher.close()
         self.url, self.folder, self.other = vllm, versions[0], versions[1]

@@ -103,6 +103,11 @@ class TrainOptions:
     rollouts and --normalise-constant. The default is that of the loss."""
     normalise_constant: PositiveInt | None = None
     """Divisor of each rollout's sum for constant, such as the maximum number of completion tokens."""
+    attention: Literal["eager", "sdpa", "flash"] = "sdpa"
+    """Attention of the model. flash: FlashAttention 3 or 2, needs a GPU, its package and --dtype bfloat16. Gemma 2
+    needs eager or flash."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the layers compute. Weights, gradients, logprobs and loss are float32 in both."""
     fsdp: bool = False
     """Shard weights, gradients and moments over the processes of torchrun; each trains its own part of every batch."""
     rank_timeout_s: PositiveFloat = 1800.0

@@ -120,7 +120,7 @@ class Trainer:
         self._step = self._step_of(checkpoint) if checkpoint else 0
         torch.manual_seed(options.seed)
         folder = checkpoint / "model" if checkpoint else options.model
-        self._policy = load_policy(folder, options.learning_rate, options.model, self._ranks)
+        self._policy = load_policy(folder, options, self._ranks)
         if checkpoint:
             load_optimizer(checkpoint, self._policy.model, self._policy.optimizer)
         logger.info("loaded step=%d from=%s", self._step, checkpoint or options.model)
@@ -166,6 +166,7 @@ class Trainer:
         self._steps_per_publish = facts.steps_per_publish
         self._version = self._step // self._steps_per_publish
         self._feed.attach(self._step, cost_of(self._policy.shape))
+        self._report.begin(self._step, self._steps, self._policy, self._feed.waiting, lambda: self._watch.phase)
 
     # ------------------------------------------------------------------ one step
 
@@ -224,7 +225,7 @@ class Trainer:
 
     def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
         beside = {"wait_reasons": self._feed.take_waits()} | self._publisher.figures()
-        self._report.step(batch, batch.micro_batches, self._watch.take(), beside | figures)
+        self._report.step(batch, self._watch.take(), beside | figures)
 
     # ------------------------------------------------------------------ weights and checkpoints
 

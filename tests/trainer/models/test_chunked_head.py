@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replaybuf_trainer.models.chunked_head import target_logprobs
+from replaybuf_trainer.models.output_head import OutputHead
 
 K, HIDDEN, VOCABULARY = 13, 6, 17
 
@@ -32,7 +33,7 @@ def test_values_and_gradients_equal_those_of_all_logits(at_once: int, used: tupl
     hidden, weight, targets = inputs()
     scale = torch.linspace(-1, 1, K, dtype=torch.float64)
     results = []
-    for compute in (plain, lambda h, w, t: target_logprobs(h, w, t, at_once * VOCABULARY * 8)):
+    for compute in (plain, lambda h, w, t: target_logprobs(h, OutputHead(w), t, at_once * VOCABULARY * 8)):
         logprobs, entropies = compute(hidden, weight, targets)
         parts = [
             factor * (scale * one).sum() for factor, one in zip(used, (logprobs, entropies), strict=True) if factor
@@ -44,12 +45,14 @@ def test_values_and_gradients_equal_those_of_all_logits(at_once: int, used: tupl
 
 def test_the_gradient_equals_finite_differences() -> None:
     hidden, weight, targets = inputs()
-    assert torch.autograd.gradcheck(lambda h, w: target_logprobs(h, w, targets, 3 * VOCABULARY * 8), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: target_logprobs(h, OutputHead(w), targets, 3 * VOCABULARY * 8), (hidden, weight)
+    )
 
 
 def test_bfloat16_gives_float32_results_and_sums_gradients_in_float32() -> None:
     hidden, weight, targets = inputs(torch.bfloat16)
-    logprobs, entropies = target_logprobs(hidden, weight, targets, 1)
+    logprobs, entropies = target_logprobs(hidden, OutputHead(weight), targets, 1)
     assert logprobs.dtype == entropies.dtype == torch.float32
     expected = plain(hidden, weight, targets)[0]
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
@@ -62,14 +65,14 @@ def test_bfloat16_gives_float32_results_and_sums_gradients_in_float32() -> None:
 def test_frozen_weights_get_no_gradient() -> None:
     """As with LoRA on the layers before the head."""
     hidden, weight, targets = inputs()
-    logprobs, _ = target_logprobs(hidden, weight.detach(), targets)
+    logprobs, _ = target_logprobs(hidden, OutputHead(weight.detach()), targets)
     torch.autograd.backward(logprobs.sum())
     assert hidden.grad is not None and weight.grad is None
 
 
 def test_no_tokens_are_accepted() -> None:
     hidden, weight, targets = inputs()
-    logprobs, entropies = target_logprobs(hidden[:0], weight, targets[:0])
+    logprobs, entropies = target_logprobs(hidden[:0], OutputHead(weight), targets[:0])
     assert logprobs.shape == entropies.shape == (0,)
 
 
@@ -96,7 +99,7 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
     targets = torch.zeros(tokens, dtype=torch.int64)
     chunk_bytes = 32 * vocabulary * 4
     sizes = []
-    for compute in (plain, lambda h, w, t: target_logprobs(h, w, t, chunk_bytes)):
+    for compute in (plain, lambda h, w, t: target_logprobs(h, OutputHead(w), t, chunk_bytes)):
         with LargestTensor() as largest:
             logprobs, entropies = compute(hidden, weight, targets)
             torch.autograd.backward((logprobs + entropies).sum())

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf_trainer.publishers.engines import EnginePublisher
+from replaybuf_trainer.publishers.engines import Engines
+from replaybuf_trainer.publishers.reload import FolderLoader
 from tests.trainer.adapter_folders import merged, write_adapter
 from tests.trainer.publishers.test_engines import TIMEOUT_S, WORD, Asked, ScriptedEngine, scripted
 from tests.trainer.served import ServedEngine, oracle, served
@@ -20,8 +21,8 @@ PERIOD_S = 0.01
 
 
 @contextlib.contextmanager
-def publisher(*urls: str) -> Iterator[EnginePublisher]:
-    made = EnginePublisher(urls, timeout_s=TIMEOUT_S)
+def publisher(*urls: str) -> Iterator[Engines]:
+    made = Engines(urls, timeout_s=TIMEOUT_S)
     try:
         yield made
     finally:
@@ -49,9 +50,9 @@ def test_each_adapter_is_loaded_in_place_under_its_own_version(
     engine: ServedEngine, models: Path, folders: list[Path]
 ) -> None:
     with publisher(engine.url) as made:
-        made.publish(folders[0], 0, "code")
-        made.publish(folders[1], 5, "math")
-        made.publish(folders[2], 1, "code")
+        made.switch(FolderLoader(folders[0], "code"), 0, Asked())
+        made.switch(FolderLoader(folders[1], "math"), 5, Asked())
+        made.switch(FolderLoader(folders[2], "code"), 1, Asked())
     assert (version(engine, "code"), version(engine, "math"), engine.version()) == ("1", "5", "0")
     check_sampled(engine, "code", models / "a", folders[2])
     check_sampled(engine, "math", models / "a", folders[1])
@@ -61,8 +62,8 @@ def test_a_restarted_engine_gets_all_adapters_again(models: Path, folders: list[
     with contextlib.ExitStack() as first:
         port = first.enter_context(served(models / "a")).port
         with publisher(f"http://127.0.0.1:{port}") as made:
-            made.publish(folders[0], 3, "code")
-            made.publish(folders[1], 4, "math")
+            made.switch(FolderLoader(folders[0], "code"), 3, Asked())
+            made.switch(FolderLoader(folders[1], "math"), 4, Asked())
             made.watch(Asked(), PERIOD_S)
             first.close()
             with served(models / "a", port) as engine:
@@ -76,10 +77,10 @@ def test_a_removed_adapter_is_unloaded_and_loaded_again_when_it_returns(
 ) -> None:
     """A version that is published while it is away waits until then."""
     with publisher(engine.url) as made:
-        made.publish(folders[0], 0, "code")
-        made.publish(folders[1], 0, "math")
+        made.switch(FolderLoader(folders[0], "code"), 0, Asked())
+        made.switch(FolderLoader(folders[1], "math"), 0, Asked())
         made.retire(frozenset({"code"}))
-        made.publish(folders[2], 1, "code")
+        made.switch(FolderLoader(folders[2], "code"), 1, Asked())
         assert (version(engine, "code"), version(engine, "math")) == (None, "0")
         made.watch(Asked(), PERIOD_S)
         made.retire(frozenset())
@@ -95,5 +96,5 @@ def test_the_error_for_an_engine_without_lora_names_the_options_of_vllm(
         publisher(scripted.url) as made,
         pytest.raises(ServiceUnavailable, match=r"404.*start vLLM with --enable-lora"),
     ):
-        made.publish(tmp_path, 0, "code")
+        made.switch(FolderLoader(tmp_path, "code"), 0, Asked())
     assert scripted.paths[-1] == "/resume"

@@ -16,13 +16,18 @@ import torch
 from replaybuf.errors import Fenced, ServiceUnavailable
 from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf_trainer.models.loading import load_model
-from replaybuf_trainer.publishers.engines import EnginePublisher
+from replaybuf_trainer.publishers.engines import Engines
+from replaybuf_trainer.publishers.reload import FolderLoader
 from replaybuf_trainer.weights import save_model
 from tests.trainer.served import ServedEngine, oracle, served
 from tests.waiting import eventually
 
 WORD = [70, 88, 79, 79, 68, 33]
 TIMEOUT_S = 20.0
+
+
+def confirmed() -> None:
+    """Confirm that the trainer has the run."""
 
 
 class Calls(BaseHTTPRequestHandler):
@@ -90,18 +95,18 @@ def scripted() -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture
-def publisher(scripted: ScriptedEngine) -> Iterator[EnginePublisher]:
+def publisher(scripted: ScriptedEngine) -> Iterator[Engines]:
     """A publisher to the scripted engine; the address has a slash at its end, as users write it."""
-    made = EnginePublisher([f"{scripted.url}/"], timeout_s=5.0)
+    made = Engines([f"{scripted.url}/"], timeout_s=5.0)
     yield made
     made.close()
 
 
 def test_a_publication_pauses_loads_labels_and_resumes_an_engine(
-    scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
+    scripted: ScriptedEngine, publisher: Engines, tmp_path: Path
 ) -> None:
     """In this order, so that no token is sampled by new weights under the old label."""
-    publisher.publish(tmp_path, 12)
+    publisher.switch(FolderLoader(tmp_path), 12, confirmed)
     assert scripted.seen == [
         ("/pause?mode=keep", None),
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}),
@@ -118,47 +123,47 @@ def test_on_publish_selects_the_pause_mode_of_the_engine(
     scripted: ScriptedEngine, tmp_path: Path, on_publish: OnPublish, mode: str
 ) -> None:
     """They finish first, are frozen, or are cut off."""
-    publisher = EnginePublisher([scripted.url], timeout_s=5.0, on_publish=on_publish)
-    publisher.publish(tmp_path, 12)
+    publisher = Engines([scripted.url], timeout_s=5.0, on_publish=on_publish)
+    publisher.switch(FolderLoader(tmp_path), 12, confirmed)
     publisher.close()
     assert scripted.paths[0] == f"/pause?mode={mode}" and scripted.paths[-1] == "/resume"
 
 
 def test_a_rejected_load_names_engine_status_and_answer(
-    scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
+    scripted: ScriptedEngine, publisher: Engines, tmp_path: Path
 ) -> None:
-    """The engine keeps its weights and does not get the new label."""
+    """Nobody knows the weights of the engine now, so it samples nothing and gets no label."""
     scripted.answers["/collective_rpc"] = [500, 500]
     with pytest.raises(ServiceUnavailable) as raised:
-        publisher.publish(tmp_path, 12)
+        publisher.switch(FolderLoader(tmp_path), 12, confirmed)
     for word in (scripted.url, "/collective_rpc", "500", "tensor 7 is broken"):
         assert word in raised.value.detail
     assert "/update_weight_version" not in scripted.paths
-    assert scripted.paths[-1] == "/resume"
+    assert "/resume" not in scripted.paths and scripted.paths[-1] == "/pause?mode=abort"
 
 
-def test_a_single_rejection_is_retried(scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path) -> None:
+def test_a_single_rejection_is_retried(scripted: ScriptedEngine, publisher: Engines, tmp_path: Path) -> None:
     """A single 500 does not end the training."""
     scripted.answers["/collective_rpc"] = [500]
-    publisher.publish(tmp_path, 12)
+    publisher.switch(FolderLoader(tmp_path), 12, confirmed)
     assert scripted.paths[-2:] == ["/update_weight_version", "/resume"]
 
 
 def test_a_dropped_connection_is_retried_on_a_new_connection(
-    scripted: ScriptedEngine, publisher: EnginePublisher, tmp_path: Path
+    scripted: ScriptedEngine, publisher: Engines, tmp_path: Path
 ) -> None:
     """An engine resets kept-alive connections after an error."""
     scripted.answers["/collective_rpc"] = [0]
-    publisher.publish(tmp_path, 12)
+    publisher.switch(FolderLoader(tmp_path), 12, confirmed)
     assert scripted.paths.count("/collective_rpc") == 2
     assert scripted.paths[-1] == "/resume"
 
 
 def test_an_unreachable_engine_is_named(tmp_path: Path) -> None:
     """The message has its address and the failed call."""
-    publisher = EnginePublisher(["http://127.0.0.1:9"], timeout_s=1.0)
+    publisher = Engines(["http://127.0.0.1:9"], timeout_s=1.0)
     with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:9 does not answer"):
-        publisher.publish(tmp_path, 1)
+        publisher.switch(FolderLoader(tmp_path), 1, confirmed)
     publisher.close()
 
 
@@ -170,8 +175,8 @@ def test_the_engine_samples_with_the_published_weights(engine: ServedEngine, mod
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     folder = tmp_path / "v000004"
     save_model(model, models / "a", folder)
-    publisher = EnginePublisher([engine.url], timeout_s=20.0)
-    publisher.publish(folder, 4)
+    publisher = Engines([engine.url], timeout_s=20.0)
+    publisher.switch(FolderLoader(folder), 4, confirmed)
     publisher.close()
     choice = engine.complete(WORD, max_tokens=12)[0]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(oracle(model, WORD, choice["token_ids"]), abs=1e-4)
@@ -197,9 +202,9 @@ class Asked:
 
 
 @contextlib.contextmanager
-def watching(*urls: str) -> Iterator[EnginePublisher]:
+def watching(*urls: str) -> Iterator[Engines]:
     """Yield a publisher, and close it at the end."""
-    made = EnginePublisher(urls, timeout_s=TIMEOUT_S)
+    made = Engines(urls, timeout_s=TIMEOUT_S)
     try:
         yield made
     finally:
@@ -208,8 +213,8 @@ def watching(*urls: str) -> Iterator[EnginePublisher]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replaybuf_trainer.publishers.engines.WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("replaybuf_trainer.publishers.engines.RETRY_CEILING_S", 0.01)
+    monkeypatch.setattr("replaybuf_trainer.publishers.engine.WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("replaybuf_trainer.publishers.engine.RETRY_CEILING_S", 0.01)
 
 
 def test_a_restarted_engine_gets_the_last_published_weights(models: Path) -> None:
@@ -218,7 +223,7 @@ def test_a_restarted_engine_gets_the_last_published_weights(models: Path) -> Non
     with contextlib.ExitStack() as first:
         port = first.enter_context(served(models / "a")).port
         with watching(f"http://127.0.0.1:{port}") as publisher:
-            publisher.publish(models / "b", 4)
+            publisher.switch(FolderLoader(models / "b"), 4, confirmed)
             publisher.watch(asked, 0.01)
             first.close()
             with served(models / "a", port) as engine:
@@ -227,14 +232,14 @@ def test_a_restarted_engine_gets_the_last_published_weights(models: Path) -> Non
                 eventually(lambda: publisher.reloads, TIMEOUT_S)
     expected = oracle(load_model(models / "b"), WORD, choice["token_ids"])
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert publisher.reloads == 1 and asked.calls == 1
+    assert publisher.reloads == 1 and asked.calls == 2
 
 
 def test_an_engine_with_the_published_version_is_not_loaded_again(scripted: ScriptedEngine, tmp_path: Path) -> None:
     """The publisher requests only its version."""
     asked = Asked()
     with watching(scripted.url) as publisher:
-        publisher.publish(tmp_path, 3)
+        publisher.switch(FolderLoader(tmp_path), 3, confirmed)
         publisher.watch(asked, 0.01)
         eventually(lambda: scripted.paths.count("/weight_info") >= 3, TIMEOUT_S)
     assert scripted.paths.count("/collective_rpc") == 1 and asked.calls == 0
@@ -246,9 +251,9 @@ def test_a_publication_skips_an_unreachable_engine_and_loads_it_later(engine: Se
         port = gone.port
     asked = Asked()
     with watching(f"http://127.0.0.1:{port}", engine.url) as publisher:
-        publisher.publish(models / "b", 1)
+        publisher.switch(FolderLoader(models / "b"), 1, confirmed)
         assert engine.version() == "1"
-        publisher.publish(models / "a", 2)
+        publisher.switch(FolderLoader(models / "a"), 2, confirmed)
         publisher.watch(asked, 0.01)
         with served(models / "b", port) as back:
             eventually(back.version, TIMEOUT_S, lambda version: version == "2")
@@ -261,7 +266,7 @@ def test_a_load_that_an_engine_rejects_is_retried(
     asked = Asked()
     scripted.answers["/collective_rpc"] = [500, 500, 500, 500]
     with watching(scripted.url, engine.url) as publisher:
-        publisher.publish(models / "b", 5)
+        publisher.switch(FolderLoader(models / "b"), 5, confirmed)
         publisher.watch(asked, 0.01)
         eventually(lambda: scripted.version, TIMEOUT_S, lambda version: version == "5")
     assert f"engine {scripted.url} lacks version 5" in caplog.text and "tensor 7 is broken" in caplog.text
@@ -273,7 +278,7 @@ def test_a_trainer_that_lost_the_run_loads_no_weights(
     """The weights that the engine has now may be those of the trainer that has the run."""
     asked = Asked(Fenced("epoch is 3; the run has 4"))
     with watching(scripted.url) as publisher:
-        publisher.publish(tmp_path, 3)
+        publisher.switch(FolderLoader(tmp_path), 3, confirmed)
         scripted.version = "2"
         publisher.watch(asked, 0.01)
         eventually(lambda: "the watch of the engines ends" in caplog.text, TIMEOUT_S)
@@ -284,8 +289,64 @@ def test_no_weights_are_loaded_until_the_service_confirms_the_trainer(scripted: 
     """After the confirmation the engine is loaded."""
     asked = Asked(ServiceUnavailable("away"), ServiceUnavailable("away"))
     with watching(scripted.url) as publisher:
-        publisher.publish(tmp_path, 3)
+        publisher.switch(FolderLoader(tmp_path), 3, confirmed)
         scripted.version = "2"
         publisher.watch(asked, 0.01)
         eventually(lambda: publisher.reloads, TIMEOUT_S)
-    assert asked.calls == 3 and scripted.paths.count("/collective_rpc") == 2
+    assert asked.calls == 4 and scripted.paths.count("/collective_rpc") == 2
+
+
+# ---------------------------------------------------------------------- faults in the middle of a load
+
+
+def test_an_engine_whose_label_fails_stays_paused_until_it_is_loaded_again(
+    scripted: ScriptedEngine, tmp_path: Path
+) -> None:
+    """It has new weights under an old label, so it must sample nothing."""
+    scripted.answers["/update_weight_version"] = [500, 500]
+    with watching(scripted.url) as publisher:
+        with pytest.raises(ServiceUnavailable, match=r"/update_weight_version with 500"):
+            publisher.switch(FolderLoader(tmp_path), 3, confirmed)
+        assert "/resume" not in scripted.paths and publisher.figures()["engines_behind"] == 1
+        publisher.watch(confirmed, 0.01)
+        eventually(lambda: publisher.reloads, TIMEOUT_S)
+    assert scripted.version == "3" and scripted.paths[-1] in ("/resume", "/weight_info")
+
+
+def test_a_trainer_that_is_fenced_before_a_load_touches_no_engine(
+    scripted: ScriptedEngine, publisher: Engines, tmp_path: Path
+) -> None:
+    with pytest.raises(Fenced):
+        publisher.switch(FolderLoader(tmp_path), 3, Asked(Fenced("epoch is 3; the run has 4")))
+    assert scripted.paths == []
+
+
+def test_a_trainer_that_is_fenced_during_a_load_labels_the_engine_as_fenced(
+    scripted: ScriptedEngine, publisher: Engines, tmp_path: Path
+) -> None:
+    """Its weights may have come after those of its successor, whose watch sees the label and loads again."""
+    answers = iter([None, Fenced("epoch is 3; the run has 4")])
+
+    def confirm() -> None:
+        if error := next(answers):
+            raise error
+
+    with pytest.raises(Fenced):
+        publisher.switch(FolderLoader(tmp_path), 3, confirm)
+    assert scripted.version == "-1" and "/resume" not in scripted.paths
+
+
+def test_an_engine_without_a_route_is_told_with_the_setting_it_lacks(
+    scripted: ScriptedEngine, publisher: Engines, tmp_path: Path
+) -> None:
+    scripted.answers["/pause"] = [404]
+    with pytest.raises(ServiceUnavailable, match=r"/pause\?mode=keep with 404: .*VLLM_SERVER_DEV_MODE=1"):
+        publisher.switch(FolderLoader(tmp_path), 3, confirmed)
+
+
+def test_a_rejected_call_changes_nothing_so_the_engine_goes_on(scripted: ScriptedEngine, tmp_path: Path) -> None:
+    """With the old weights under the old version."""
+    scripted.answers["/collective_rpc"] = [400]
+    with watching(scripted.url) as publisher, pytest.raises(ServiceUnavailable, match="/collective_rpc with 400"):
+        publisher.switch(FolderLoader(tmp_path), 3, confirmed)
+    assert scripted.paths[-1] == "/resume" and scripted.version == "default"

@@ -32,6 +32,7 @@ from transformers import AutoTokenizer
 
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
 from replaybuf_trainer.engine.answers import answer, error_response, reject, version_spans
+from replaybuf_trainer.engine.loading import load_engine_model
 from replaybuf_trainer.engine.requests import (
     LARGEST_N,
     CompletionRequest,
@@ -46,7 +47,6 @@ from replaybuf_trainer.engine.requests import (
 from replaybuf_trainer.engine.sampler import Row
 from replaybuf_trainer.engine.served_models import ServedModel, ServedModels
 from replaybuf_trainer.engine.worker import Worker
-from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ def application(engine: Engine) -> Starlette:
 
 async def serve(options: EngineOptions) -> None:
     """Load a model and serve it until SIGTERM or SIGINT. Raises `Invalid`, `ServiceUnavailable`."""
-    model = load_model(options.model)
+    model = load_engine_model(options.model)
     worker = Worker(model, max_rows=options.max_rows, threads=options.threads)
     engine = Engine(
         worker,

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from replaybuf.wire.config import Cost
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.reading import TensorBatch
 
@@ -37,6 +38,9 @@ class Feed(Protocol):
 
     def save(self, step: int, keep: int) -> None:
         """Report that the checkpoint of `step` is on disk and the `keep` newest stay."""
+
+    def waiting(self) -> WaitingAnswer | None:
+        """Return why there is no batch yet, from any thread; None while the trainer does not wait."""
 
     def take_waits(self) -> dict[str, float]:
         """Return the seconds waited for batches since the last call, by reason."""

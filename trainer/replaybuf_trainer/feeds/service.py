@@ -10,6 +10,7 @@ from replaybuf.client.client import Client
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.errors import Conflict, Fenced
 from replaybuf.wire.config import Cost
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
@@ -93,6 +94,10 @@ class ServiceFeed:
     def save(self, step: int, keep: int) -> None:
         """Report that the checkpoint of `step` is on disk."""
         self._ranks.first(lambda: self._retries.call(lambda: self._client.checkpoint(step, self._epoch, keep=keep)))
+
+    def waiting(self) -> WaitingAnswer | None:
+        """Return the newest answer of the service that there is no batch, while the trainer waits."""
+        return self._reader.waiting if self._reader else None
 
     def take_waits(self) -> dict[str, float]:
         """Return the seconds waited for batches since the last call, by reason of the service."""

@@ -16,37 +16,51 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from replaybuf_trainer.models.output_head import OutputHead
+
 CHUNK_BYTES = 256 * 2**20
 """Bytes of the logits of one chunk, in the type in which they are computed."""
 
 
 def target_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_bytes: int = CHUNK_BYTES
+    hidden: torch.Tensor, head: OutputHead, targets: torch.Tensor, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprobs of the targets and the entropies of their distributions, both [k], in nats.
 
-    `hidden` [k, H], `weight` [V, H] of the output layer, `targets` int64 [k]. Results are float32, or float64 for
-    float64 inputs. Both have gradients.
+    `hidden` [k, H], `targets` int64 [k]. Results are float32, or float64 for float64 inputs. Both have gradients.
+    Under autocast the logits are computed in the type of the head's weight all the same: logits rounded to bfloat16
+    change logprobs by up to 0.1, and ratios with them (MiniMax-M1, arXiv:2506.13585, section 3.2).
     """
-    kind = torch.promote_types(hidden.dtype, torch.float32)
-    at_once = max(1, chunk_bytes // (weight.shape[0] * kind.itemsize))
-    found: tuple[torch.Tensor, torch.Tensor] = _TargetLogprobs.apply(hidden, weight, targets, at_once)  # type: ignore[no-untyped-call]
+    kind = torch.promote_types(head.weight.dtype, torch.float32)
+    at_once = max(1, chunk_bytes // (head.weight.shape[0] * kind.itemsize))
+    with torch.autocast(hidden.device.type, enabled=False):
+        found: tuple[torch.Tensor, torch.Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden.to(head.weight.dtype), head.weight, head.bias, targets, head.scale, head.softcap, at_once
+        )
     return found
 
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, at_once: int
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        at_once: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = OutputHead(weight, bias, scale, softcap)
         kind = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropies = (torch.empty(len(targets), dtype=kind, device=hidden.device) for _ in range(2))
         for part in _chunks(len(targets), at_once):
-            every = _log_softmax(hidden[part], weight)  # [c, V]
+            every = _log_softmax(head.logits(hidden[part]))  # [c, V]
             logprobs[part] = every.gather(1, targets[part, None]).squeeze(1)
             entropies[part] = _entropies(every)
-        ctx.save_for_backward(hidden, weight, targets, entropies)
-        ctx.at_once = at_once
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
+        ctx.scale, ctx.softcap, ctx.at_once = scale, softcap, at_once
         ctx.set_materialize_grads(False)  # without an entropy term, its gradient costs nothing
         return logprobs, entropies
 
@@ -55,34 +69,43 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: torch.Tensor | None, of_entropies: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, entropies = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        hidden, weight, bias, targets, entropies = ctx.saved_tensors
+        head = OutputHead(weight, bias, ctx.scale, ctx.softcap)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.zeros_like(hidden) if needs_hidden else None
         # float32 sums of bfloat16 weights: thousands of chunks may add up
         kind = torch.promote_types(weight.dtype, torch.float32)
         weight_grad = torch.zeros_like(weight, dtype=kind) if needs_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=kind) if needs_bias else None
         for part in _chunks(len(targets), ctx.at_once):
-            every = _log_softmax(hidden[part], weight)  # [c, V]
+            logits = head.logits(hidden[part])  # [c, V]
             grad = _logit_grad(
-                every,
+                _log_softmax(logits),
                 targets[part],
                 None if of_logprobs is None else of_logprobs[part],
                 None if of_entropies is None else of_entropies[part],
                 entropies[part],
-            ).to(weight.dtype)
+            )
+            grad = head.layer_grad(grad, logits).to(weight.dtype)
             if hidden_grad is not None:
                 hidden_grad[part] = (grad @ weight).to(hidden.dtype)
             if weight_grad is not None:
                 weight_grad += grad.T @ hidden[part]
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+            if bias_grad is not None:
+                bias_grad += grad.sum(0)
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            *(None,) * 4,
+        )
 
 
 def _chunks(tokens: int, at_once: int) -> Iterator[slice]:
     return (slice(start, start + at_once) for start in range(0, tokens, at_once))
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    logits = hidden @ weight.T
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils import logging as transformers_logging
 
 from replaybuf.client.cost import ModelShape
 from replaybuf.errors import Invalid
 
-MODEL_TYPE = Qwen3Config.model_type
+Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
+
 SHAPE = (
     "model_type",
     "vocab_size",
@@ -22,26 +24,68 @@ SHAPE = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "n_embd",
+    "n_layer",
+    "n_head",
 )
-"""Keys of config.json that two folders of the same model share."""
+"""Keys of config.json that two folders of the same model share; GPT-2 has its own names."""
 
 
-def load_model(folder: Path) -> Any:
-    """Load a Qwen3 model folder in float32 on the CPU. Raises `Invalid` for another model type."""
+def load_model(
+    folder: Path,
+    attention: Attention | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    name: str = "model",
+) -> Any:
+    """Load a causal language model in evaluation mode: dropout would change the logprobs of a policy.
+
+    `attention` None: the model's own choice. `dtype` "auto": that of the folder. Raises `Invalid` with `name` for a
+    folder that is not a model, lacks weights or does not support the attention. Code in model folders never runs.
+    """
     config = folder / "config.json"
     if not config.is_file():
-        raise Invalid(f"model folder {folder} has no config.json", name="model", value=str(folder))
-    kind = _read_config(config).get("model_type")
-    if kind != MODEL_TYPE:  # transformers would load the weights that fit and draw the rest at random
-        raise Invalid(
-            f"model folder {folder} has model_type {kind!r}; the reference trainer and its engine need {MODEL_TYPE!r}",
-            name="model_type",
-            value=kind,
-            bound=MODEL_TYPE,
-        )
+        raise Invalid(f"model folder {folder} has no config.json", name=name, value=str(folder))
+    kind = read_config(config).get("model_type")
+    device = device or torch.device("cpu")
     transformers_logging.disable_progress_bar()
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return model.eval()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention and transformers_attention(attention, device),
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:  # causes that transformers names
+        raise Invalid(
+            f"model folder {folder} with model_type {kind!r} does not load: {error}", name=name, value=str(folder)
+        ) from error
+    if missing := sorted(report["missing_keys"]):  # transformers draws them at random
+        shown = ", ".join(missing[:3])
+        raise Invalid(
+            f"model folder {folder} lacks {len(missing)} weights of {type(model).__name__}, such as {shown}",
+            name=name,
+            value=shown,
+        )
+    return model.to(device).eval()
+
+
+def transformers_attention(attention: Attention, device: torch.device) -> str:
+    """Return the name of an attention function in transformers. Raises `Invalid` if it is missing here."""
+    if attention != "flash":
+        return attention
+    lacks = "a CUDA GPU" if device.type != "cuda" else "the package flash-attn, or flash-attn-3 on Hopper GPUs"
+    if device.type == "cuda" and is_flash_attn_3_available() and torch.cuda.get_device_capability(device)[0] >= 9:
+        return "flash_attention_3"
+    if device.type == "cuda" and is_flash_attn_2_available():
+        return "flash_attention_2"
+    raise Invalid(f"--attention flash needs {lacks}; use --attention sdpa", name="attention", value=attention)
 
 
 def shape_of(model: Any) -> ModelShape:
@@ -54,7 +98,7 @@ def check_same_shape(folder: Path, other: Path) -> None:
     """Raise `Invalid` if two model folders differ in the type or a size of the model."""
     shapes = [
         {name: config.get(name) for name in SHAPE}
-        for config in (_read_config(f / "config.json") for f in (folder, other))
+        for config in (read_config(f / "config.json") for f in (folder, other))
     ]
     if differ := [name for name in SHAPE if shapes[0][name] != shapes[1][name]]:
         found, given = (", ".join(f"{name} {shape[name]}" for name in differ) for shape in shapes)
@@ -65,7 +109,8 @@ def check_same_shape(folder: Path, other: Path) -> None:
         )
 
 
-def _read_config(config: Path) -> dict[str, Any]:
+def read_config(config: Path) -> dict[str, Any]:
+    """Decode a config.json. Raises `Invalid`."""
     try:
         found = msgspec.json.decode(config.read_bytes())
     except (OSError, msgspec.DecodeError) as error:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from replaybuf.client.cost import ModelShape
+from replaybuf.errors import Invalid
 from replaybuf_trainer.losses import LossTokens, Row, loss_tokens
 from replaybuf_trainer.models.descent import adam, descend
+from replaybuf_trainer.models.isolation import check_isolation
 from replaybuf_trainer.models.loading import load_model, shape_of
 from replaybuf_trainer.models.packed_forward import packed_logprobs
+from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.parallel.sharding import ShardedForward
 from replaybuf_trainer.parallel.shards import whole
@@ -20,22 +23,39 @@ from replaybuf_trainer.weights import save_model
 
 
 class Policy:
-    """A model with AdamW. `tokenizer_dir`: the folder whose tokenizer goes with saved weights.
+    """A float32 model with AdamW. `tokenizer_dir`: the folder whose tokenizer goes with saved weights.
+
+    With `dtype` bfloat16 the layers compute under autocast, as torchtitan does on one device. The float32 weights are
+    the only copy: no master weights beside them, and gradients of micro-batches add up in float32. The output layer,
+    logprobs and loss stay in float32.
 
     With several `ranks` every parameter is sharded over them; all ranks make the same calls.
     """
 
-    def __init__(self, model: Any, learning_rate: float, tokenizer_dir: Path, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        learning_rate: float,
+        tokenizer_dir: Path,
+        ranks: Ranks | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.model = model
         self._ranks = ranks or Ranks()
-        self._sharded = ShardedForward(model, self._ranks) if self._ranks.sharded else None
+        self._sharded = ShardedForward(model, self._ranks, dtype) if self._ranks.sharded else None
         self.optimizer = adam(model.parameters(), learning_rate)
         self._tokenizer_dir = tokenizer_dir
+        self._dtype = dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the forward pass."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids that the model knows."""
-        return int(self.model.config.vocab_size)
+        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def shape(self) -> ModelShape:
@@ -44,7 +64,10 @@ class Policy:
 
     def forward(self, rows: Sequence[Row]) -> LossTokens:
         """Run packed rows and return the columns of their loss tokens, with gradients."""
-        logprobs, entropies = self._sharded(rows) if self._sharded else packed_logprobs(self.model, rows)
+        device = self.device
+        rows = [{name: values.to(device, non_blocking=True) for name, values in row.items()} for row in rows]
+        with autocast(device, self._dtype):
+            logprobs, entropies = self._sharded(rows) if self._sharded else packed_logprobs(self.model, rows)
         return loss_tokens(rows, logprobs, entropies)
 
     def step(self, learning_rate: float, clip_norm: float, *, finite_loss: bool) -> float:
@@ -85,6 +108,34 @@ class WholeWeights:
         save_model(self._model, self._tokenizer_dir, folder, self._weights)
 
 
-def load_policy(folder: Path, learning_rate: float, tokenizer_dir: Path, ranks: Ranks | None = None) -> Policy:
-    """Load the policy of a model folder, sharded over several ranks. Raises `Invalid` as `load_model`."""
-    return Policy(load_model(folder), learning_rate, tokenizer_dir, ranks)
+def load_policy(folder: Path, options: TrainOptions, ranks: Ranks | None = None) -> Policy:
+    """Load the policy of a model folder, sharded over several ranks. Raises `Invalid` as `load_trained_model`."""
+    model = load_trained_model(folder, options, ranks)
+    return Policy(model, options.learning_rate, options.model, ranks, dtype_of(options))
+
+
+def load_trained_model(folder: Path, options: TrainOptions, ranks: Ranks | None = None) -> Any:
+    """Load a model onto the GPU of this process, if there is one.
+
+    Raises `Invalid` as `load_model`, and for a model that computes packed rows wrong.
+    """
+    device = ranks.device if ranks and ranks.sharded else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype, flash = dtype_of(options), options.attention == "flash"
+    if flash and dtype != torch.bfloat16:
+        raise Invalid("--attention flash needs --dtype bfloat16", name="dtype", value=options.dtype, bound="bfloat16")
+    model = load_model(folder, options.attention, device)
+    # Other attention is tested without autocast: in float32 the test is more exact.
+    with autocast(device, dtype if flash else torch.float32):
+        what = f"model folder {folder} ({type(model).__name__}, --attention {options.attention})"
+        check_isolation(model, what, "This trainer cannot train it; use another model or --attention")
+    return model
+
+
+def dtype_of(options: TrainOptions) -> torch.dtype:
+    """Return the type in which the layers compute."""
+    return torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Return the context in which matrix products of the layers are computed in `dtype`."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)

@@ -25,17 +25,20 @@ class ShardedForward(torch.nn.Module):
     forward pass, so this module is the root that gathers both.
     """
 
-    def __init__(self, model: Any, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> None:
-        """Shard the parameters of `model` in place; `compute_dtype` of the passes, gradients are summed in float32."""
+    def __init__(self, model: Any, ranks: Ranks, layer_dtype: torch.dtype = torch.float32) -> None:
+        """Shard the parameters of `model` in place.
+
+        Layers are gathered in `layer_dtype`; all other parameters, and all gradients, are float32.
+        """
         super().__init__()
         self.model = model
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,  # the columns of a batch stay float32
-        )
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         for part in (*_layers(model), self):
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.float32 if part is self else layer_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,  # the columns of a batch stay float32
+            )
             fully_shard(part, mesh=mesh, mp_policy=policy)
         for module in self.modules():
             if isinstance(module, FSDPModule):

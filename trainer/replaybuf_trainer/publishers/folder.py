@@ -35,3 +35,7 @@ class FolderPublisher(Publisher):
         """Delete old folders; return the address of the new one. The announcement itself is fenced."""
         self._folders.prune(version, self._adapter)
         return self._folders.uri(version, self._adapter)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the size of what was written."""
+        return {"published_bytes": self._folders.written_bytes}

@@ -7,8 +7,8 @@ A publication has two phases, and the service hears of it last::
                   sample from has changed            serve v as v
 
 - Both phases may be repeated until they succeed: `ServiceUnavailable` means that a later call may work.
-- A fault in `prepare` leaves every engine on its version. A fault in `commit` leaves each engine on a known version,
-  the old or the new one, with the right label.
+- A fault in `prepare` leaves every engine on its version. A fault in `commit` leaves each engine on the old version,
+  on the new one, or paused.
 - Before weights reach an engine, `confirm` asks the service whether this trainer still has the run. It raises `Fenced`
   if not, because the engines belong to the other trainer.
 """
@@ -26,7 +26,7 @@ import msgspec
 from replaybuf_trainer.options import OnPublish
 
 Confirm: TypeAlias = Callable[[], object]
-"""Raises `Fenced` if another trainer has the run, and `ServiceUnavailable`."""
+"""Asks the service once. Raises `Fenced` if another trainer has the run, and `ServiceUnavailable`."""
 
 
 class Weights(Protocol):

@@ -5,12 +5,34 @@ A whole model is loaded by `reload_weights`, a LoRA adapter by name through `loa
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from replaybuf.errors import Invalid
-from replaybuf_trainer.publishers.engines import EnginePublisher
+from replaybuf_trainer.publishers.engine import Engine
+from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
 from replaybuf_trainer.publishers.weights_folders import WeightsFolders
+
+
+class FolderLoader:
+    """Lets an engine read the weights of a whole model, or of a LoRA adapter, from a folder."""
+
+    def __init__(self, folder: Path, adapter: str = "") -> None:
+        self.adapter = adapter
+        self._folder = str(folder.resolve())
+
+    def send(self, engine: Engine) -> None:
+        """Replace the weights by those of the folder."""
+        if self.adapter:
+            named = {"lora_name": self.adapter, "lora_path": self._folder, "load_inplace": True}
+            engine.post("/v1/load_lora_adapter", named)
+        else:
+            engine.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": self._folder}})
+
+    def label(self, engine: Engine, version: int) -> None:
+        """Set the version of the engine's weights."""
+        engine.label(str(version), self.adapter)
 
 
 class ReloadPublisher(Publisher):
@@ -25,7 +47,7 @@ class ReloadPublisher(Publisher):
             raise Invalid("publisher reload needs at least one --engine", name="engine", value=[])
         self._adapter = ""
         self._folders = WeightsFolders(setup.weights_dir)
-        self._engines = EnginePublisher(setup.engines, setup.engine_timeout_s, setup.on_publish)
+        self._engines = Engines(setup.engines, setup.engine_timeout_s, setup.on_publish)
 
     def prepare(self, version: int, weights: Weights) -> None:
         """Write the folder of a version. Raises `TrainingFault` for a full disk."""
@@ -34,8 +56,8 @@ class ReloadPublisher(Publisher):
 
     def commit(self, version: int, confirm: Confirm) -> str:
         """Load the folder into the engines. Raises `ServiceUnavailable` if none takes it, and what `confirm` raises."""
-        confirm()
-        self._engines.publish(self._folders.path(version, self._adapter), version, self._adapter)
+        loader = FolderLoader(self._folders.path(version, self._adapter), self._adapter)
+        self._engines.switch(loader, version, confirm)
         self._folders.prune(version, self._adapter)
         return self._folders.uri(version, self._adapter)
 
@@ -52,5 +74,5 @@ class ReloadPublisher(Publisher):
         self._engines.close()
 
     def figures(self) -> dict[str, Any]:
-        """Return the number of loads between two publications."""
-        return {"engine_reloads": self._engines.reloads}
+        """Return what was written, the engines that are behind, and loads between two publications."""
+        return {"published_bytes": self._folders.written_bytes} | self._engines.figures()

@@ -16,10 +16,11 @@ _NAME = re.compile(r"v(\d{6,})")
 class WeightsFolders:
     """Writes a folder per version and deletes all but the newest `KEPT` up to the present version.
 
-    Versions above it are of a history that a rewind has ended, so they go too.
+    Versions above it are of a history that a rewind has ended, so they go too. `written_bytes`: size of the last one.
     """
 
     def __init__(self, root: Path) -> None:
+        self.written_bytes = 0
         self._root = root
 
     def path(self, version: int, adapter: str = "") -> Path:
@@ -42,6 +43,7 @@ class WeightsFolders:
                 name="weights_dir",
                 value=str(self._root),
             ) from error
+        self.written_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         return folder
 
     def prune(self, version: int, adapter: str = "") -> None:

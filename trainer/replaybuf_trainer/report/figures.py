@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from replaybuf_trainer.losses import Row
+from replaybuf.wire.config import Cost
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
+from replaybuf_trainer.report.flops import training_flops
 from replaybuf_trainer.report.stopwatch import Phase
 
 TRAIN_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
-def step_figures(batch: TensorBatch, rows: Sequence[Row], seconds: dict[Phase, float], ranks: Ranks) -> dict[str, Any]:
-    """Return the figures of a step over all ranks; `rows` of this rank, `seconds` by phase.
+def step_figures(
+    batch: TensorBatch, seconds: dict[Phase, float], ranks: Ranks, cost: Cost, peak_flops_per_s: float
+) -> dict[str, Any]:
+    """Return the figures of a step over all ranks; `seconds` by phase, `cost` of a forward pass over a rollout.
 
-    `samples_per_s`: rollouts; `version` and `staleness` in policy versions. Rates are over the whole step, with waits.
+    `samples_per_s`: rollouts. Rates and `mfu` are over the whole step, with waits; `train_mfu` is over `train_s`.
     """
+    rows = batch.micro_batches
     rewards, staleness = (
         ranks.gather(torch.cat([row[name] for row in rows])).double() for name in ("rewards", "staleness")
     )
+    flops = ranks.gather(torch.tensor([training_flops(batch.host.micro_batches, cost)], dtype=torch.float64))
     step_s = sum(seconds.values())
+    train_s = sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES)
+    peak_s = float(flops.sum()) / (peak_flops_per_s * ranks.size)
     return {
         "time": time.time(),
         "step": batch.meta.step,
@@ -36,9 +42,11 @@ def step_figures(batch: TensorBatch, rows: Sequence[Row], seconds: dict[Phase, f
         "staleness_max": int(staleness.max()),
         "tokens_per_s": batch.meta.batch_tokens / step_s,
         "samples_per_s": len(rewards) / step_s,
+        "mfu": peak_s / step_s,
+        "train_mfu": peak_s / train_s if train_s else 0.0,
         "step_s": step_s,
         "wait_s": seconds.get("wait", 0.0),
-        "train_s": sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES),
+        "train_s": train_s,
         "publish_s": seconds.get("weights", 0.0) + seconds.get("publish", 0.0),
         "phase_s": seconds,
     }

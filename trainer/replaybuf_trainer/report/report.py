@@ -1,16 +1,23 @@
-"""The report of a training: log lines, and figures to every sink that the options name."""
+"""The report of a training: a progress line or log lines, figures to every sink, and a summary at the end."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from replaybuf_trainer.losses import Row, Tally
+from rich.console import Console
+
+from replaybuf.client.cost import cost_of
+from replaybuf_trainer.losses import Tally
+from replaybuf_trainer.models.policy import Policy
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.figures import step_figures
+from replaybuf_trainer.report.flops import peak_of
+from replaybuf_trainer.report.progress_line import ProgressLine, Waiting
+from replaybuf_trainer.report.session import Session
 from replaybuf_trainer.report.sinks.json_lines import JsonLines
 from replaybuf_trainer.report.sinks.sink import Figures, Guard
 from replaybuf_trainer.report.stopwatch import Phase, shares
@@ -19,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Report:
-    """What people see of a training, by its first rank. Made -> `open` -> `tally` and `step` for each step -> `close`.
+    """What people see of a training, by its first rank. Made -> `open` -> `begin` -> `tally`, `step` ... -> `close`.
 
     A sink that fails later than `open` never stops the training.
     """
@@ -28,31 +35,52 @@ class Report:
         self._options = options
         self._ranks = ranks
         self._sinks: list[Guard[Figures]] = []
+        self._session: Session | None = None
+        self._line: ProgressLine | None = None
 
     def open(self) -> None:
         """Open all sinks. Raises `Invalid` and `MissingExtra` for a sink that cannot work."""
         self._ranks.first(lambda: self._sinks.extend(_opened(self._options)))
 
+    def begin(self, step: int, steps: int | None, policy: Policy, waiting: Waiting, phase: Callable[[], Phase]) -> None:
+        """Start with `step` of `steps`, None = unknown. `waiting` and `phase` return what the trainer does now."""
+        weight = next(iter(policy.model.parameters()))
+        self._cost = cost_of(policy.shape)
+        self._peak = peak_of(weight.device, weight.dtype)
+        self._session = Session(step, steps)
+        if not self._ranks.is_first:
+            return
+        logger.info("device=%s peak_flops_per_s=%.3g (%s)", weight.device, *self._peak)
+        console = Console(stderr=True)
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._line = ProgressLine(console, self._session, waiting, phase)
+
     def tally(self) -> Tally:
         """Return the sums that the next step's loss fills."""
         return Tally()
 
-    def step(
-        self, batch: TensorBatch, rows: Sequence[Row], seconds: dict[Phase, float], figures: dict[str, Any]
-    ) -> None:
+    def step(self, batch: TensorBatch, seconds: dict[Phase, float], figures: dict[str, Any]) -> None:
         """Report a step: `seconds` by phase, and other figures of the trainer."""
-        figures = step_figures(batch, rows, seconds, self._ranks) | figures
+        if self._session is None:
+            raise RuntimeError("begin comes before step")
+        figures = step_figures(batch, seconds, self._ranks, self._cost, self._peak.flops_per_s) | figures
+        self._session.add(figures)
         if not self._ranks.is_first:
             return
         shown = "step=%(step)d reward=%(reward_mean).3f loss=%(loss).4f staleness=%(staleness_max)d took=%(step_s).2fs"
-        logger.info(shown % figures + " (%s)", shares(figures["phase_s"]))
+        level = logging.DEBUG if self._line else logging.INFO
+        logger.log(level, shown % figures + " (%s)", shares(seconds))
         for sink in self._sinks:
             sink.write(figures)
 
     def close(self) -> None:
-        """Close all sinks."""
+        """End the progress line, close all sinks and log the summary."""
+        if self._line:
+            self._line.close()
         while self._sinks:
             self._sinks.pop().close()
+        if self._session and self._ranks.is_first:
+            logger.info("summary %s", self._session.summary())
 
 
 def _opened(options: TrainOptions) -> Iterable[Guard[Figures]]:

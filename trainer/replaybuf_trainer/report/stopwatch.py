@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 Phase: TypeAlias = Literal["wait", "forward", "backward", "optimizer", "ack", "weights", "publish", "checkpoint"]
 
@@ -25,6 +25,11 @@ class Stopwatch:
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
+    @property
+    def phase(self) -> Phase:
+        """The running phase."""
+        return self._phase
+
     def take(self) -> dict[Phase, float]:
         """Return the seconds of each phase since the last call; the running phase goes on from 0."""
         self.enter(self._phase)
@@ -33,7 +38,7 @@ class Stopwatch:
         return taken
 
 
-def shares(seconds: dict[Phase, float]) -> str:
+def shares(seconds: Mapping[Any, float]) -> str:
     """Format the share of each phase, the largest first, without shares below 1 %: "backward 61 %, wait 30 %"."""
     total = sum(seconds.values()) or 1.0
     percent = {phase: round(100 * taken / total) for phase, taken in seconds.items()}

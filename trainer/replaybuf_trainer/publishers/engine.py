@@ -1,0 +1,221 @@
+"""One engine of a publisher: its calls, and whether it has the published weights.
+
+A load changes an engine in this order::
+
+    confirm ──► pause ──► send weights ──► confirm ──► label ──► resume
+                            │    └──────────────────────┴── fault: in doubt, stays paused, completions aborted
+                            └── rejected with 4xx: nothing has changed ──► resume
+
+- An engine that samples has the weights of its label. After a fault nobody knows its weights, so it samples nothing
+  until a load succeeds.
+- A trainer that lost the run stops at a `confirm`. If it finds out only after it sent weights, it labels the engine
+  -1, which is no version. The watch of its successor then loads the engine again.
+- One window stays open: a trainer that is frozen between its first `confirm` and its load, and killed before the
+  second. Only a fence in the engine could close it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from replaybuf.errors import Fenced, ServiceUnavailable
+from replaybuf_trainer.publishers.publisher import Confirm
+
+logger = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 2.0
+VERSION_TIMEOUT_S = 5.0
+RETRY_CEILING_S = 30.0
+"""The pause before an engine that is behind is tried again doubles up to this."""
+FENCED_LABEL = "-1"
+
+_NEEDS = {
+    "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and let it read the folder",
+    "/init_weight_transfer_engine": """VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'""",
+}
+_DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+"""What vLLM must be started with to have a route; dev mode for most of them."""
+
+
+class Rejected(ServiceUnavailable):
+    """The engine rejected a call, with 4xx, and changed nothing."""
+
+
+class Unknown(Rejected):
+    """The engine has no such route or adapter."""
+
+
+class Loader(Protocol):
+    """How the weights of one version reach a paused engine. `adapter`: its LoRA adapter; "" = a whole model."""
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter."""
+
+    def send(self, engine: Engine) -> None:
+        """Replace the weights of the engine. Raises `ServiceUnavailable`."""
+
+    def label(self, engine: Engine, version: int) -> None:
+        """Set the version of the engine's weights. Raises as `send`."""
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: int | str
+
+
+class Engine:
+    """One engine.
+
+    `behind`: why it lacks the published weights; None = it has them, as far as is known. `_in_doubt`: adapters whose
+    load began and did not end well, so their labels say nothing about their weights.
+    """
+
+    def __init__(self, url: str, http: httpx.Client, pause_mode: str) -> None:
+        self.url = url.rstrip("/")
+        self.behind: ServiceUnavailable | None = None
+        self._http = http
+        self._pause_mode = pause_mode
+        self._in_doubt: set[str] = set()
+        self._backoff_s = 0.0
+        self._next_check_s = 0.0
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, loader: Loader, version: int, confirm: Confirm) -> None:
+        """Load weights as `version`; record in `behind` whether that worked. Raises `Fenced`."""
+        try:
+            confirm()
+            self.post(f"/pause?mode={self._pause_mode}")
+            try:
+                self._replace(loader, version, confirm)
+            finally:
+                self._resume_or_abort()
+        except ServiceUnavailable as error:
+            self.mark_behind(error, version)
+        else:
+            self.mark_current()
+
+    def _replace(self, loader: Loader, version: int, confirm: Confirm) -> None:
+        doubted = loader.adapter in self._in_doubt
+        self._in_doubt.add(loader.adapter)
+        try:
+            loader.send(self)
+        except Rejected:
+            if not doubted:
+                self._in_doubt.discard(loader.adapter)
+            raise
+        try:
+            confirm()
+        except Fenced:
+            with contextlib.suppress(ServiceUnavailable):  # the engine may be gone
+                self.label(FENCED_LABEL, loader.adapter)
+            raise
+        loader.label(self, version)
+        self._in_doubt.discard(loader.adapter)
+
+    def _resume_or_abort(self) -> None:
+        """Resume, or abort frozen completions so that their generator samples them elsewhere."""
+        if not self._in_doubt:
+            self.post("/resume")
+            return
+        with contextlib.suppress(ServiceUnavailable):  # the engine may be gone; the fault of the load is reported
+            self.post("/pause?mode=abort", timeout_s=VERSION_TIMEOUT_S)
+
+    def label(self, label: str, adapter: str = "") -> None:
+        """Set the label of the present weights. Raises as `post`."""
+        self.post("/update_weight_version", {"new_version": label} | ({"model": adapter} if adapter else {}))
+
+    def unload(self, adapter: str) -> None:
+        """Serve an adapter no more. Raises `ServiceUnavailable`."""
+        with contextlib.suppress(Unknown):
+            self.post("/v1/unload_lora_adapter", {"lora_name": adapter})
+        self._in_doubt.discard(adapter)
+
+    def lacks(self, version: int, adapter: str = "") -> bool:
+        """Ask the engine whether it has other weights. Raises `ServiceUnavailable` if it reports no version."""
+        if adapter in self._in_doubt:
+            return True
+        model = {"model": adapter} if adapter else None
+        try:
+            response = self._http.get(f"{self.url}/weight_info", params=model, timeout=VERSION_TIMEOUT_S)
+            if adapter and response.status_code == httpx.codes.NOT_FOUND:
+                return True
+            response.raise_for_status()
+            return str(msgspec.json.decode(response.content, type=_WeightInfo).weight_version) != str(version)
+        except (httpx.HTTPError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise self._fault(f"reports no version: {error or type(error).__name__}") from error
+
+    # ------------------------------------------------------------------ calls
+
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, *, attempts: int = 2, timeout_s: float | None = None
+    ) -> None:
+        """Post once, and again after an error: an engine resets kept-alive connections and may fail once.
+
+        Raises `ServiceUnavailable`.
+        """
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
+        for attempt in range(1, attempts + 1):
+            try:
+                response = self._http.post(self.url + path, json=body, timeout=timeout)
+            except httpx.TransportError as error:
+                if attempt == attempts:
+                    raise self._fault(f"does not answer {path}: {error or type(error).__name__}") from error
+                continue
+            if response.is_success:
+                return
+            if response.is_client_error:
+                raise self._rejected(path, response)
+            if attempt == attempts:
+                raise self._fault(f"answered {path} with {response.status_code}: {response.text[:300]}")
+            logger.warning("engine %s answered %s with %d, retrying", self.url, path, response.status_code)
+
+    def get(self, path: str) -> bytes:
+        """Return the answer to a GET. Raises `ServiceUnavailable`."""
+        try:
+            response = self._http.get(self.url + path)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise self._fault(f"does not answer {path}: {error or type(error).__name__}") from error
+        return response.content
+
+    def _rejected(self, path: str, response: httpx.Response) -> Rejected:
+        what = f"engine {self.url} answered {path} with {response.status_code}: {response.text[:300]}"
+        if response.status_code != httpx.codes.NOT_FOUND:
+            return Rejected(what, name="engine", value=self.url)
+        return Unknown(f"{what}; start vLLM with {_NEEDS.get(path, _DEV_MODE)}", name="engine", value=self.url)
+
+    def _fault(self, what: str) -> ServiceUnavailable:
+        return ServiceUnavailable(f"engine {self.url} {what}", name="engine", value=self.url)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to check this engine."""
+        return time.monotonic() >= self._next_check_s
+
+    def mark_current(self) -> None:
+        """Record that the engine has the published weights."""
+        self.behind, self._backoff_s, self._next_check_s = None, 0.0, 0.0
+
+    def mark_behind(self, fault: ServiceUnavailable, version: int) -> None:
+        """Record that the engine lacks the published weights; log it and back off, once per pause."""
+        self.behind = fault
+        if not self.due:
+            return
+        self._backoff_s = min(max(2 * self._backoff_s, WATCH_EVERY_S), RETRY_CEILING_S)
+        self._next_check_s = time.monotonic() + self._backoff_s
+        logger.warning(
+            "engine %s lacks version %d and samples nothing for the run; next check in %g s: %s",
+            self.url,
+            version,
+            self._backoff_s,
+            fault,
+        )
