@@ -95,7 +95,7 @@ class ScriptedService:
         assert (step, epoch) == (self._acked, EPOCH)
         self._acked += 1
 
-    def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None) -> None:
+    def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None, adapter: str = "") -> None:
         """Reject a version above that of the next unacked step, as the service does."""
         self.called("publish", f"publish {version}")
         assert version <= self._acked // self.steps_per_publish

@@ -112,6 +112,13 @@ class TrainOptions:
     """Shard weights, gradients and moments over the processes of torchrun; each trains its own part of every batch."""
     rank_timeout_s: PositiveFloat = 1800.0
     """Seconds that a process of torchrun waits for the others before it fails."""
+    lora_rank: PositiveInt | None = None
+    """Train LoRA adapters of this rank on the frozen model, one per adapter of the run. In a run without adapters it is
+    one adapter, published merged into the weights."""
+    lora_alpha: PositiveFloat | None = None
+    """Adapters are scaled by alpha / rank. The default is 2 * rank."""
+    lora_targets: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", show_default=False)] = ()
+    """Names of the linear layers with adapters, such as q_proj v_proj. The default is all but the output layer."""
     rows_per_forward: PositiveInt = 8
     """Number of packed rows in one forward pass."""
     threads: PositiveInt = 1

@@ -12,11 +12,13 @@ made.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -58,6 +60,20 @@ class TensorBatch:
     def meta(self) -> BatchMeta:
         """Metadata of the body."""
         return self.host.meta
+
+    @property
+    def adapters_completed(self) -> dict[str, int] | None:
+        """Adapters whose own step this batch completes, with that step; None = the run has no adapters."""
+        completed = self.meta.adapters_completed
+        return None if completed is msgspec.UNSET else completed
+
+    def parts(self, most: int) -> Iterator[tuple[str, list[dict[str, torch.Tensor]]]]:
+        """Yield at most `most` micro-batches of one adapter at a time, with its name, "" without adapters."""
+        rows = sorted(zip(self.meta.adapters, self.micro_batches, strict=True), key=lambda pair: pair[0])
+        for adapter, pairs in itertools.groupby(rows, key=lambda pair: pair[0]):
+            same = [row for _, row in pairs]
+            for start in range(0, len(same), most):
+                yield adapter, same[start : start + most]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> TensorBatch:
         """Copy the tensors to a device; from page-locked memory the copies run in the background."""

@@ -19,14 +19,16 @@ import torch
 
 from replaybuf.client.cost import cost_of
 from replaybuf.errors import Invalid
+from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.models.loading import check_same_shape
-from replaybuf_trainer.models.policy import load_policy
+from replaybuf_trainer.models.opening import open_policy
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
+from replaybuf_trainer.publications import Publications
 from replaybuf_trainer.publishers.opening import open_publisher
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.report import Report
@@ -43,8 +45,7 @@ MOST_SKIPPED = 8
 class Trainer:
     """One trainer on one run. `train` runs once; `stop` ends it from any thread or signal handler.
 
-    `_step`: steps done; `_version`: policy version of the weights, `_step // steps_per_publish`; `_skipped`: steps in a
-    row without a change of the weights.
+    `_step`: steps done; `_skipped`: steps in a row without a change of the weights.
     """
 
     def __init__(self, options: TrainOptions, feed: Feed, ranks: Ranks | None = None) -> None:
@@ -52,7 +53,7 @@ class Trainer:
         self._feed = feed
         self._ranks = ranks or Ranks()
         self._retries = Retries(options.service_timeout_s)
-        self._publisher = open_publisher(options)
+        self._publications = Publications(open_publisher(options), feed, self._ranks, self._retries)
         self._objective = load_objective(
             options.loss, options.loss_options, options.normalise, options.normalise_constant
         )
@@ -71,16 +72,15 @@ class Trainer:
             self._load_newest_checkpoint()
             if self._done():
                 return self._step
-            self._attach()
-            self._publish()
-            self._ranks.first(lambda: self._publisher.watch(self._feed.confirm))
+            facts = self._attach()
+            self._publications.start(self._policy, facts, self._step, self._watch.enter)
             self._watch = Stopwatch()
             with self._feed.batches() as batches:
                 return self._train(batches)
         except Stopped:  # before the first batch
             return 0
         finally:
-            self._publisher.close()
+            self._publications.close()
             self._report.close()
 
     def stop(self) -> None:
@@ -98,7 +98,7 @@ class Trainer:
                 logger.warning("stopped before the ack of step %d was answered", self._step)
                 return self._step
             self._step += 1
-            stopped = not self._publish_if_due()
+            stopped = not self._publications.publish_due(self._step, self._watch.enter)
             # A crash after the checkpoint would not repeat this step, so its line comes first.
             self._record(batch, figures)
             if stopped or self._done():
@@ -120,7 +120,7 @@ class Trainer:
         self._step = self._step_of(checkpoint) if checkpoint else 0
         torch.manual_seed(options.seed)
         folder = checkpoint / "model" if checkpoint else options.model
-        self._policy = load_policy(folder, options, self._ranks)
+        self._policy = open_policy(folder, options, self._objective.normalise, self._ranks)
         if checkpoint:
             load_optimizer(checkpoint, self._policy.model, self._policy.optimizer)
         logger.info("loaded step=%d from=%s", self._step, checkpoint or options.model)
@@ -138,12 +138,13 @@ class Trainer:
         check_same_shape(checkpoint / "model", options.model)
         return state.step
 
-    def _attach(self) -> None:
+    def _attach(self) -> RunFacts:
         """Take the run over at the step of the checkpoint. Raises `Invalid` for a run that does not fit."""
         options, facts = self._options, self._feed.facts()
-        if adapters := sorted(facts.adapters):
+        if facts.adapters and options.lora_rank is None:
+            adapters = sorted(facts.adapters)
             raise Invalid(
-                f"run {options.run} has adapters {adapters}; this trainer trains whole models, without LoRA",
+                f"run {options.run} has adapters {adapters}; give --lora-rank to train one LoRA adapter for each",
                 name="adapters",
                 value=adapters,
                 bound=[],
@@ -163,29 +164,32 @@ class Trainer:
                 "give --steps",
                 name="steps",
             )
-        self._steps_per_publish = facts.steps_per_publish
-        self._version = self._step // self._steps_per_publish
         self._feed.attach(self._step, cost_of(self._policy.shape))
         self._report.begin(self._step, self._steps, self._policy, self._feed.waiting, lambda: self._watch.phase)
+        return facts
 
     # ------------------------------------------------------------------ one step
 
     def _train_step(self, batch: TensorBatch) -> dict[str, Any]:
         """Take one optimizer step over all rows of the batch; return its figures."""
         options, objective, tally = self._options, self._objective, self._report.tally()
-        rows, at_once = batch.micro_batches, options.rows_per_forward
+        completed = batch.adapters_completed
         totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
+        if completed is not None:  # gradients of several batches are divided when the adapter takes its own step
+            totals = BatchTotals(1, 1)
         self._ranks.together(lambda: self._check_batch(batch))
-        for start in range(0, len(rows), at_once):  # gradients add up; all ranks have the same number of rows
+        for adapter, rows in batch.parts(options.rows_per_forward):  # gradients add up; all ranks have as many parts
             self._watch.enter("forward")
-            loss = objective.value(self._policy.forward(rows[start : start + at_once]), totals, tally)
+            loss = objective.value(self._policy.forward(rows, adapter), totals, tally)
             self._watch.enter("backward")
             torch.autograd.backward(loss)
         self._watch.enter("optimizer")
         tally.add_ranks(self._ranks.sum)
         factor = learning_rate_factor(options.schedule, self._step, options.warm_up_steps, self._steps)
         learning_rate = options.learning_rate * factor
-        norm = self._policy.step(learning_rate, options.clip_norm, finite_loss=math.isfinite(tally.loss))
+        norm = self._policy.step(
+            learning_rate, options.clip_norm, finite_loss=math.isfinite(tally.loss), completed=completed
+        )
         finite = math.isfinite(norm) and math.isfinite(tally.loss)
         self._count_skipped(batch, finite, tally.loss, norm)
         return {
@@ -224,32 +228,10 @@ class Trainer:
         logger.warning("%s; the weights stay as they are", what)
 
     def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
-        beside = {"wait_reasons": self._feed.take_waits()} | self._publisher.figures()
+        beside = {"wait_reasons": self._feed.take_waits()} | self._publications.figures()
         self._report.step(batch, self._watch.take(), beside | figures)
 
-    # ------------------------------------------------------------------ weights and checkpoints
-
-    def _publish_if_due(self) -> bool:
-        """Publish after the last step of a version. Return False if `stop` came first: a resumed trainer publishes."""
-        version = self._step // self._steps_per_publish
-        if version == self._version:
-            return True
-        self._version = version
-        try:
-            self._publish()
-        except Stopped:
-            return False
-        return True
-
-    def _publish(self) -> None:
-        """Stage the weights, switch the engines to them and announce their version."""
-        version, publisher = self._version, self._publisher
-        self._watch.enter("weights")
-        weights = self._policy.weights()
-        self._ranks.first(lambda: self._retries.call(lambda: publisher.prepare(version, weights)))
-        self._watch.enter("publish")
-        uri = self._ranks.first(lambda: self._retries.call(lambda: publisher.commit(version, self._feed.confirm)))
-        self._feed.publish(version, uri)
+    # ------------------------------------------------------------------ checkpoints
 
     def _checkpoint(self) -> None:
         options = self._options
@@ -257,7 +239,7 @@ class Trainer:
         if newest is not None and read_state(newest).step == self._step:
             return
         self._watch.enter("checkpoint")
-        state = TrainerState(options.run, self._step, self._version)
+        state = TrainerState(options.run, self._step, self._publications.version)
         model, optimizer, keep = self._policy.model, self._policy.optimizer, options.keep_checkpoints
         try:
             save_checkpoint(options.checkpoint_dir, model, optimizer, options.model, state, keep)

@@ -14,7 +14,7 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.engine.lora import adapted, read_lora
 from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
 from replaybuf_trainer.models.loading import load_model
-from replaybuf_trainer.models.lora import LoraOptions, LoraPolicy
+from replaybuf_trainer.models.lora import AdapterWeights, LoraOptions, LoraPolicy
 from tests.trainer.adapter_folders import merged
 from tests.trainer.batches import logprobs_alone, packed, rollouts, trained_rows
 
@@ -24,9 +24,8 @@ NAMES = ("code", "type.v1")
 
 
 def policy(models: Path, *, targets: tuple[str, ...] = (), rank: int = 4, seed: int = 0) -> LoraPolicy:
-    return LoraPolicy(
-        load_model(models / "a"), LoraOptions(rank=rank, alpha=8.0, targets=targets), RATE, models / "a", seed
-    )
+    options = LoraOptions(rank=rank, alpha=8.0, targets=targets, learning_rate=RATE, seed=seed)
+    return LoraPolicy(load_model(models / "a"), options, models / "a")
 
 
 def loss(made: LoraPolicy, rows: Any, adapter: str, totals: BatchTotals) -> torch.Tensor:
@@ -130,7 +129,7 @@ def test_merged_weights_the_engine_and_peft_give_the_same_logits(
     strengthen(made, "")
     with torch.inference_mode():
         expected = logprobs_alone(made.model, rollout)
-        made.adapter_weights("").save_weights(tmp_path / "adapter")
+        AdapterWeights("", made.adapters[""].tensors(), made._config()).save_weights(tmp_path / "adapter")
         made.weights().save_weights(tmp_path / "merged")
         base = load_model(models / "a")
         plain = logprobs_alone(base, rollout)

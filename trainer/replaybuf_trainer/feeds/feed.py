@@ -19,7 +19,7 @@ class Feed(Protocol):
     """
 
     def facts(self) -> RunFacts:
-        """Return the facts of the run that a trainer needs before it starts."""
+        """Return the facts of the run that a trainer needs, in any thread."""
 
     def attach(self, step: int, cost: Cost) -> None:
         """Take the run over at `step`; `cost`: of a rollout, by its length."""
@@ -30,8 +30,8 @@ class Feed(Protocol):
     def ack(self) -> None:
         """Report that the newest batch is trained."""
 
-    def publish(self, version: int, weights_uri: str) -> None:
-        """Announce a version that the engines have loaded."""
+    def publish(self, version: int, weights_uri: str, adapter: str = "") -> None:
+        """Announce a version of an adapter that the engines have loaded, in any thread."""
 
     def confirm(self) -> None:
         """Ask once, without retries, whether this trainer has the run, in any thread. Raises `Fenced` if not."""

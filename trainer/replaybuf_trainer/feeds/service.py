@@ -33,15 +33,19 @@ class ServiceFeed:
         self._ranks = ranks or Ranks()
         self._retries = Retries(options.service_timeout_s)
         self._reader: TensorReader | None = None
+        self._published: dict[str, int] = {}
+        self._confirmed = ""
 
     def facts(self) -> RunFacts:
         """Return the facts of the run's configuration."""
-        return self._retries.call(self._client.get_run).facts()
+        facts = self._retries.call(self._client.get_run).facts()
+        self._confirmed = min(facts.adapters, default="")
+        return facts
 
     def attach(self, step: int, cost: Cost) -> None:
         """Take the run over at `step`; every older trainer is fenced."""
         options, ranks = self._options, self._ranks
-        self._epoch, step, self._published = ranks.first(lambda: self._attach(step, cost))
+        self._epoch, step, self._published[""] = ranks.first(lambda: self._attach(step, cost))
         how = ReaderOptions(
             dp_rank=ranks.rank,
             dp_world_size=ranks.size,
@@ -73,22 +77,21 @@ class ServiceFeed:
         """Report that the newest batch is trained."""
         self._ranks.first(lambda: self._retries.call(self._attached_reader().ack))
 
-    def publish(self, version: int, weights_uri: str) -> None:
-        """Announce a version that the engines have loaded."""
+    def publish(self, version: int, weights_uri: str, adapter: str = "") -> None:
+        """Announce a version of an adapter that the engines have loaded."""
         self._ranks.first(
-            lambda: self._retries.call(
-                lambda: self._client.publish_policy(version, self._epoch, weights_uri=weights_uri)
-            )
+            lambda: self._retries.call(lambda: self._client.publish_policy(version, self._epoch, weights_uri, adapter))
         )
-        self._published = version
+        self._published[adapter] = version
 
     def confirm(self) -> None:
         """Announce the published version again, which changes nothing. Raises `Fenced` for an older epoch."""
         try:
-            self._client.publish_policy(self._published, self._epoch)
+            adapter = self._confirmed
+            self._client.publish_policy(self._published.get(adapter, 0), self._epoch, adapter=adapter)
         except Fenced:
             raise
-        except Conflict:  # race: another thread has announced a newer version; the service checks the epoch first
+        except Conflict:  # a newer version is published; the service checks the epoch first
             return
 
     def save(self, step: int, keep: int) -> None:

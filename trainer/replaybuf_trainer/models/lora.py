@@ -22,8 +22,11 @@ from safetensors.torch import save_file
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf_trainer.losses import LossTokens, Row
+from replaybuf_trainer.losses.normalisation import Normalisation
 from replaybuf_trainer.models.descent import adam, descend
 from replaybuf_trainer.models.policy import Policy, WholeWeights
+from replaybuf_trainer.publishers.publisher import Weights
+from replaybuf_trainer.schedules import learning_rate_factor
 from replaybuf_trainer.weights import whole_folder
 
 CONFIG_FILE = "adapter_config.json"
@@ -36,11 +39,19 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """Rank r and alpha of every adapter, and the ends of the names of its layers; no targets = all of the blocks."""
+    """Rank r and alpha of every adapter, and the ends of the names of its layers; no targets = all of the blocks.
+
+    `learning_rate`, `warm_up_steps`: an adapter that is added late warms up in its own steps. `mean`: what the loss is
+    divided by.
+    """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
+    learning_rate: float
+    warm_up_steps: int = 0
+    mean: Normalisation = "token"
+    seed: int = 0
 
 
 class Adapter:
@@ -50,10 +61,10 @@ class Adapter:
     up.
     """
 
-    def __init__(self, slot: str, parameters: Mapping[str, torch.nn.Parameter], learning_rate: float) -> None:
+    def __init__(self, slot: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.slot = slot
         self.parameters = parameters
-        self.optimizer = adam(parameters.values(), learning_rate)
+        self.optimizer = adam(parameters.values(), 0.0)  # each step sets its learning rate
         self.steps = 0
         self.loss_tokens = 0
         self.rollouts = 0
@@ -84,15 +95,15 @@ class LoraPolicy(Policy):
     It is published merged into the weights, so any engine serves it. The adapters of a run are published as folders.
     """
 
-    def __init__(self, model: Any, options: LoraOptions, learning_rate: float, tokenizer_dir: Path, seed: int) -> None:
+    def __init__(
+        self, model: Any, options: LoraOptions, tokenizer_dir: Path, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Freeze the model. Raises `Invalid` for targets that it lacks and a rank above the size of a layer."""
         self.options = options
         self.adapters: dict[str, Adapter] = {}
         self._layers = target_layers(model, options)
-        self._learning_rate = learning_rate
-        self._seed = seed
         self._tuner: Any = None
-        super().__init__(model.requires_grad_(False), learning_rate, tokenizer_dir)
+        super().__init__(model.requires_grad_(False), 0.0, tokenizer_dir, dtype=dtype)
 
     def add(self, name: str) -> Adapter:
         """Return the adapter of a name; a new one has its initial weights."""
@@ -100,7 +111,7 @@ class LoraPolicy(Policy):
             slot = _slot(name)
             with torch.random.fork_rng(devices=[]):  # peft draws weights, and they are overwritten
                 self._inject(slot)
-            self.adapters[name] = Adapter(slot, self._parameters(slot), self._learning_rate)
+            self.adapters[name] = Adapter(slot, self._parameters(slot))
             self.load(name, self.initial_weights(name))
         return self.adapters[name]
 
@@ -128,21 +139,53 @@ class LoraPolicy(Policy):
         """Return A and B of version 0. Reads nothing that training changes, so any thread may call it."""
         rank, tensors = self.options.rank, {}
         for layer, (outputs, inputs) in self._layers.items():
-            key = hashlib.blake2b(f"{self._seed}/{name}/{layer}".encode(), digest_size=7).digest()
+            key = hashlib.blake2b(f"{self.options.seed}/{name}/{layer}".encode(), digest_size=7).digest()
             random = torch.Generator().manual_seed(int.from_bytes(key, "big"))
             uniform = torch.rand((rank, inputs), generator=random)
             tensors[_key(layer, "A")] = (2 * uniform - 1) / math.sqrt(inputs)
             tensors[_key(layer, "B")] = torch.zeros(outputs, rank)
         return tensors
 
-    def weights(self) -> WholeWeights:
-        """Return the adapter "", merged into the weights of the model."""
-        return WholeWeights(self.model, self.merged_weights(""), self._tokenizer_dir)
+    def own_steps(self, step: int) -> Mapping[str, int]:
+        """Return the own steps done of each adapter that has trained."""
+        return {name: adapter.steps for name, adapter in self.adapters.items()}
 
-    def adapter_weights(self, name: str) -> AdapterWeights:
-        """Return the weights of an adapter; one that has not trained yet has its initial weights, in any thread."""
-        adapter = self.adapters.get(name)
-        return AdapterWeights(name, adapter.tensors() if adapter else self.initial_weights(name), self._config())
+    def step(
+        self, learning_rate: float, clip_norm: float, *, finite_loss: bool, completed: Mapping[str, int] | None = None
+    ) -> float:
+        """Take the own steps of `completed`; the others keep their gradients. Return the largest norm.
+
+        The loss of a run without adapters is divided by the totals of its batch already. Raises `Invalid` for an own
+        step that is not the next one.
+        """
+        if completed is None:
+            return self.add("").step(learning_rate, clip_norm, 1, finite_loss=finite_loss)
+        norms = [self._own_step(name, step, learning_rate, clip_norm) for name, step in sorted(completed.items())]
+        return next((norm for norm in norms if not math.isfinite(norm)), max(norms, default=0.0))
+
+    def _own_step(self, name: str, step: int, learning_rate: float, clip_norm: float) -> float:
+        adapter, options = self.add(name), self.options
+        if step != adapter.steps:
+            raise Invalid(
+                f"the batch completes step {step} of adapter {name!r}; the checkpoint has {adapter.steps} steps of it; "
+                "use the --checkpoint-dir of this run",
+                name="adapters_completed",
+                value=step,
+                bound=adapter.steps,
+            )
+        warm_up = learning_rate_factor("constant", adapter.steps, options.warm_up_steps, None)
+        divisor = adapter.loss_tokens if options.mean == "token" else adapter.rollouts
+        return adapter.step(min(learning_rate, warm_up * options.learning_rate), clip_norm, divisor)
+
+    def weights(self, adapter: str = "") -> Weights:
+        """Return a PEFT folder for an adapter of the run, and for "" the model with the adapter merged into it.
+
+        Any thread may ask for an adapter that has not trained yet.
+        """
+        if not adapter:
+            return WholeWeights(self.model, self.merged_weights(""), self._tokenizer_dir)
+        trained = self.adapters.get(adapter)
+        return AdapterWeights(adapter, trained.tensors() if trained else self.initial_weights(adapter), self._config())
 
     @torch.no_grad()
     def merged_weights(self, name: str) -> Tensors:

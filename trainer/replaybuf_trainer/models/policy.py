@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.parallel.sharding import ShardedForward
 from replaybuf_trainer.parallel.shards import whole
+from replaybuf_trainer.publishers.publisher import Weights
 from replaybuf_trainer.weights import save_model
 
 
@@ -62,28 +63,35 @@ class Policy:
         """The sizes that a rollout's cost depends on."""
         return shape_of(self.model)
 
-    def forward(self, rows: Sequence[Row]) -> LossTokens:
-        """Run packed rows and return the columns of their loss tokens, with gradients."""
+    def own_steps(self, step: int) -> Mapping[str, int]:
+        """Return the own steps done of each adapter after `step` steps; a whole model is the adapter ""."""
+        return {"": step}
+
+    def forward(self, rows: Sequence[Row], adapter: str = "") -> LossTokens:
+        """Run packed rows of an adapter and return the columns of their loss tokens, with gradients."""
         device = self.device
         rows = [{name: values.to(device, non_blocking=True) for name, values in row.items()} for row in rows]
         with autocast(device, self._dtype):
             logprobs, entropies = self._sharded(rows) if self._sharded else packed_logprobs(self.model, rows)
         return loss_tokens(rows, logprobs, entropies)
 
-    def step(self, learning_rate: float, clip_norm: float, *, finite_loss: bool) -> float:
+    def step(
+        self, learning_rate: float, clip_norm: float, *, finite_loss: bool, completed: Mapping[str, int] | None = None
+    ) -> float:
         """Take an optimizer step with the gradients that have added up, and clear them; return their norm.
 
-        Without a finite loss and norm the weights stay as they are.
+        Without a finite loss and norm the weights stay as they are. `completed`: adapters whose own step this is, with
+        its number; None = the run has no adapters.
         """
         return descend(self.optimizer, learning_rate, clip_norm, finite_loss=finite_loss)
 
-    def weights(self) -> WholeWeights:
+    def weights(self, adapter: str = "") -> Weights:
         """Return the current weights, which the first rank may write; gather them there if they are sharded."""
         if self._sharded is None:
             return WholeWeights(self.model, None, self._tokenizer_dir)
         return self.copied_weights()
 
-    def copied_weights(self) -> WholeWeights:
+    def copied_weights(self) -> Weights:
         """Return a copy of the weights in CPU memory, on the first rank, which later steps do not change."""
         copies = {}
         for name, value in self.model.state_dict().items():
