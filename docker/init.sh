@@ -6,7 +6,7 @@ secrets=${1:-/secrets}
 for role in operator producer trainer reader; do
   file="$secrets/$role/token"
   if [ ! -s "$file" ]; then
-    token=$(replaybuf token new --role "$role" --name "compose-$role" --tokens-file "$secrets/serve/tokens")
+    token=$(replaybuf tokens new --role "$role" --name "compose-$role" --tokens-file "$secrets/serve/tokens")
     printf '%s' "$token" > "$file.new"
     mv "$file.new" "$file"
   fi

@@ -39,7 +39,10 @@ COMMANDS = {
     "ledger": "replaybuf.cli.groups:ledger",
     "explain": "replaybuf.cli.explain:explain",
     "doctor": "replaybuf.cli.doctor:doctor",
-    "token new": "replaybuf.cli.token:new",
+    "tokens new": "replaybuf.cli.tokens:new",
+    "tokens list": "replaybuf.cli.tokens:list_",
+    "tokens revoke": "replaybuf.cli.tokens:revoke",
+    "token new": "replaybuf.cli.tokens:new",
     "strategies list": "replaybuf.cli.strategies:list_installed",
     "strategies show": "replaybuf.cli.strategies:show",
     "strategies check": "replaybuf.cli.strategies:check",
@@ -64,7 +67,8 @@ app = App(
     version=__version__,
     result_action="return_value",
 )
-app.command(App(name="token", help="Manage the bearer tokens of a service."))
+app.command(App(name="tokens", help="Create, list and revoke the bearer tokens of a service."))
+app.command(App(name="token", help="Older name of tokens.", show=False))
 app.command(App(name="config", help="Show what configuration files may hold."))
 app.command(App(name="runs", help="List, show, create, change and delete runs."))
 app.command(App(name="groups", help="List and show groups of a run."))

@@ -32,7 +32,8 @@ class ServeOptions:
     redis_url: str | None = dataclasses.field(default=None, repr=False)
     """Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH."""
     tokens_file: Path | None = None
-    """File of bearer tokens; clients must send one of them. "replaybuf token new" creates tokens."""
+    """File of bearer tokens; clients must send one of them. "replaybuf tokens new" creates tokens. SIGHUP reads
+    the file again."""
     advertise_url: str | None = None
     """URL that the other servers report to clients while this server is the leader. Default: the listening address."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(name="allowed-host", consume_multiple=True, negative="")] = ()

@@ -39,6 +39,7 @@ KEPT_BYTES = 256 << 20
 TOP_PAD_BYTES = 16 << 20
 """Size of the pieces in which glibc asks the system for memory."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+USES_SAVED_S = 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -53,6 +54,8 @@ async def serve(options: ServeOptions) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     for number in SIGNALS:  # until the server handles signals, one cancels the start
         loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
+    if options.tokens_file:
+        loop.add_signal_handler(signal.SIGHUP, tokens.reload)
     limits = raise_descriptor_limit(ConnectionLimits.of(options), BACKLOG)
     listening = open_sockets(options)
     try:
@@ -71,14 +74,26 @@ async def serve(options: ServeOptions) -> None:
                 print(f"listening on {url}", flush=True)
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(table.watch(), name="connections")
+                saving = tasks.create_task(_save_uses(tokens), name="tokens")
                 await server.serve(sockets=list(listening.values()))
                 watching.cancel()
+                saving.cancel()
     finally:
         for one in listening.values():
             one.close()
         if options.uds:
             options.uds.unlink(missing_ok=True)
     logger.info("stopped")
+
+
+async def _save_uses(tokens: Tokens) -> None:
+    """Write when tokens were last used once a minute, and at the end."""
+    try:
+        while not tokens.open:
+            await asyncio.sleep(USES_SAVED_S)
+            await asyncio.to_thread(tokens.save_uses, tokens.take_uses())
+    finally:
+        tokens.save_uses(tokens.take_uses())
 
 
 async def load_anyio() -> None:
@@ -144,7 +159,7 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
     if not loopback:
         raise Invalid(
             f"host is {options.host!r} and there is no tokens file; without tokens the service binds loopback only. "
-            f"Make one: {command_line('token', 'new')} --role operator --name NAME --tokens-file FILE",
+            f"Make one: {command_line('tokens', 'new')} --role operator --name NAME --tokens-file FILE",
             name="host",
             value=options.host,
             bound="loopback, or --tokens-file",

@@ -31,7 +31,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
     """The summaries of lazily imported commands too."""
     shown = replaybuf("--help", COLUMNS="200").stdout
     summaries = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
-    commands = {"serve", "status", "doctor", "token", "strategies", "generate", "stage", "eval", "simulate", "demo"}
+    commands = {"serve", "status", "doctor", "tokens", "strategies", "generate", "stage", "eval", "simulate", "demo"}
     commands |= {
         "export",
         "import",
@@ -54,7 +54,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
     ("arguments", "message"),
     [
         (["serve", "--host", "0.0.0.0"], "without tokens the service binds loopback only"),
-        (["serve", "--host", "0.0.0.0"], f"Make one: {sys.executable} -m replaybuf token new --role"),
+        (["serve", "--host", "0.0.0.0"], f"Make one: {sys.executable} -m replaybuf tokens new --role"),
         (["serve", "--port", "0", "--redis-url", "redis://127.0.0.1:1"], "cannot be reached"),
         (["serve", "--port", "0", "--redis-url", "http://x"], "redis_url is 'http://x'; use redis://HOST:PORT/DB"),
         (

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Forbidden, Unauthorized
-from replaybuf.service.http.auth import Tokens, new_token
+from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.token_file import new_token
 
 
 def test_a_wrong_role_is_refused_with_the_roles_of_the_call_and_what_to_do(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_a_wrong_role_is_refused_with_the_roles_of_the_call_and_what_to_do(tmp_p
     tokens.check(header, frozenset({"reader"}))
     expected = (
         r"token 'grafana' has the role reader; this call needs producer or operator\. Use a token with such a role: "
-        r"replaybuf token new --role producer$"
+        r"replaybuf tokens new --role producer$"
     )
     with pytest.raises(Forbidden, match=expected) as caught:
         tokens.check(header, frozenset({"producer"}))

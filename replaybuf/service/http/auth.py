@@ -1,93 +1,112 @@
-"""Bearer tokens by role. A tokens file has one JSON line per token: name, role and the SHA-256 of the token."""
+"""Bearer tokens by role: which caller may make which call, for which run."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from replaybuf.errors import Forbidden, Invalid, Unauthorized
+from replaybuf.service.http.token_file import StoredToken, hash_token, read_tokens, write_uses
 
-ROLES = ("producer", "trainer", "reader", "operator")
-
-
-class StoredToken(msgspec.Struct, frozen=True):
-    """One line of a tokens file. A plain hash is enough: the token has 256 random bits."""
-
-    name: str
-    role: str
-    sha256: str
+logger = logging.getLogger(__name__)
 
 
 class Tokens:
     """The tokens of a service. Without a file every caller is authorised, and the service binds loopback only."""
 
-    def __init__(self, stored: list[StoredToken] | None) -> None:
+    def __init__(
+        self,
+        stored: Sequence[StoredToken] | None,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._by_hash = None if stored is None else {token.sha256: token for token in stored}
+        self._path = path
+        self._clock = clock
+        self._uses: dict[str, float] = {}
 
     @classmethod
-    def read(cls, path: Path | None) -> Tokens:
+    def read(cls, path: Path | None, clock: Callable[[], float] = time.time) -> Tokens:
         """Read a tokens file. Raises `Invalid` naming a line that does not decode."""
-        if path is None:
-            return cls(None)
-        try:
-            lines = path.read_bytes().splitlines()
-        except OSError as error:
-            raise Invalid(f"tokens file {path} cannot be read: {error}", name="tokens_file", value=str(path)) from error
-        stored = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                stored.append(msgspec.json.decode(line, type=StoredToken))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise Invalid(f"{path}:{number}: {error}", name="tokens_file", value=number) from error
-        return cls(stored)
+        return cls(None) if path is None else cls(read_tokens(path), path, clock)
 
     @property
     def open(self) -> bool:
         """Whether calls need no token."""
         return self._by_hash is None
 
-    def check(self, authorization: str | None, allowed: frozenset[str]) -> None:
-        """Check that the token has one of the allowed roles. Raises `Unauthorized` or `Forbidden`."""
+    def reload(self) -> None:
+        """Read the file again; one that cannot be read changes nothing and is logged."""
+        if self._path is None:
+            return
+        try:
+            stored = read_tokens(self._path)
+        except Invalid as error:
+            logger.error("tokens not reloaded, the old ones stay: %s", error.detail)
+            return
+        before, self._by_hash = self._by_hash or {}, {token.sha256: token for token in stored}
+        added, revoked = self._by_hash.keys() - before.keys(), before.keys() - self._by_hash.keys()
+        logger.info("tokens reloaded tokens=%d added=%d revoked=%d", len(stored), len(added), len(revoked))
+
+    def take_uses(self) -> dict[str, float]:
+        """Return when tokens were used since the last call, by hash."""
+        uses, self._uses = self._uses, {}
+        return uses
+
+    def save_uses(self, uses: Mapping[str, float]) -> None:
+        """Write when tokens were last used; a file that cannot be written is logged."""
+        if self._path is None or not uses:
+            return
+        try:
+            write_uses(self._path, uses)
+        except (OSError, Invalid) as error:
+            logger.warning("last use of tokens not written: %s", error)
+
+    def check(self, authorization: str | None, allowed: frozenset[str], run: str | None = None) -> None:
+        """Check that the token has one of the allowed roles, and may be used for `run` (None = a call for all runs).
+
+        Raises `Unauthorized` or `Forbidden`.
+        """
         if self._by_hash is None:
             return
         scheme, _, token = (authorization or "").partition(" ")
-        found = self._by_hash.get(_hash(token)) if scheme.lower() == "bearer" else None
+        found = self._by_hash.get(hash_token(token)) if scheme.lower() == "bearer" else None
         if found is None:
-            cause = "the token was not in the tokens file when the service started" if token else "the token is missing"
+            cause = "the token was not in the tokens file when it was last read" if token else "the token is missing"
             raise Unauthorized(
                 f"{cause}; send the header Authorization: Bearer TOKEN (commands: --token)", name="Authorization"
             )
-        roles = [*sorted(allowed), "operator"]
-        if found.role not in roles:
-            raise Forbidden(
-                f"token {found.name!r} has the role {found.role}; this call needs {' or '.join(roles)}. Use a token "
-                f"with such a role: replaybuf token new --role {roles[0]}",
-                name="role",
-                value=found.role,
-                bound=roles,
+        now_s = self._clock()
+        if found.expired(now_s):
+            raise Unauthorized(
+                f"token {found.name!r} has expired; make another one: replaybuf tokens new --role {found.role}",
+                name="Authorization",
             )
+        self._uses[found.sha256] = now_s
+        _check_role(found, allowed)
+        _check_run(found, run)
 
 
-def new_token(role: str, name: str, path: Path) -> str:
-    """Create a token and store its hash in the tokens file; it cannot be shown again. Raises `Invalid`."""
-    if role not in ROLES:
-        raise Invalid(f"role is {role!r}; it must be one of {', '.join(ROLES)}", name="role", value=role, bound=ROLES)
-    if not name.strip():
-        raise Invalid(f"name is {name!r}; give the name of the holder", name="name", value=name, bound="not empty")
-    token = f"rb_{secrets.token_urlsafe(32)}"
-    line = msgspec.json.encode(StoredToken(name, role, _hash(token))) + b"\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "ab") as file:
-        file.write(line)
-    return token
+def _check_role(found: StoredToken, allowed: frozenset[str]) -> None:
+    roles = [*sorted(allowed), "operator"]
+    if found.role not in roles:
+        raise Forbidden(
+            f"token {found.name!r} has the role {found.role}; this call needs {' or '.join(roles)}. Use a token "
+            f"with such a role: replaybuf tokens new --role {roles[0]}",
+            name="role",
+            value=found.role,
+            bound=roles,
+        )
 
 
-def _hash(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+def _check_run(found: StoredToken, run: str | None) -> None:
+    if found.runs and run not in found.runs:
+        what = "this call is for all runs" if run is None else f"this call is for {run}"
+        raise Forbidden(
+            f"token {found.name!r} is limited to the runs {', '.join(found.runs)}; {what}",
+            name="run",
+            value=run,
+            bound=list(found.runs),
+        )

@@ -95,7 +95,7 @@ class Application:
         """Authorise, handle and count a call."""
         watch, status = started(), 500
         try:
-            self._tokens.check(request.headers.get("authorization"), call.roles)
+            self._tokens.check(request.headers.get("authorization"), call.roles, request.path_params.get("run"))
             if call.query is not None:
                 check_query(request, call.query)
             with self._bodies.share() as request.state.body_share:

@@ -1,0 +1,111 @@
+"""The commands `replaybuf tokens ...`: create, list and revoke the bearer tokens of a service."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from replaybuf.cli.service import print_json, print_table
+from replaybuf.errors import Invalid
+from replaybuf.service.http.token_file import StoredToken, new_token, read_tokens, read_uses, revoke_token
+
+_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokensFile:
+    """The file that stores the tokens."""
+
+    tokens_file: Path
+    """File with the hashes of the tokens. "replaybuf serve --tokens-file" reads it at the start and on SIGHUP."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewTokenOptions(TokensFile):
+    """Role and name of a new token."""
+
+    role: str
+    """Role of the token: producer, trainer, reader or operator."""
+    name: str
+    """Name of the token's owner; log and error messages show it."""
+    expires_in: str | None = None
+    """Time until the token expires: a whole number with m, h or d, such as 30d. Default: it does not expire."""
+    run: Annotated[tuple[str, ...], Parameter(name="run", negative="")] = ()
+    """Run that the token is limited to; may be repeated. Default: all runs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListOptions(TokensFile):
+    """Form of the list."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+def new(options: Annotated[NewTokenOptions, Parameter(name="*")]) -> None:
+    """Create a token, print it once and store its hash."""
+    expires_in_s = None if options.expires_in is None else _seconds(options.expires_in)
+    made = new_token(
+        options.role,
+        options.name,
+        options.tokens_file,
+        now_s=time.time(),
+        expires_in_s=expires_in_s,
+        runs=options.run,
+    )
+    print(made)
+
+
+def list_(options: Annotated[ListOptions, Parameter(name="*")]) -> None:
+    """List the tokens with role, runs, and when each was created, last used and expires; never a token itself."""
+    stored, uses = read_tokens(options.tokens_file), read_uses(options.tokens_file)
+    if options.json:
+        print_json([_facts(one, uses.get(one.sha256)) for one in stored])
+        return
+    columns = ("id", "name", "role", "runs", "created (UTC)", "last used (UTC)", "expires (UTC)")
+    print_table(columns, (_row(one, uses.get(one.sha256)) for one in stored))
+
+
+def revoke(token: str, /, options: Annotated[TokensFile, Parameter(name="*")]) -> None:
+    """Remove a token by its name, or by its id where several have the name; then send SIGHUP to the service."""
+    removed = revoke_token(token, options.tokens_file)
+    print(f"revoked {removed.id} {removed.name} ({removed.role}); a running service forgets it on SIGHUP")
+
+
+def _facts(token: StoredToken, used_s: float | None) -> dict[str, object]:
+    return {
+        "id": token.id,
+        "name": token.name,
+        "role": token.role,
+        "runs": list(token.runs),
+        "created_s": token.created_s or None,
+        "last_used_s": used_s,
+        "expires_s": token.expires_s,
+        "expired": token.expired(time.time()),
+    }
+
+
+def _row(token: StoredToken, used_s: float | None) -> list[object]:
+    expires = "never" if token.expires_s is None else _time(token.expires_s)
+    expires = f"{expires} (expired)" if token.expired(time.time()) else expires
+    times = [_time(token.created_s), _time(used_s), expires]
+    return [token.id, token.name, token.role, ", ".join(token.runs) or "all", *times]
+
+
+def _time(at_s: float | None) -> str:
+    return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%Y-%m-%d %H:%M}" if at_s else "-"
+
+
+def _seconds(text: str) -> float:
+    found = _DURATION.fullmatch(text)
+    if not found:
+        bound = "a whole number with m, h or d, such as 30d"
+        raise Invalid(f"expires_in is {text!r}; it must be {bound}", name="expires_in", value=text, bound=bound)
+    return int(found[1]) * _UNITS_S[found[2]]
