@@ -127,6 +127,14 @@ class TrainOptions:
     """Seed of torch."""
     metrics_file: Path | None = None
     """File to append one JSON line per step to."""
+    metrics_host: str = "127.0.0.1"
+    """Address to listen on for metrics_port."""
+    metrics_port: Port | None = None
+    """Port of GET /metrics for Prometheus; 0 takes a free port and logs it. Default: no metrics."""
+    tensorboard: Path | None = None
+    """Folder to write the figures of each step to for TensorBoard."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log the figures of each step to; WANDB_MODE=offline needs no network."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token with the role trainer."""
     service_timeout_s: NonNegativeFloat = 60.0

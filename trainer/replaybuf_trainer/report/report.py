@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +19,10 @@ from replaybuf_trainer.report.flops import peak_of
 from replaybuf_trainer.report.progress_line import ProgressLine, Waiting
 from replaybuf_trainer.report.session import Session
 from replaybuf_trainer.report.sinks.json_lines import JsonLines
-from replaybuf_trainer.report.sinks.sink import Figures, Guard
+from replaybuf_trainer.report.sinks.prometheus import Prometheus
+from replaybuf_trainer.report.sinks.sink import Background, Figures, Guard
+from replaybuf_trainer.report.sinks.tensorboard import TensorBoard
+from replaybuf_trainer.report.sinks.weights_and_biases import WeightsAndBiases
 from replaybuf_trainer.report.stopwatch import Phase, shares
 
 logger = logging.getLogger(__name__)
@@ -37,13 +40,15 @@ class Report:
         self._sinks: list[Guard[Figures]] = []
         self._session: Session | None = None
         self._line: ProgressLine | None = None
+        self._waiting: Waiting = lambda: None
 
     def open(self) -> None:
         """Open all sinks. Raises `Invalid` and `MissingExtra` for a sink that cannot work."""
-        self._ranks.first(lambda: self._sinks.extend(_opened(self._options)))
+        self._ranks.first(lambda: self._sinks.extend(self._opened()))
 
     def begin(self, step: int, steps: int | None, policy: Policy, waiting: Waiting, phase: Callable[[], Phase]) -> None:
         """Start with `step` of `steps`, None = unknown. `waiting` and `phase` return what the trainer does now."""
+        self._waiting = waiting
         weight = next(iter(policy.model.parameters()))
         self._cost = cost_of(policy.shape)
         self._peak = peak_of(weight.device, weight.dtype)
@@ -82,8 +87,18 @@ class Report:
         if self._session and self._ranks.is_first:
             logger.info("summary %s", self._session.summary())
 
+    def _opened(self) -> Iterator[Guard[Figures]]:
+        options = self._options
+        if options.metrics_file:
+            # In the loop, not in a thread: the line of a step must be on disk before its checkpoint.
+            yield Guard(JsonLines(options.metrics_file))
+        if options.metrics_port is not None:
+            address = (options.metrics_host, options.metrics_port)
+            yield Guard(Prometheus(options.run, *address, lambda: self._waiting(), self._lost))
+        if options.tensorboard:
+            yield Background(TensorBoard(options.tensorboard))
+        if options.wandb is not None:
+            yield Background(WeightsAndBiases(options.wandb, options))
 
-def _opened(options: TrainOptions) -> Iterable[Guard[Figures]]:
-    if options.metrics_file:
-        # In the loop, not in a thread: the line of a step must be on disk before its checkpoint.
-        yield Guard(JsonLines(options.metrics_file))
+    def _lost(self) -> dict[str, int]:
+        return {sink.name: sink.lost for sink in self._sinks}
