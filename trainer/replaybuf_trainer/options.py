@@ -144,7 +144,8 @@ class TrainOptions:
     completions."""
     publisher: str | None = None
     """How weights reach the engines: folder (engines load them from weights_uri), reload (each engine reads the
-    folder), or a plug-in. The default is reload with --engine, and folder without."""
+    folder), nccl (each engine gets tensors, by vLLM's weight transfer), or a plug-in. The default is reload with
+    --engine, and folder without."""
     publisher_options: str = "{}"
     """Options of the publisher as a JSON object."""
     on_publish: OnPublish = "in-flight"

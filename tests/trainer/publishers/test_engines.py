@@ -53,7 +53,7 @@ class Calls(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Return the version."""
         self.engine.seen.append((self.path, None))
-        self._send(200, json.dumps({"weight_version": self.engine.version}).encode())
+        self._send(200, json.dumps({"weight_version": self.engine.version, "world_size": 1}).encode())
 
     def _send(self, status: int, body: bytes) -> None:
         self.send_response(status)

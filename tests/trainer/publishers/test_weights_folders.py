@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.publishers.weights_folders import WeightsFolders
@@ -16,15 +18,17 @@ class Empty:
 
     adapter = ""
 
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return none."""
+        return {}
+
     def save_weights(self, folder: Path) -> None:
         """Create the folder."""
         folder.mkdir(parents=True)
 
 
-class Full:
+class Full(Empty):
     """Weights that no disk takes."""
-
-    adapter = ""
 
     def save_weights(self, folder: Path) -> None:
         """Raise the error of a full disk."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -70,6 +70,43 @@ class UnloadLoraRequest(msgspec.Struct, frozen=True):
     """Body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: str
+
+
+class InitInfo(msgspec.Struct, frozen=True):
+    """How to join the group of a trainer. `packed_buffer_size_bytes`: size of its chunks."""
+
+    master_address: str
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=2)]
+    packed: bool = False
+    packed_buffer_size_bytes: Annotated[int, Meta(ge=1)] = 1 << 30
+
+
+class InitTransfer(msgspec.Struct, frozen=True):
+    """Body of `POST /init_weight_transfer_engine`."""
+
+    init_info: InitInfo
+
+
+class UpdateInfo(msgspec.Struct, frozen=True):
+    """Names, types and shapes of the tensors of a transfer, in its order."""
+
+    names: list[str]
+    dtype_names: list[Literal["float32", "bfloat16", "float16"]]
+    shapes: list[list[Annotated[int, Meta(ge=0)]]]
+
+
+class UpdateWeights(msgspec.Struct, frozen=True):
+    """Body of `POST /update_weights`."""
+
+    update_info: UpdateInfo
+
+
+class FinishUpdate(msgspec.Struct, frozen=True):
+    """Body of `POST /finish_weight_update`."""
+
+    weight_version: str | int | None = None
 
 
 async def read(request: Request, shape: type[Any]) -> Any:

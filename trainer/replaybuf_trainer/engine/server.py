@@ -46,6 +46,7 @@ from replaybuf_trainer.engine.requests import (
 )
 from replaybuf_trainer.engine.sampler import Row
 from replaybuf_trainer.engine.served_models import ServedModel, ServedModels
+from replaybuf_trainer.engine.weight_transfer import WeightTransfer
 from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.options import EngineOptions
 
@@ -66,6 +67,7 @@ class Engine:
         self._eos_token_id = eos_token_id
         self._context_tokens = context_tokens
         self._random = np.random.default_rng()
+        self.transfer = WeightTransfer(worker, self._models.base)
 
     # ------------------------------------------------------------------ completions
 
@@ -284,6 +286,10 @@ def application(engine: Engine) -> Starlette:
         "/resume": engine.resume,
         "/update_weight_version": engine.update_weight_version,
         "/collective_rpc": engine.collective_rpc,
+        "/init_weight_transfer_engine": engine.transfer.init,
+        "/start_weight_update": engine.transfer.start,
+        "/update_weights": engine.transfer.update,
+        "/finish_weight_update": engine.transfer.finish,
     }
     get: dict[str, Callable[[Request], Awaitable[Any]]] = {
         "/v1/models": engine.models,
@@ -291,6 +297,7 @@ def application(engine: Engine) -> Starlette:
         "/metrics": engine.metrics,
         "/is_paused": engine.is_paused,
         "/weight_info": engine.weight_info,
+        "/get_world_size": engine.transfer.world_size,
     }
     routes = [
         Route(path, answer(handler), methods=[method])

@@ -26,7 +26,7 @@ from replaybuf.errors import NoRoom, ReplaybufError, ServiceUnavailable
 from replaybuf_trainer.engine.lora import Lora, read_lora
 from replaybuf_trainer.engine.sampler import Row, Wave
 from replaybuf_trainer.engine.served_models import ServedModel
-from replaybuf_trainer.engine.weight_files import read_tensors
+from replaybuf_trainer.engine.weight_files import check_finite, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,20 @@ class Worker(threading.Thread):
             done.set_result(None)
 
         return self._command(command)
+
+    def replace(self, weights: dict[str, torch.Tensor]) -> Done:
+        """Replace weights by name; they must fit `weight_shapes`. The future raises `Invalid` for NaN and infinity."""
+
+        def command(done: Done) -> None:
+            check_finite("of the transfer", weights)
+            self._model.load_state_dict(weights, strict=False)
+            done.set_result(None)
+
+        return self._command(command)
+
+    def weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+        """Return the shapes of the model's weights by name, and the names that may be missing."""
+        return weight_shapes(self._model)
 
     def read_lora(self, folder: Path) -> Lora:
         """Read an adapter of the model, in any thread. Raises as `lora.read_lora`."""
@@ -266,6 +280,10 @@ def _rows(requests: Iterable[Request]) -> int:
 
 def checked_weights(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     """Read the weights of a model folder. Raises `Invalid` if names, shapes or values do not fit `model`."""
+    return read_tensors(folder / "model.safetensors", *weight_shapes(model))
+
+
+def weight_shapes(model: Any) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Return the shapes of a model's weights by name, and the names of tied weights, which may be missing."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return read_tensors(folder / "model.safetensors", shapes, tied)
+    return shapes, {"lm_head.weight"} if model.config.tie_word_embeddings else set()

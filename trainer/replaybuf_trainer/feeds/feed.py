@@ -30,7 +30,7 @@ class Feed(Protocol):
     def ack(self) -> None:
         """Report that the newest batch is trained."""
 
-    def publish(self, version: int, weights_uri: str, adapter: str = "") -> None:
+    def publish(self, version: int, weights_uri: str | None, adapter: str = "") -> None:
         """Announce a version of an adapter that the engines have loaded, in any thread."""
 
     def confirm(self) -> None:

@@ -77,7 +77,7 @@ class ServiceFeed:
         """Report that the newest batch is trained."""
         self._ranks.first(lambda: self._retries.call(self._attached_reader().ack))
 
-    def publish(self, version: int, weights_uri: str, adapter: str = "") -> None:
+    def publish(self, version: int, weights_uri: str | None, adapter: str = "") -> None:
         """Announce a version of an adapter that the engines have loaded."""
         self._ranks.first(
             lambda: self._retries.call(lambda: self._client.publish_policy(version, self._epoch, weights_uri, adapter))

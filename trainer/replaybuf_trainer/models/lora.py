@@ -231,6 +231,10 @@ class AdapterWeights:
         self._tensors = tensors
         self._config = config
 
+    def tensors(self) -> Tensors:
+        """Return A and B by their names in a PEFT folder."""
+        return self._tensors
+
     def save_weights(self, folder: Path) -> None:
         """Write a PEFT folder, which engines load by name; it appears complete or not at all."""
         with whole_folder(folder) as scratch:

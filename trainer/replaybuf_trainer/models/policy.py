@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from replaybuf.client.cost import ModelShape
 from replaybuf.errors import Invalid
@@ -110,6 +111,14 @@ class WholeWeights:
         self._model = model
         self._weights = weights
         self._tokenizer_dir = tokenizer_dir
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights by their names in a folder; tied weights once."""
+        weights = self._model.state_dict() if self._weights is None else self._weights
+        # transformers fuses layers of some models when it loads them; engines know the names of the folder
+        named = revert_weight_conversion(self._model, dict(weights))
+        tied = self._model.all_tied_weights_keys
+        return {name: tensor for name, tensor in named.items() if name not in tied}
 
     def save_weights(self, folder: Path) -> None:
         """Write a model folder that engines can load."""

@@ -10,10 +10,11 @@ from replaybuf.errors import Invalid
 from replaybuf.plugins import entry_points as plugins
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.publishers.folder import FolderPublisher
+from replaybuf_trainer.publishers.nccl import NcclPublisher
 from replaybuf_trainer.publishers.publisher import Publisher, PublisherSetup
 from replaybuf_trainer.publishers.reload import ReloadPublisher
 
-BUILT_IN: dict[str, type[Publisher]] = {"folder": FolderPublisher, "reload": ReloadPublisher}
+BUILT_IN: dict[str, type[Publisher]] = {"folder": FolderPublisher, "nccl": NcclPublisher, "reload": ReloadPublisher}
 
 
 def open_publisher(options: TrainOptions) -> Publisher:

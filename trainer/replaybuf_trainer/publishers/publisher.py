@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
+import torch
 
 from replaybuf_trainer.options import OnPublish
 
@@ -38,6 +39,9 @@ class Weights(Protocol):
     @property
     def adapter(self) -> str:
         """Name of the adapter."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights by their names in a folder; tied weights once."""
 
     def save_weights(self, folder: Path) -> None:
         """Write a folder that engines can load; it appears complete or not at all."""
@@ -77,8 +81,8 @@ class Publisher(abc.ABC):
         """Stage a version. Raises `ServiceUnavailable`, and `TrainingFault` for a full disk."""
 
     @abc.abstractmethod
-    def commit(self, version: int, confirm: Confirm) -> str:
-        """Switch the engines to the staged version; return the weights_uri to announce.
+    def commit(self, version: int, confirm: Confirm) -> str | None:
+        """Switch the engines to the staged version; return the weights_uri to announce, if there is one.
 
         Raises `ServiceUnavailable` if no engine has it, and what `confirm` raises.
         """
