@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 COMMANDS = {
     "serve": "replaybuf.cli.serve:serve",
     "status": "replaybuf.cli.status:status",
+    "top": "replaybuf.cli.top.command:top",
     **{
         f"runs {name}": f"replaybuf.cli.runs:{name}"
         for name in ("show", "create", "pause", "resume", "finish", "delete")

@@ -44,6 +44,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
         "ledger",
         "explain",
         "completion",
+        "top",
     }
     assert summaries.keys() == commands | {"engine", "init-model", "train"}
     assert summaries["generate"].startswith("Generate scored groups of rollouts")

@@ -1,0 +1,1 @@
+"""The command `replaybuf top`: a live view of all runs, and of the flow of one run."""

@@ -1,0 +1,42 @@
+"""Short texts for numbers, ages and reasons in narrow columns."""
+
+from __future__ import annotations
+
+from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.overview import RunRow
+
+
+def age(seconds: float | None) -> str:
+    """Write an age in one unit: 0.4s, 12s, 3m, 5h, 2d; "never" without one."""
+    if seconds is None:
+        return "never"
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
+
+
+def count(value: float) -> str:
+    """Write a number in at most five characters: 950, 12.3k, 4.5M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            scaled = value / size
+            return f"{scaled:.0f}{unit}" if scaled >= 100 else f"{scaled:.1f}{unit}"
+    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.2g}"
+
+
+def waits(row: RunRow) -> str:
+    """Write what the next batch waits for: reason, what is there of what is needed, who has to act."""
+    if row.paused_reason:
+        return f"paused: {row.paused_reason}"
+    if row.waiting is None:
+        return "ready"
+    found = row.waiting
+    return f"{found.reason}{amount(found)} <- {found.blocked_on}"
+
+
+def amount(found: WaitingAnswer) -> str:
+    """Write what is there of what is needed: groups, else tokens."""
+    if found.need.groups:
+        return f" {found.have.groups}/{found.need.groups}"
+    return f" {count(found.have.tokens)}/{count(found.need.tokens)}" if found.need.tokens else ""
