@@ -10,10 +10,12 @@ import torch
 
 from replaybuf.errors import Invalid
 from replaybuf_trainer.models import isolation, output_head
+from replaybuf_trainer.models import packed_forward as packed_forward_module
 from replaybuf_trainer.models.isolation import check_isolation
 from replaybuf_trainer.models.logprobs import PackedLogprobs
 from replaybuf_trainer.models.packed_forward import packed_forward
 from tests.trainer.batches import logprobs_alone, packed, rollouts, trained_rows
+from tests.trainer.models import varlen
 from tests.trainer.models.families import ACCEPTED, MIXING, tiny, write_tiny
 
 ROWS = [[2, 0], [1]]
@@ -65,6 +67,17 @@ def test_a_mask_of_ones_is_noticed(attention: str, monkeypatch: pytest.MonkeyPat
         return forward(**given | {"attention_mask": torch.ones_like(given["input_ids"])})
 
     monkeypatch.setattr(model.model, "forward", mixed)
+    with pytest.raises(Invalid, match="mixes the rollouts"):
+        check_isolation(model, "it", "")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "mistral", "qwen3_moe"])
+def test_attention_of_variable_length_needs_the_bounds_of_the_rollouts(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family, varlen.NAME)
+    check_isolation(model, "it", "")
+    monkeypatch.setattr(packed_forward_module, "segment_bounds", lambda _: {})
     with pytest.raises(Invalid, match="mixes the rollouts"):
         check_isolation(model, "it", "")
 

@@ -16,6 +16,7 @@ from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.packed_forward import loss_token_states, packed_forward
 from replaybuf_trainer.reading import TensorBatch
 from tests.trainer.batches import Rollout, logprobs_alone, packed, rollouts, trained_rows
+from tests.trainer.models import varlen
 
 ROWS = [[4, 0, 2], [1], [], [5, 3]]
 CLIPPED = load_objective("grpo", '{"clip_high": 0.28}')
@@ -29,6 +30,13 @@ WITH_EVERY_PART = (
 def model(models: Path) -> Any:
     """The model of folder `a`."""
     return load_model(models / "a")
+
+
+@pytest.fixture(params=["eager", "sdpa", varlen.NAME])
+def attending(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model with each attention that runs here."""
+    monkeypatch.setattr(model.config, "_attn_implementation", request.param)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +84,38 @@ def gradients(model: Any, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(value, list(model.parameters()))
 
 
-def test_packed_rollouts_have_the_logits_they_have_alone(model: Any, members: list[Rollout]) -> None:
+def test_packed_rollouts_have_the_logits_they_have_alone(attending: Any, members: list[Rollout]) -> None:
     """Rollouts of one row, padding and rows of other lengths do not see each other."""
-    assert largest_difference_of_logprobs(model, members) < 1e-5
+    assert largest_difference_of_logprobs(attending, members) < 1e-5
 
 
-def test_a_mask_of_ones_would_mix_rollouts(model: Any, members: list[Rollout], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("attention", "broken"),
+    [
+        ("eager", "a mask of ones"),
+        ("sdpa", "a mask of ones"),
+        (varlen.NAME, "no bounds"),
+        (varlen.NAME, "bounds that are one token late"),
+    ],
+)
+def test_rollouts_that_see_each_other_have_other_logits(
+    attention: str, broken: str, model: Any, members: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With isolation broken on purpose the comparison above fails by far."""
+    monkeypatch.setattr(model.config, "_attn_implementation", attention)
     forward = model.model.forward
 
     def mixed(**given: Any) -> Any:
-        return forward(**given | {"attention_mask": torch.ones_like(given["input_ids"])})
+        if broken == "a mask of ones":
+            return forward(**given | {"attention_mask": torch.ones_like(given["input_ids"])})
+        bounds = given.pop("cu_seq_lens_q")
+        given.pop("cu_seq_lens_k")
+        if broken == "no bounds":
+            return forward(**given)
+        bounds[1:-1] += 1
+        longest = int(bounds.diff().max())
+        late = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        return forward(**given | late)
 
     monkeypatch.setattr(model.model, "forward", mixed)
     assert largest_difference_of_logprobs(model, members) > 1e-2
@@ -114,9 +143,10 @@ def largest_difference_of_logprobs(model: Any, members: list[Rollout]) -> float:
 @pytest.mark.parametrize("options", ["{}", WITH_EVERY_PART], ids=["plain", "with every part"])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_value_and_gradient_equal_those_of_single_rollouts(
-    model: Any, members: list[Rollout], name: str, options: str
+    attending: Any, members: list[Rollout], name: str, options: str
 ) -> None:
     """With masked tokens, padding and a filler row; the weights have the same gradient within 1e-5."""
+    model = attending
     objective = load_objective(name, options, constant=9)
     batch = packed(members, ROWS, pad_to_multiple_of=8)
     rows = [
