@@ -112,6 +112,10 @@ class TrainOptions:
     """Shard weights, gradients and moments over the processes of torchrun; each trains its own part of every batch."""
     rank_timeout_s: PositiveFloat = 1800.0
     """Seconds that a process of torchrun waits for the others before it fails."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of each layer for the backward pass, which computes the layers again."""
+    compile: bool = False
+    """Compile the layers by torch.compile. The first step takes minutes; on a CPU it needs a C++ compiler."""
     lora_rank: PositiveInt | None = None
     """Train LoRA adapters of this rank on the frozen model, one per adapter of the run. In a run without adapters it is
     one adapter, published merged into the weights."""

@@ -40,9 +40,9 @@ def attend(
         places = torch.arange(end - start)
         distance = places[:, None] - places[None]
         seen = (distance >= 0) & (distance < (sliding_window or end))
-        one = (each[:, :, start:end] for each in (query, key, value))
+        q, k, v = (each[:, :, start:end] for each in (query, key, value))
         parts.append(
-            torch.nn.functional.scaled_dot_product_attention(*one, attn_mask=seen, scale=scaling, enable_gqa=True)
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)
         )
     return torch.cat(parts, 2).transpose(1, 2), None
 

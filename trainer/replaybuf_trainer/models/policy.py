@@ -14,6 +14,7 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.losses import LossTokens, Row, loss_tokens
 from replaybuf_trainer.models.descent import adam, descend
 from replaybuf_trainer.models.isolation import check_isolation
+from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers
 from replaybuf_trainer.models.loading import load_model, shape_of
 from replaybuf_trainer.models.packed_forward import packed_logprobs
 from replaybuf_trainer.options import TrainOptions
@@ -145,6 +146,10 @@ def load_trained_model(folder: Path, options: TrainOptions, ranks: Ranks | None 
     with autocast(device, dtype if flash else torch.float32):
         what = f"model folder {folder} ({type(model).__name__}, --attention {options.attention})"
         check_isolation(model, what, "This trainer cannot train it; use another model or --attention")
+    if options.compile:
+        compile_layers(model)
+    if options.activation_checkpointing:
+        checkpoint_activations(model)
     return model
 
 
