@@ -49,10 +49,11 @@ class GroupPage(Answer, frozen=True, kw_only=True):
 
 
 class StoredRollout(RolloutJson, forbid_unknown_fields=False, kw_only=True):
-    """A rollout as it was appended; also as text if the service has a tokenizer."""
+    """A rollout as it was appended; also as text if the service has a tokenizer, with `pieces` token by token."""
 
     prompt_text: str | UnsetType = UNSET
     completion_text: str | UnsetType = UNSET
+    completion_pieces: list[str] | UnsetType = UNSET
 
 
 class StoredGroup(GroupSummary, frozen=True, kw_only=True, omit_defaults=True):

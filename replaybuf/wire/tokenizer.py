@@ -55,6 +55,12 @@ class Tokenizer:
         lists = [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in token_ids]
         return [self._tokenizer.decode(ids, skip_special_tokens=not special_tokens) for ids in lists]
 
+    def split(self, token_ids: TokenIds) -> list[str]:
+        """Return the text of each token; a token that is part of a character has U+FFFD."""
+        known, places = np.unique(np.asarray(token_ids, np.int64), return_inverse=True)
+        texts = self.decode([[token_id] for token_id in known.tolist()], special_tokens=True)
+        return [texts[place] for place in places.tolist()]
+
     def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """Render chat messages with the folder's template, up to the start of the assistant's answer.
 

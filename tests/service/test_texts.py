@@ -28,6 +28,9 @@ def test_a_group_that_is_looked_at_shows_its_text(tmp_path: Path, connect: Conne
         assert [rollout["prompt_text"] for rollout in rollouts] == ["ab", "ab"]
         assert [rollout["completion_text"] for rollout in rollouts] == ["ba</s>", "c</s>"]
         assert [rollout["completion_ids"] for rollout in rollouts] == [[*ids("ba"), END], [*ids("c"), 10_000, END]]
+        assert not any("completion_pieces" in rollout for rollout in rollouts)
+        split = run.get("groups/a", pieces="true").json()["rollouts"]
+        assert [rollout["completion_pieces"] for rollout in split] == [["b", "a", "</s>"], ["c", "", "</s>"]]
     finally:
         server.end()
 
