@@ -16,7 +16,8 @@ export const CHARTS = [
   { title: "Time from stored to batch", unit: "seconds", series: [["mean", (c) => c.age_s]] },
   { title: "Seconds per step", unit: "from ack to ack", series: [["step", (c) => c.step_s]] },
   { title: "Uses of a group", unit: "this use counted", series: [["mean", (c) => c.uses]] },
-  { title: "Batch", unit: "groups, and share of the budget", series: [["groups", (c) => c.groups], ["fill", (c) => c.fill]] },
+  { title: "Groups per batch", unit: "", series: [["groups", (c) => c.groups]] },
+  { title: "Batch fill", unit: "share of the budget", series: [["fill", (c) => c.fill]] },
 ];
 
 const plus = (columns, sign) => columns.reward_mean.map((mean, place) => mean + sign * columns.reward_std[place]);
@@ -49,6 +50,7 @@ export class Chart {
     this.place.setAttribute("aria-label", `${this.spec.title} over ${x.length} points. Newest: ${newest.join(", ")}.`);
     if (this.plot && this.time === time) this.plot.setData(data);
     else this.build(data, time);
+    this.plot.setLegend({ idx: x.length - 1 });
   }
 
   build(data, time) {

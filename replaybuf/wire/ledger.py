@@ -33,12 +33,14 @@ class ConfigRecord(Record, frozen=True, kw_only=True, tag="CONFIG"):
     """The run was created or changed: the whole configuration from here on.
 
     `max_uses` is what the strategy promises with these options; `state` what an operator or the end of the supply set.
+    `by`: name of the token that changed it, "" without tokens and for changes of the service.
     """
 
     config: dict[str, Any]
     max_uses: int | None
     state: Literal["running", "paused", "finished"] = "running"
     reason: str | None = None
+    by: str = ""
 
 
 class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
@@ -167,9 +169,10 @@ class DeadLetterRecord(Record, frozen=True, kw_only=True, tag="DEAD_LETTER"):
 
 
 class PurgeRecord(Record, frozen=True, kw_only=True, tag="PURGE"):
-    """An operator deleted the bytes of dead letters."""
+    """An operator deleted the bytes of dead letters. `by`: name of the token, "" without tokens."""
 
     numbers: list[int]
+    by: str = ""
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True, tag="CHECKPOINT"):

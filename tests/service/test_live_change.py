@@ -285,3 +285,27 @@ def test_a_patch_without_change_writes_no_record(run: RunClient, change: dict[st
 def test_a_patch_is_checked_like_a_new_configuration(run: RunClient, change: dict[str, Any], name: str) -> None:
     begin(run, ONE_STEP)
     refused(run, 422, name, **change)
+
+
+def test_a_dry_run_shows_the_change_and_changes_nothing(run: RunClient) -> None:
+    """The status as it would be; neither the run nor its ledger changes."""
+    begin(run, ONE_STEP)
+    before, records = lasting(run.state()), run.get("ledger").json()["records"]
+    changes = {"strategy": DEEP, "state": "paused"}
+    shown = run.http.patch(run.path, json=changes, params={"dry_run": "true"}).json()
+    assert (shown["state"], shown["strategy"], shown["config"]["strategy"]) == ("paused", DEEP, DEEP)
+    assert (lasting(run.state()), run.get("ledger").json()["records"]) == (before, records)
+    assert {name: shown["config"][name] for name in ("batch", "limits")} == {
+        name: before["config"][name] for name in ("batch", "limits")
+    }
+
+
+def test_a_dry_run_without_effect_or_against_a_bound_answers_like_the_change(run: RunClient) -> None:
+    """The state as it is; and the same error."""
+    begin(run, ONE_STEP)
+    same = run.http.patch(run.path, json={"strategy": ONE_STEP}, params={"dry_run": "true"})
+    assert lasting(same.json()) == lasting(run.state())
+    wrong = {"strategy": {"name": "nobody"}}
+    refused = [run.http.patch(run.path, json=wrong, params=query) for query in ({}, {"dry_run": "true"})]
+    assert refused[0].status_code == refused[1].status_code >= 400
+    assert refused[0].json() == refused[1].json()

@@ -152,6 +152,17 @@ ALLOWED = [
 ]
 
 
+def test_the_ledger_names_the_token_that_changed_a_run(guarded: tuple[ServeProcess, dict[str, str]]) -> None:
+    """The name of the token, never the token; changes of the service have none."""
+    server, tokens = guarded
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {tokens['operator']}"}) as http:
+        http.put("/v1/runs/audited", json={"batch": {"groups_per_batch": 1}}).raise_for_status()
+        http.patch("/v1/runs/audited", json={"state": "paused"}).raise_for_status()
+        records = http.get("/v1/runs/audited/ledger").json()["records"]
+    assert [(record["type"], record.get("by")) for record in records] == [("CONFIG", None), ("CONFIG", "a operator")]
+    assert tokens["operator"] not in str(records)
+
+
 @pytest.mark.parametrize(("method", "path", "roles"), ALLOWED)
 def test_each_call_takes_the_roles_of_the_contract(
     guarded: tuple[ServeProcess, dict[str, str]], method: str, path: str, roles: set[str]

@@ -21,7 +21,7 @@ export function openGroup({ query }, run, groupId) {
   let read = "";
 
   async function refresh() {
-    group = await get(runPath(run, `/groups/${encodeURIComponent(groupId)}`));
+    group = await get(runPath(run, `/groups/${encodeURIComponent(groupId)}`), { pieces: "true" });
     update(view.state, pill(group.state));
     update(life, describeLife(run, group));
     const now = JSON.stringify([group.state, group.times_sampled, group.late_columns]);
@@ -87,7 +87,9 @@ function card(rollout, place, mode, group, samePrompt) {
 }
 
 function block(text, ids) {
-  return h("pre", { class: "text", tabindex: "0" }, text === undefined ? shorten(ids.slice(0, MOST_TOKENS * 4).join(" ")) : shorten(text));
+  const left = ids.length - MOST_TOKENS;
+  const shown = text === undefined ? `${ids.slice(0, MOST_TOKENS).join(" ")}${left > 0 ? ` … (${count(left)} more tokens)` : ""}` : shorten(text);
+  return h("pre", { class: "text", tabindex: "0" }, shown);
 }
 
 function tokens(rollout, mode, group) {

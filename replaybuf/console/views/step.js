@@ -52,6 +52,8 @@ function describeRecord(record, columns) {
 
 const list = (counts) => Object.entries(counts ?? {}).map(([name, number]) => `${count(number)} ${name}`).join(", ") || "none";
 
+const spread = (counts) => Object.entries(counts).map(([value, number]) => `${value}: ${count(number)} groups`).join(", ");
+
 function describeWhy(answer) {
   if (!answer) return null;
   const candidates = Object.entries(answer.candidates ?? {}).map(([name, one]) => [name ? `Candidates of ${name}` : "Candidates", `${count(one.usable)} usable of ${count(one.live)} live; left out: ${list(one.left_out)}`]);
@@ -60,8 +62,8 @@ function describeWhy(answer) {
     ...candidates,
     before && ["Since the batch before", `${count(before.stored)} stored; dropped: ${list(before.dropped)}; rejected: ${list(before.rejected)}`],
     ["Filters", answer.filters?.map((one) => one.name ?? one).join(", ") || "none"],
-    answer.choice && ["Chosen by staleness", list(answer.choice.staleness)],
-    answer.choice && ["Chosen by use", list(answer.choice.times_sampled)],
+    answer.choice && ["Chosen by staleness", spread(answer.choice.staleness)],
+    answer.choice && ["Chosen by number of this use", spread(answer.choice.times_sampled)],
   ].filter(Boolean);
   const unknown = Object.entries(answer.unknown ?? {}).map(([name, cause]) => h("p", { class: "quiet" }, `${name}: ${cause}`));
   return [h("h2", {}, "Why this batch"), facts(pairs), unknown, answer.packing && describePacking(answer.packing)];

@@ -64,13 +64,13 @@ class Tokens:
         except (OSError, Invalid) as error:
             logger.warning("last use of tokens not written: %s", error)
 
-    def check(self, authorization: str | None, allowed: frozenset[str], run: str | None = None) -> None:
-        """Check that the token has one of the allowed roles, and may be used for `run` (None = a call for all runs).
+    def check(self, authorization: str | None, allowed: frozenset[str], run: str | None = None) -> str:
+        """Return the name of a token that has one of the allowed roles and may be used for `run`; "" without tokens.
 
-        Raises `Unauthorized` or `Forbidden`.
+        `run` is None for a call for all runs. Raises `Unauthorized` or `Forbidden`.
         """
         if self._by_hash is None:
-            return
+            return ""
         scheme, _, token = (authorization or "").partition(" ")
         found = self._by_hash.get(hash_token(token)) if scheme.lower() == "bearer" else None
         if found is None:
@@ -87,6 +87,7 @@ class Tokens:
         self._uses[found.sha256] = now_s
         _check_role(found, allowed)
         _check_run(found, run)
+        return found.name
 
 
 def _check_role(found: StoredToken, allowed: frozenset[str]) -> None:

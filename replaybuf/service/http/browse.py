@@ -23,12 +23,18 @@ from replaybuf.wire.group import split_rollouts
 from replaybuf.wire.plan import decode_late
 from replaybuf.wire.tokenizer import Tokenizer
 
+MOST_PIECES = 2_000
+"""Tokens of a completion that are shown one by one."""
 LONGEST_TEXT_TOKENS = 1 << 17
 """Longer sequences have no text: the tokenizer would hold the event loop."""
 
 
-async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+async def describe_group(
+    run: Run, group_id: str, tokenizer: Tokenizer | None, *, pieces: bool = False
+) -> dict[str, Any]:
     """Return one group with its rollouts, also as text if there is a tokenizer: the fields of `StoredGroup`.
+
+    With `pieces`, also the text of each of the first `MOST_PIECES` tokens of a completion.
 
     Raises `NotFound`, and `Gone` once its history is trimmed.
     """
@@ -45,7 +51,7 @@ async def describe_group(run: Run, group_id: str, tokenizer: Tokenizer | None) -
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     frames = await fetch_frames(run, entries)
     summary = summarize(run, entries[0], steps_by_group(run.state, [number])[number])
-    return summary | await read_content(frames[number], tokenizer)
+    return summary | await read_content(frames[number], tokenizer, pieces=pieces)
 
 
 class StoredFrames(NamedTuple):
@@ -71,19 +77,19 @@ async def fetch_frames(run: Run, entries: Sequence[IndexEntry]) -> dict[int, Sto
     return frames
 
 
-async def read_content(stored: StoredFrames, tokenizer: Tokenizer | None) -> dict[str, Any]:
+async def read_content(stored: StoredFrames, tokenizer: Tokenizer | None, *, pieces: bool = False) -> dict[str, Any]:
     """Return rollouts and metadata of a group, both None without its frame; `detail` of a broken one."""
     content: dict[str, Any] = {"rollouts": None, "metadata": None}
     if stored.frame is not None:
         try:
             # In a thread: a group may have 64 MB, and must not hold up a batch.
-            content |= await asyncio.to_thread(_content, stored, stored.frame, tokenizer)
+            content |= await asyncio.to_thread(_content, stored, stored.frame, tokenizer, MOST_PIECES if pieces else 0)
         except BrokenFrame as error:
             content["detail"] = error.detail
     return content
 
 
-def _content(stored: StoredFrames, frame: bytes, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _content(stored: StoredFrames, frame: bytes, tokenizer: Tokenizer | None, pieces: int) -> dict[str, Any]:
     """Return the rollouts and metadata of a frame, with arrays instead of lists. Raises `BrokenFrame`."""
     group = decode_late(decode_frame(frame), stored.late, stored.payload_key)
     rollouts = list(split_rollouts(group))
@@ -91,6 +97,8 @@ def _content(stored: StoredFrames, frame: bytes, tokenizer: Tokenizer | None) ->
         ids = (rollout["prompt_ids"], rollout["completion_ids"])
         if tokenizer is not None and max(map(len, ids)) <= LONGEST_TEXT_TOKENS:
             rollout["prompt_text"], rollout["completion_text"] = tokenizer.decode(ids, special_tokens=True)
+            if pieces:
+                rollout["completion_pieces"] = tokenizer.split(rollout["completion_ids"][:pieces])
     # Raw: users may nest it in any way, and it is small.
     return {"rollouts": rollouts, "metadata": msgspec.Raw(msgspec.json.encode(group.metadata))}
 

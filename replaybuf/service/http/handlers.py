@@ -19,11 +19,13 @@ from replaybuf.service.http.json_pieces import json_in_pieces
 from replaybuf.service.http.requests import (
     ADAPTER,
     DP_RANK,
+    DRY_RUN,
     EPOCH,
     GENERATION,
     IF_ABSENT,
     LIMIT,
     NEWER_THAN,
+    PIECES,
     REASON,
     STEP,
     number,
@@ -115,7 +117,9 @@ async def patch_run(request: Request) -> Response:
     """Change strategy, filters, limits or state of a run."""
     patch = await read_patch(request)
     run = await _led(request)
-    await run.patch(patch)
+    if text(request, DRY_RUN) == "true":
+        return json_response(run.preview(patch))
+    await run.patch(patch, by=request.state.caller)
     return json_response(run.describe())
 
 
@@ -237,7 +241,8 @@ async def get_groups(request: Request) -> Response:
 async def get_group(request: Request) -> Response:
     """Return one group with its rollouts."""
     run = await _run(request)
-    described = await describe_group(run, request.path_params["group_id"], _service(request).tokenizer)
+    tokenizer, pieces = _service(request).tokenizer, text(request, PIECES) == "true"
+    described = await describe_group(run, request.path_params["group_id"], tokenizer, pieces=pieces)
     return await json_in_pieces(described)
 
 
@@ -287,7 +292,7 @@ async def get_dead_letters(request: Request) -> Response:
 async def delete_dead_letters(request: Request) -> Response:
     """Delete the bytes of dead letters."""
     run = await _led(request)
-    return json_response(PurgedDeadLetters(purged=await run.purge()))
+    return json_response(PurgedDeadLetters(purged=await run.purge(by=request.state.caller)))
 
 
 # ---------------------------------------------------------------------- server

@@ -74,6 +74,8 @@ LIMIT = Number("limit", 100, 1, MAX_PAGE)
 GENERATION = Number("generation")
 ADAPTER = Text("adapter", "")
 REASON = Text("reason", "returned", most_bytes=LONGEST_REASON_BYTES)
+DRY_RUN = Text("dry_run", "false", ("true", "false"))
+PIECES = Text("pieces", "false", ("true", "false"))
 IF_ABSENT = Text("if_absent", "false", ("true", "false"))
 
 

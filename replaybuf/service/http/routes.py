@@ -95,7 +95,8 @@ class Application:
         """Authorise, handle and count a call."""
         watch, status = started(), 500
         try:
-            self._tokens.check(request.headers.get("authorization"), call.roles, request.path_params.get("run"))
+            authorization, named = request.headers.get("authorization"), request.path_params.get("run")
+            request.state.caller = self._tokens.check(authorization, call.roles, named)
             if call.query is not None:
                 check_query(request, call.query)
             with self._bodies.share() as request.state.body_share:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.kernel.decide import decide_purge
 from replaybuf.kernel.decide_config import check_deletable, decide_create, decide_patch
@@ -38,7 +40,8 @@ from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch, differing_fields
-from replaybuf.wire.run_status import RunStatus
+from replaybuf.wire.config_record import read_config
+from replaybuf.wire.run_status import ChosenStrategy, RunStatus
 
 DIRECT_WRITES_S = 60.0
 """For so long after a direct write of a producer, its index is read as soon as it grows, not once a second."""
@@ -172,17 +175,34 @@ class Run:
 
     # ------------------------------------------------------------------ operator
 
-    async def patch(self, patch: ConfigPatch) -> None:
-        """Change strategy, filters, limits, adapters or status of a live run. Raises `Conflict`, `Invalid`."""
+    async def patch(self, patch: ConfigPatch, *, by: str = "") -> None:
+        """Change strategy, filters, limits, adapters or status of a live run. Raises `Conflict`, `Invalid`.
+
+        `by`: who does it, for the ledger.
+        """
         journal = self.journal
         async with journal.decision():
             record = decide_patch(self.state, patch, journal.clock.wall())
             if record is None:
                 return
-            await journal.append(record)
+            await journal.append(msgspec.structs.replace(record, by=by))
             self.tickets.follow_config()
         await self.eviction.evict_all()
         journal.notify()
+
+    def preview(self, patch: ConfigPatch) -> RunStatus:
+        """Return the status that a change would give, and change nothing. Raises `Conflict`, `Invalid`."""
+        record, status = decide_patch(self.state, patch, self.journal.clock.wall()), self.describe()
+        if record is None:
+            return status
+        config = read_config(record.config, "the change")
+        spec = config.strategy
+        return msgspec.structs.replace(
+            status,
+            state=record.state,
+            strategy=ChosenStrategy(name=spec.name, options=spec.options),
+            config=msgspec.to_builtins(config),
+        )
 
     async def delete(self) -> None:
         """Record that the run is deleted, and stop deciding. Raises `Conflict` unless it is finished."""
@@ -191,15 +211,18 @@ class Run:
             await self.journal.store.runs.mark_deleted(self.name, self.journal.check_leading())
             self.journal.follow(None)
 
-    async def purge(self) -> int:
-        """Delete the bytes of dead letters, except those in batches that may be requested again; return how many."""
+    async def purge(self, *, by: str = "") -> int:
+        """Delete the bytes of dead letters, except those in batches that may be requested again; return how many.
+
+        `by`: who does it, for the ledger.
+        """
         purged = 0
         while True:
             async with self.journal.decision():
                 record = decide_purge(self.state, self.journal.clock.wall())
                 if record is None:
                     return purged
-                await self.journal.append(record)
+                await self.journal.append(msgspec.structs.replace(record, by=by))
             purged += len(record.numbers)
 
     def list_differences(self, config: RunConfig) -> list[str]:

@@ -1,0 +1,177 @@
+"""What an operator does in the console: each action is confirmed, checked by the service and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_server import new_token
+
+OpenPage = Callable[..., Any]
+REFUSED = ("status of 401", "status of 403", "status of 409", "status of 404", "status of 410", "status of 422")
+"""The browser reports answers that are errors by itself."""
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServeProcess, dict[str, str]]]:
+    """A service with tokens of a reader and an operator."""
+    folder = tmp_path_factory.mktemp("guarded")
+    tokens = {role: new_token(role, folder / "tokens") for role in ("reader", "operator")}
+    server = ServeProcess(folder / "data", "--tokens-file", str(folder / "tokens")).start()
+    yield server, tokens
+    server.end()
+
+
+def operator(guarded: tuple[ServeProcess, dict[str, str]], name: str) -> RunClient:
+    """Return a client of an operator, with a new run of this name."""
+    server, tokens = guarded
+    run = RunClient(server.url, name)
+    run.http.headers["Authorization"] = f"Bearer {tokens['operator']}"
+    assert run.put(batch={"groups_per_batch": 1}).is_success
+    return run
+
+
+def give_token(page: Any, token: str) -> None:
+    """Type a token into the dialog that asks for one."""
+    page.get_by_role("textbox", name="Token").fill(token)
+    page.get_by_role("button", name="Use token").click()
+
+
+def confirm(page: Any, action: str) -> None:
+    """Choose an action and confirm it."""
+    page.get_by_role("button", name=action, exact=True).click()
+    page.locator("dialog button.main").click()
+
+
+def test_a_token_opens_the_console_until_the_tab_closes(
+    guarded: tuple[ServeProcess, dict[str, str]], open_page: OpenPage
+) -> None:
+    """The page asks for it, keeps it over a reload, and forgets it on request."""
+    server, tokens = guarded
+    operator(guarded, "kept").http.close()
+    page = open_page(server.url, expected=REFUSED)
+    give_token(page, "wrong")
+    page.get_by_text("was not in the tokens file").wait_for()
+    give_token(page, tokens["reader"])
+    page.get_by_role("link", name="kept").wait_for()
+    page.reload()
+    page.get_by_role("link", name="kept").wait_for()
+    page.get_by_role("button", name="Token", exact=True).click()
+    page.get_by_role("button", name="Forget token").click()
+    page.get_by_text("The service asks for a token").wait_for()
+
+
+def test_a_reader_is_told_that_an_action_needs_an_operator(
+    guarded: tuple[ServeProcess, dict[str, str]], open_page: OpenPage
+) -> None:
+    """The refusal of the service is shown, and nothing happens."""
+    server, tokens = guarded
+    run = operator(guarded, "read-only")
+    page = open_page(server.url, "/runs/read-only/act", expected=REFUSED)
+    give_token(page, tokens["reader"])
+    confirm(page, "Pause")
+    page.get_by_text("this call needs operator").wait_for()
+    assert run.state()["state"] == "running"
+    run.http.close()
+
+
+def test_an_operator_pauses_resumes_finishes_and_deletes_a_run(
+    guarded: tuple[ServeProcess, dict[str, str]], open_page: OpenPage
+) -> None:
+    """Each by its button; the ledger names the token; a deletion needs the name of the run."""
+    server, tokens = guarded
+    run = operator(guarded, "handled")
+    page = open_page(server.url, "/runs/handled/act", expected=REFUSED)
+    give_token(page, tokens["operator"])
+    for action, state in (("Pause", "paused"), ("Resume", "running"), ("Finish", "finished")):
+        confirm(page, action)
+        page.locator(f".title .pill.{state}").wait_for()
+        assert run.state()["state"] == state
+    page.evaluate("location.hash = '#/runs/handled/ledger'")
+    page.get_by_text("paused (operator) by a operator").wait_for()
+    page.evaluate("location.hash = '#/runs/handled/act'")
+    page.get_by_role("button", name="Delete the run").click()
+    last = page.locator("dialog button.main")
+    page.get_by_label("Name of the run").fill("handle")
+    assert last.is_disabled()
+    page.get_by_label("Name of the run").fill("handled")
+    last.click()
+    page.get_by_role("heading", name="Runs").wait_for()
+    assert run.http.get(run.path).status_code == 410
+    run.http.close()
+
+
+def test_a_change_is_previewed_before_it_is_made(run: RunClient, open_page: OpenPage) -> None:
+    """Only what differs is shown and sent; cancelling changes nothing."""
+    run.put(batch={"groups_per_batch": 1})
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/act")
+    editor = page.get_by_label("Edit the values")
+    page.wait_for_function("document.querySelector('#change').value !== ''")
+    editor.fill(editor.input_value().replace('"max_staleness": 1', '"max_staleness": 7'))
+    page.get_by_role("button", name="Preview the change").click()
+    page.get_by_text("strategy.options.max_staleness: 1 → 7").wait_for()
+    page.get_by_role("button", name="Cancel").click()
+    assert run.state()["strategy"]["options"]["max_staleness"] == 1
+    editor.fill(editor.input_value().replace('"max_staleness": 1', '"max_staleness": 7'))
+    page.get_by_role("button", name="Preview the change").click()
+    page.locator("dialog button.main").click()
+    page.get_by_text("Change the run: done.").wait_for()
+    assert run.state()["strategy"]["options"]["max_staleness"] == 7
+
+
+@pytest.mark.parametrize(("text", "answer"), [("{", "is not JSON"), ('{"strategy": {"name": "x"}}', "x")])
+def test_a_change_that_is_wrong_is_refused_with_the_reason(
+    run: RunClient, open_page: OpenPage, text: str, answer: str
+) -> None:
+    """Text that is not JSON, and a strategy that is not installed."""
+    run.put(batch={"groups_per_batch": 1})
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
+    page.wait_for_function("document.querySelector('#change').value !== ''")
+    page.get_by_label("Edit the values").fill(text)
+    page.get_by_role("button", name="Preview the change").click()
+    page.locator("main p.bad", has_text=answer).wait_for()
+    assert run.state()["strategy"]["name"] == "one-step-off-policy"
+
+
+def test_two_operators_at_once_get_one_clear_answer_each(run: RunClient, open_page: OpenPage) -> None:
+    """One finished the run; the other's page follows and offers no pause any more."""
+    run.put(batch={"groups_per_batch": 1})
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
+    page.get_by_role("button", name="Pause", exact=True).click()
+    run.http.patch(run.path, json={"state": "finished"}).raise_for_status()
+    page.locator("dialog button.main").click()
+    page.locator("main [role=status]").filter(has_text="P").wait_for()
+    page.locator(".title .pill").filter(has_text=run.state()["state"]).wait_for()
+
+
+def test_a_run_is_created_in_the_console(service: ServeProcess, open_page: OpenPage, tmp_path: Path) -> None:
+    """From a starting configuration; a configuration that would starve is refused with the reason."""
+    page = open_page(service.url, "/new", expected=REFUSED)
+    page.get_by_label("Name:").fill("made-here")
+    page.get_by_label("Configuration").fill('{"batch": {"groups_per_batch": 0}}')
+    page.get_by_role("button", name="Create the run").click()
+    page.get_by_text("groups_per_batch").last.wait_for()
+    page.get_by_label("Configuration").fill('{"batch": {"groups_per_batch": 2}}')
+    page.get_by_role("button", name="Create the run").click()
+    page.get_by_role("heading", name="made-here").wait_for()
+    assert httpx.get(f"{service.url}/v1/runs/made-here").json()["config"]["batch"]["groups_per_batch"] == 2
+
+
+def test_a_completion_of_ten_megabytes_is_shortened(run: RunClient, open_page: OpenPage) -> None:
+    """Two million token ids: the page shows the start and how much is left out."""
+    run.put(batch={"groups_per_batch": 1, "seq_len": 1 << 22, "tokens_per_batch": None})
+    length = 1_000_000
+    rollout = {"prompt_ids": [1], "completion_ids": [7] * length, "inference_logprobs": [-0.5] * length, "reward": 1.0}
+    run.append(group("long") | {"rollouts": [rollout]})
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/groups/long?show=logprob")
+    page.get_by_text("more tokens").wait_for()
+    assert page.locator(".rollout span[title]").count() == 2000
+    page.get_by_label("Show").select_option("text")
+    page.locator(".rollout span[title]").first.wait_for(state="detached")
+    page.get_by_text("more tokens").wait_for()
+    assert len(page.locator("main").inner_text()) < 60_000
