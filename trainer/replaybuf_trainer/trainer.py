@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from replaybuf.client.cost import cost_of
 from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
@@ -164,7 +163,7 @@ class Trainer:
                 "give --steps",
                 name="steps",
             )
-        self._feed.attach(self._step, cost_of(self._policy.shape))
+        self._feed.attach(self._step, self._policy.cost)
         self._report.begin(self._step, self._steps, self._policy, self._feed.waiting, lambda: self._watch.phase)
         return facts
 

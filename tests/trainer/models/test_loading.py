@@ -10,21 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from replaybuf.client.cost import cost_of
 from replaybuf.errors import Invalid
 from replaybuf_trainer.engine.loading import load_engine_model
-from replaybuf_trainer.models.loading import load_model, shape_of
+from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.policy import load_policy
-from replaybuf_trainer.models.tiny import new_model
 from replaybuf_trainer.options import TrainOptions
 from tests.trainer.models.families import tiny, write_tiny
-
-
-def test_the_cost_of_a_token_is_two_operations_per_weight_of_the_matrices() -> None:
-    """Embeddings are tied, so the one matrix is that of the logits."""
-    model = new_model(0)
-    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
-    assert cost_of(shape_of(model)).linear == 2 * weights
 
 
 def test_a_folder_of_another_family_has_the_weights_it_was_saved_with(tmp_path: Path) -> None:

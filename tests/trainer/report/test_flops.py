@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from replaybuf.client.cost import cost_of
-from replaybuf_trainer.models.loading import load_model, shape_of
+from replaybuf_trainer.models.cost import model_cost
+from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.report import flops
 from replaybuf_trainer.report.figures import step_figures
@@ -23,7 +23,7 @@ def test_the_operations_are_those_that_torch_counts(models: Path) -> None:
     """For rollouts one by one, without padding. torch also counts what the causal mask hides."""
     model = load_model(models / "a")
     model.set_attn_implementation("eager")  # torch counts no attention of sdpa on the CPU
-    cost = cost_of(shape_of(model))
+    cost = model_cost(model)
     batch = packed(rollouts(4, seed=0), [[0, 1], [], [2, 3]], pad_to_multiple_of=64)
     lengths = [len(one.prompt_ids) + len(one.completion_ids) for one in rollouts(4, seed=0)]
     with FlopCounterMode(display=False) as counter:
@@ -35,7 +35,7 @@ def test_the_operations_are_those_that_torch_counts(models: Path) -> None:
 
 def test_utilisation_is_operations_by_time_and_peak(models: Path) -> None:
     """`mfu` counts the whole step, `train_mfu` only forward, backward and optimizer."""
-    cost = cost_of(shape_of(load_model(models / "a")))
+    cost = model_cost(load_model(models / "a"))
     batch = packed(rollouts(4, seed=0), [[0, 1], [2, 3]])
     needed = training_flops(batch.host.micro_batches, cost)
     figures = step_figures(batch, {"wait": 3.0, "forward": 0.5, "backward": 0.5}, Ranks(), cost, needed)

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils import logging as transformers_logging
 
-from replaybuf.client.cost import ModelShape
 from replaybuf.errors import Invalid
 
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
@@ -86,12 +85,6 @@ def transformers_attention(attention: Attention, device: torch.device) -> str:
     if device.type == "cuda" and is_flash_attn_2_available():
         return "flash_attention_2"
     raise Invalid(f"--attention flash needs {lacks}; use --attention sdpa", name="attention", value=attention)
-
-
-def shape_of(model: Any) -> ModelShape:
-    """Return the sizes that a rollout's cost depends on."""
-    config = model.config
-    return ModelShape(**{name: getattr(config, name) for name in ModelShape.__struct_fields__ if name != "gated"})
 
 
 def check_same_shape(folder: Path, other: Path) -> None:

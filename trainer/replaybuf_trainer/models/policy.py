@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from replaybuf.client.cost import ModelShape
 from replaybuf.errors import Invalid
 from replaybuf_trainer.losses import LossTokens, Row, loss_tokens
+from replaybuf_trainer.models.cost import model_cost
 from replaybuf_trainer.models.descent import adam, descend
 from replaybuf_trainer.models.isolation import check_isolation
 from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers
-from replaybuf_trainer.models.loading import load_model, shape_of
+from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.packed_forward import packed_logprobs
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
@@ -28,9 +28,9 @@ from replaybuf_trainer.weights import save_model
 class Policy:
     """A float32 model with AdamW. `tokenizer_dir`: the folder whose tokenizer goes with saved weights.
 
-    With `dtype` bfloat16 the layers compute under autocast, as torchtitan does on one device. The float32 weights are
-    the only copy: no master weights beside them, and gradients of micro-batches add up in float32. The output layer,
-    logprobs and loss stay in float32.
+    `cost`: operations of a forward pass over a rollout. `dtype`: type in which the layers compute. With bfloat16 they
+    compute under autocast, as torchtitan does on one device. The float32 weights are the only copy: no master weights
+    beside them, and gradients of micro-batches add up in float32. The output layer, logprobs and loss stay in float32.
 
     With several `ranks` every parameter is sharded over them; all ranks make the same calls.
     """
@@ -44,11 +44,12 @@ class Policy:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
+        self.dtype = dtype
+        self.cost = model_cost(model)
         self._ranks = ranks or Ranks()
         self._sharded = ShardedForward(model, self._ranks, dtype) if self._ranks.sharded else None
         self.optimizer = adam(model.parameters(), learning_rate)
         self._tokenizer_dir = tokenizer_dir
-        self._dtype = dtype
 
     @property
     def device(self) -> torch.device:
@@ -60,11 +61,6 @@ class Policy:
         """Number of token ids that the model knows."""
         return int(self.model.config.get_text_config().vocab_size)
 
-    @property
-    def shape(self) -> ModelShape:
-        """The sizes that a rollout's cost depends on."""
-        return shape_of(self.model)
-
     def own_steps(self, step: int) -> Mapping[str, int]:
         """Return the own steps done of each adapter after `step` steps; a whole model is the adapter ""."""
         return {"": step}
@@ -73,7 +69,7 @@ class Policy:
         """Run packed rows of an adapter and return the columns of their loss tokens, with gradients."""
         device = self.device
         rows = [{name: values.to(device, non_blocking=True) for name, values in row.items()} for row in rows]
-        with autocast(device, self._dtype):
+        with autocast(device, self.dtype):
             logprobs, entropies = self._sharded(rows) if self._sharded else packed_logprobs(self.model, rows)
         return loss_tokens(rows, logprobs, entropies)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from replaybuf.client.cost import cost_of
 from replaybuf_trainer.losses import Tally
 from replaybuf_trainer.models.policy import Policy
 from replaybuf_trainer.options import TrainOptions
@@ -50,8 +49,8 @@ class Report:
         """Start with `step` of `steps`, None = unknown. `waiting` and `phase` return what the trainer does now."""
         self._waiting = waiting
         weight = next(iter(policy.model.parameters()))
-        self._cost = cost_of(policy.shape)
-        self._peak = peak_of(weight.device, weight.dtype)
+        self._cost = policy.cost
+        self._peak = peak_of(weight.device, policy.dtype)
         self._session = Session(step, steps)
         if not self._ranks.is_first:
             return
