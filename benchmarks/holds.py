@@ -218,6 +218,8 @@ async def operations(trial: Trial, *, groups: int, batch: int, ranks: int) -> No
             await trial.ack(step, {"priorities": {f"p{number - 1}": 1.0 for number in numbers.tolist()}})
         async with trial.measured(f"record {step}"):
             await trial.call("GET", f"/batches/{step}/record")
+        async with trial.measured(f"explain {step}"):
+            await trial.call("GET", f"/batches/{step}/explain")
     async with trial.measured("checkpoint of half the steps"):
         await trial.call("POST", "/checkpoints", {"epoch": trial.epoch, "step": steps // 2, "keep": 2})
     async with trial.measured("rewind, redelivered"):

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from replaybuf.cli.bars import draw_bar
 from replaybuf.cli.service import ServiceOptions, client, print_json, print_table, printable
+from replaybuf.wire.contract import Amount
 from replaybuf.wire.explain import AdapterCandidates, Arrivals, BatchExplanation, Choice, ChosenGroup, Packing
 
 BAR_WIDTH = 24
@@ -47,9 +48,11 @@ def show_explanation(found: BatchExplanation, console: Console) -> None:
     if found.since_last_batch:
         console.print(Text(printable(f"since the last batch: {_arrivals(found.since_last_batch)}")))
     for adapter, candidates in found.candidates.items():
+        console.print()
         chosen = found.choice.adapters.get(adapter, 0) if found.choice else None
         console.print(_funnel(adapter, candidates, chosen, console))
     if found.choice:
+        console.print()
         _print_order(found.choice, console)
     if found.packing:
         console.print(_packing(found.packing, console))
@@ -65,12 +68,19 @@ def _head(found: BatchExplanation) -> Iterator[str]:
     yield f"strategy {found.strategy} ({options}); filters {', '.join(found.filters) or 'none'}; seed {found.seed}"
     if found.waiting:
         waits = found.waiting
-        yield (
-            f"waits: {waits.reason}, blocked on {waits.blocked_on}; has {waits.have.groups} groups and "
-            f"{waits.have.tokens} tokens, needs {waits.need.groups} groups and {waits.need.tokens} tokens"
-        )
+        yield f"waits: {waits.reason}, blocked on {waits.blocked_on}; has {_amount(waits.have)}{_needs(waits.need)}"
         if waits.detail:
             yield f"  {waits.detail}"
+
+
+def _amount(amount: Amount) -> str:
+    return f"{amount.groups} groups and {amount.tokens} tokens"
+
+
+def _needs(need: Amount) -> str:
+    """Write the requirements that there are: 0 = none."""
+    parts = [f"{count} {what}" for count, what in ((need.groups, "groups"), (need.tokens, "tokens")) if count]
+    return f", needs {' and '.join(parts)}" if parts else ""
 
 
 def _arrivals(since: Arrivals) -> str:

@@ -32,7 +32,8 @@ def test_a_batch_is_shown_from_its_candidates_to_its_rows(terminal: Terminal, ru
 
 def test_the_next_step_is_shown_with_its_reason(terminal: Terminal, run: RunClient) -> None:
     start(run, batch={"groups_per_batch": 9})
-    assert "waits: too_few_groups, blocked on producers; has 4 groups" in terminal("explain", run.run, 0)
+    waits = "waits: too_few_groups, blocked on producers; has 4 groups and 48 tokens, needs 9 groups"
+    assert f"{waits}\n" in terminal("explain", run.run, 0)
     assert "step 5 is not assembled" in terminal.refused("explain", run.run, 5)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, pack
+from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry
 from replaybuf.wire.explain import MOST_ROWS, Choice, ChosenGroup, Layout, PackedRank, PackedRow, Packing
 from replaybuf.wire.ledger import BatchEntry, BatchRecord
@@ -21,6 +22,19 @@ from replaybuf.wire.ledger import BatchEntry, BatchRecord
 Lengths = npt.NDArray[np.int32]
 
 _SCORES = ("reward_mean", "reward_std", "advantage_abs_mean")
+
+
+def explain_record(
+    record: BatchRecord,
+    found: Sequence[IndexEntry],
+    shown: int,
+    layout: Layout | None,
+    when: Literal["assembled", "attached"],
+) -> tuple[Choice, Packing | None]:
+    """Return the choice and the packing of a batch; a `layout` needs the index entries of all its groups in `found`."""
+    entries = {entry.number: entry for entry in found}
+    packing = describe_packing(record, entries, layout, when) if layout else None
+    return describe_choice(record, entries, shown), packing
 
 
 def describe_choice(record: BatchRecord, entries: Mapping[int, IndexEntry], shown: int) -> Choice:
@@ -72,7 +86,7 @@ def describe_packing(
     micro_batches = len(grid[0])
     places = micro_batches * layout.seq_len
     listed = micro_batches * len(grid) <= MOST_ROWS
-    return Packing(
+    packing = Packing(
         layout=when,
         dp_world_size=layout.dp_world_size,
         seq_len=layout.seq_len,
@@ -81,6 +95,8 @@ def describe_packing(
         fill=_share(int(lengths.sum(dtype=np.int64)), places * len(grid)),
         ranks=[_describe_rank(number, rows, lengths, codes, names, places, listed) for number, rows in enumerate(grid)],
     )
+    release(*grid, own)
+    return packing
 
 
 def _describe_rank(

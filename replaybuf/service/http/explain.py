@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,10 +11,12 @@ from starlette.responses import Response
 from replaybuf.errors import NotFound
 from replaybuf.kernel.candidates import arrivals_between, count_candidates, layout_of
 from replaybuf.kernel.queries import entry_of_batch, find_batch_status
-from replaybuf.service.bodies.explanation import describe_choice, describe_packing
+from replaybuf.service.bodies.explanation import explain_record
+from replaybuf.service.bodies.release import SMALL, drop, release
 from replaybuf.service.http.handlers import json_response
 from replaybuf.service.http.requests import GENERATION, STEP, Number, number, optional_number
 from replaybuf.service.run.run import Run
+from replaybuf.service.turns import call_beside
 from replaybuf.wire.explain import Arrivals, BatchExplanation, Candidates, Choice, Layout, Packing
 from replaybuf.wire.ledger import BatchRecord
 
@@ -24,6 +25,7 @@ SHOWN = Number("limit", 20, 0, 1000)
 
 _NOT_COUNTED = "candidates: this batch was assembled by a release that did not count them"
 _NOT_COMPARED = "since_last_batch: the counts of the batch before are trimmed, or were never taken"
+_NO_TRAINER = "packing: no trainer is attached, and the layout of then was not recorded"
 _NO_PACKING = "packing: the index entries of {} of {} groups are trimmed"
 
 
@@ -56,7 +58,7 @@ async def explain_batch(run: Run, step: int, generation: int | None, shown: int)
         unknown.append(_NOT_COMPARED)
     layout, when = _layout(run, own, retained=status == "assembled")
     choice, packing = await _describe(run, record, shown, layout, when, unknown)
-    return BatchExplanation(
+    answer = BatchExplanation(
         run=run.name,
         step=step,
         generation=record.generation,
@@ -73,6 +75,11 @@ async def explain_batch(run: Run, step: int, generation: int | None, shown: int)
         packing=packing,
         unknown=unknown,
     )
+    if len(record.groups) > SMALL:
+        held = [record]
+        del record
+        drop(held)
+    return answer
 
 
 async def _explain_next(run: Run) -> BatchExplanation:
@@ -131,11 +138,13 @@ async def _describe(
     when: Literal["assembled", "attached"],
     unknown: list[str],
 ) -> tuple[Choice, Packing | None]:
-    numbers = [group.number for group in record.groups]
-    entries = {entry.number: entry for entry in await run.journal.store.groups.read_entries(run.name, numbers)}
-    choice = await asyncio.to_thread(describe_choice, record, entries, shown)
-    if layout is None or len(entries) < len(numbers):
-        cause = _NO_PACKING.format(len(numbers) - len(entries), len(numbers)) if layout else "packing: no trainer"
-        unknown.append(cause)
-        return choice, None
-    return choice, await asyncio.to_thread(describe_packing, record, entries, layout, when)
+    numbers = record.numbers.tolist()
+    entries = await run.journal.store.groups.read_entries(run.name, numbers)
+    try:
+        if layout is None or len(entries) < len(numbers):
+            gone = len(numbers) - len(entries)
+            unknown.append(_NO_PACKING.format(gone, len(numbers)) if layout else _NO_TRAINER)
+            layout = None
+        return await call_beside(len(numbers), explain_record, record, entries, shown, layout, when)
+    finally:
+        release(entries)
