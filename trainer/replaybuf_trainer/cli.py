@@ -22,24 +22,20 @@ FENCED_EXIT_CODE = 3
 def train(options: Annotated[TrainOptions, Parameter(name="*")]) -> None:
     """Train a policy with GRPO on the batches of a run, until the run is finished.
 
+    --fake-data and --from-export need no service and report to nobody.
     Resumes from the newest checkpoint. On SIGTERM or SIGINT it finishes the current step and writes a checkpoint.
     The exit code is 3 if another trainer took the run. Give generators the same --on-publish.
     """
     _need_torch("train")
     import torch
 
-    from replaybuf.client.client import Client
-    from replaybuf_trainer.feeds.service import ServiceFeed
+    from replaybuf_trainer.feeds.opening import open_feed
     from replaybuf_trainer.parallel.launch import open_ranks
     from replaybuf_trainer.trainer import Trainer
 
     torch.set_num_threads(options.threads)
-    timeout_s = max(30.0, 2 * options.wait_ms / 1000)
-    with (
-        open_ranks(options.fsdp, options.rank_timeout_s) as ranks,
-        Client(options.url, options.run, token=options.token, timeout_s=timeout_s) as client,
-    ):
-        trainer = Trainer(options, ServiceFeed(options, client, ranks), ranks)
+    with open_ranks(options.fsdp, options.rank_timeout_s) as ranks, open_feed(options, ranks) as feed:
+        trainer = Trainer(options, feed, ranks)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: trainer.stop())
         try:
@@ -48,7 +44,7 @@ def train(options: Annotated[TrainOptions, Parameter(name="*")]) -> None:
             print(f"replaybuf train: {error.detail}; another trainer has this run", file=sys.stderr)
             sys.exit(FENCED_EXIT_CODE)
     if ranks.is_first:
-        print(f"trained {steps} steps of run {options.run}", flush=True)
+        print(f"trained {steps} steps of {options.source if options.offline else f'run {options.run}'}", flush=True)
 
 
 def engine(options: Annotated[EngineOptions, Parameter(name="*")]) -> None:

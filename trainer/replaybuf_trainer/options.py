@@ -47,14 +47,25 @@ class EngineOptions:
     """Name of the base model in the API."""
 
 
+CHECKPOINTS = Path(".replaybuf/checkpoints")
+"""Default folder of the checkpoints of a run."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Run, folders and hyperparameters of a trainer."""
 
     url: str = "http://127.0.0.1:8900"
     """Address of the service; separate several servers of one Redis by commas."""
-    run: str
-    """Name of the run."""
+    run: str = ""
+    """Name of the run. Without it, batches come from --from-export or --fake-data."""
+    fake_data: Annotated[bool, Parameter(negative="")] = False
+    """Train on made-up batches, without a service: to try, debug and profile a trainer. Give --steps."""
+    fake_shapes: str = "{}"
+    """Shapes of made-up batches as a JSON object, such as {"seq_len": 8192, "groups": 32, "tail": 1.5}; other keys are
+    group_size, pad_to_multiple_of, prompt_tokens, completion_tokens, masked_share, staleness and vocab_size."""
+    from_export: Path | None = None
+    """Folder of replaybuf export: train on its recorded steps, without a service."""
     model: Path
     """Model folder with the initial weights. Its tokenizer is copied to checkpoints and published weights."""
     engines: Annotated[
@@ -62,8 +73,8 @@ class TrainOptions:
     ] = ()
     """Address of an engine to load weights into; give several to load all. Without it, your engines must load the
     weights from the published weights_uri."""
-    checkpoint_dir: Path = Path(".replaybuf/checkpoints")
-    """Folder of the checkpoints."""
+    checkpoint_dir: Path = CHECKPOINTS
+    """Folder of the checkpoints. With --fake-data or --from-export there are none in the default folder."""
     weights_dir: Path = Path(".replaybuf/weights")
     """Folder of the published weights; the engines must be able to read it."""
     checkpoint_every_steps: PositiveInt = 20
@@ -148,10 +159,27 @@ class TrainOptions:
     completions."""
     publisher: str | None = None
     """How weights reach the engines: folder (engines load them from weights_uri), reload (each engine reads the
-    folder), nccl (each engine gets tensors, by vLLM's weight transfer), or a plug-in. The default is reload with
-    --engine, and folder without."""
+    folder), nccl (each engine gets tensors, by vLLM's weight transfer), none, or a plug-in. The default is reload with
+    --engine, none without --run, else folder."""
     publisher_options: str = "{}"
     """Options of the publisher as a JSON object."""
     on_publish: OnPublish = "in-flight"
     """Running completions while an engine loads weights. drain: the engine finishes them first; in-flight: it pauses
     them; abort-and-resume, abort: it aborts them. Give the generators the same value."""
+
+    @property
+    def offline(self) -> bool:
+        """Whether batches come without a service."""
+        return self.fake_data or self.from_export is not None
+
+    @property
+    def source(self) -> str:
+        """Name of what is trained on; a checkpoint keeps it."""
+        if self.fake_data:
+            return "fake-data"
+        return self.run or f"export {self.from_export}"
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether there are checkpoints: the default folder is for those of runs."""
+        return not self.offline or self.checkpoint_dir != CHECKPOINTS

@@ -1,6 +1,7 @@
 """The reference trainer: policy gradients from the batches of a replaybuf run.
 
     replaybuf train --url http://127.0.0.1:8900 --run demo --model DIR --engine http://127.0.0.1:8001
+    replaybuf train --fake-data --model DIR --steps 5
 
 Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
 reader requests the next batch while this one trains, if the strategy allows it. A checkpoint is on disk before the
@@ -115,7 +116,7 @@ class Trainer:
 
     def _load_newest_checkpoint(self) -> None:
         options = self._options
-        checkpoint = latest_checkpoint(options.checkpoint_dir)
+        checkpoint = latest_checkpoint(options.checkpoint_dir) if options.keeps_checkpoints else None
         self._step = self._step_of(checkpoint) if checkpoint else 0
         torch.manual_seed(options.seed)
         folder = checkpoint / "model" if checkpoint else options.model
@@ -127,12 +128,12 @@ class Trainer:
     def _step_of(self, checkpoint: Path) -> int:
         """Return the step of a checkpoint. Raises `Invalid` if it is of another run or model."""
         options, state = self._options, read_state(checkpoint)
-        if state.run != options.run:
+        if state.run != options.source:
             raise Invalid(
-                f"checkpoint {checkpoint} is of run {state.run}, not {options.run}; use another --checkpoint-dir",
+                f"checkpoint {checkpoint} is of run {state.run}, not {options.source}; use another --checkpoint-dir",
                 name="checkpoint_dir",
                 value=state.run,
-                bound=options.run,
+                bound=options.source,
             )
         check_same_shape(checkpoint / "model", options.model)
         return state.step
@@ -143,7 +144,7 @@ class Trainer:
         if facts.adapters and options.lora_rank is None:
             adapters = sorted(facts.adapters)
             raise Invalid(
-                f"run {options.run} has adapters {adapters}; give --lora-rank to train one LoRA adapter for each",
+                f"run {options.source} has adapters {adapters}; give --lora-rank to train one LoRA adapter for each",
                 name="adapters",
                 value=adapters,
                 bound=[],
@@ -151,7 +152,7 @@ class Trainer:
         vocabulary = self._policy.vocab_size
         if facts.vocab_size is not None and facts.vocab_size > vocabulary:
             raise Invalid(
-                f"run {options.run} has token ids up to vocab_size {facts.vocab_size}; the model has {vocabulary}",
+                f"run {options.source} has token ids up to vocab_size {facts.vocab_size}; the model has {vocabulary}",
                 name="vocab_size",
                 value=facts.vocab_size,
                 bound=vocabulary,
@@ -159,7 +160,7 @@ class Trainer:
         self._steps = options.steps or facts.max_steps
         if options.schedule != "constant" and self._steps is None:
             raise Invalid(
-                f"schedule {options.schedule} needs the number of steps, and run {options.run} has no max_steps; "
+                f"schedule {options.schedule} needs the number of steps, and run {options.source} has no max_steps; "
                 "give --steps",
                 name="steps",
             )
@@ -234,11 +235,13 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         options = self._options
+        if not options.keeps_checkpoints:
+            return
         newest = latest_checkpoint(options.checkpoint_dir)
         if newest is not None and read_state(newest).step == self._step:
             return
         self._watch.enter("checkpoint")
-        state = TrainerState(options.run, self._step, self._publications.version)
+        state = TrainerState(options.source, self._step, self._publications.version)
         model, optimizer, keep = self._policy.model, self._policy.optimizer, options.keep_checkpoints
         try:
             save_checkpoint(options.checkpoint_dir, model, optimizer, options.model, state, keep)
@@ -253,4 +256,4 @@ class Trainer:
             self._feed.save(self._step, keep)
         except Stopped:
             logger.warning("the checkpoint of step %d is on disk, but the service does not know it", self._step)
-        logger.info("checkpoint run=%s step=%d", options.run, self._step)
+        logger.info("checkpoint run=%s step=%d", options.source, self._step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -89,14 +90,17 @@ class RecordedSteps:
         )
 
 
-def stored_batches(reader: ExportReader, dp_rank: int = 0, dp_world_size: int = 1) -> Iterator[memoryview]:
+def stored_batches(
+    reader: ExportReader, dp_rank: int = 0, dp_world_size: int = 1, skip: int = 0
+) -> Iterator[memoryview]:
     """Yield batches of all groups that have rollouts, in the order of storing, as large as the run's batches.
 
-    The last one may be smaller. `version` of a batch is the newest of its groups.
+    The last one may be smaller, and the first `skip` are left out. `version` of a batch is the newest of its groups.
     """
     layout, run = configured_layout(reader, dp_world_size), reader.manifest.run
     batch = msgspec.convert(reader.manifest.config, RunConfig).batch
-    for step, groups in enumerate(_cut(reader, batch, dp_world_size)):
+    cut = enumerate(_cut(reader, batch, dp_world_size))
+    for step, groups in itertools.islice(cut, skip, None):
         version = max(group.policy_version for group in groups)
         yield batch_of_groups(run, groups, layout, step=step, version=version, dp_rank=dp_rank)
 

@@ -11,14 +11,20 @@ from replaybuf.plugins import entry_points as plugins
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.publishers.folder import FolderPublisher
 from replaybuf_trainer.publishers.nccl import NcclPublisher
+from replaybuf_trainer.publishers.nowhere import NoPublisher
 from replaybuf_trainer.publishers.publisher import Publisher, PublisherSetup
 from replaybuf_trainer.publishers.reload import ReloadPublisher
 
-BUILT_IN: dict[str, type[Publisher]] = {"folder": FolderPublisher, "nccl": NcclPublisher, "reload": ReloadPublisher}
+BUILT_IN: dict[str, type[Publisher]] = {
+    "folder": FolderPublisher,
+    "nccl": NcclPublisher,
+    "none": NoPublisher,
+    "reload": ReloadPublisher,
+}
 
 
 def open_publisher(options: TrainOptions) -> Publisher:
-    """Return the publisher of `--publisher`; the default is reload with engines, and folder without.
+    """Return the publisher of `--publisher`; the default is reload with engines, none without a service, else folder.
 
     Raises `Invalid` for an unknown publisher, unknown options and values out of bounds.
     """
@@ -28,7 +34,8 @@ def open_publisher(options: TrainOptions) -> Publisher:
         engine_timeout_s=options.engine_timeout_s,
         on_publish=options.on_publish,
     )
-    name = options.publisher or ("reload" if options.engines else "folder")
+    without_engines = "none" if options.offline else "folder"
+    name = options.publisher or ("reload" if options.engines else without_engines)
     return load_publisher(name, options.publisher_options, setup)
 
 

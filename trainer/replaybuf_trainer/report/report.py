@@ -93,7 +93,7 @@ class Report:
             yield Guard(JsonLines(options.metrics_file))
         if options.metrics_port is not None:
             address = (options.metrics_host, options.metrics_port)
-            yield Guard(Prometheus(options.run, *address, lambda: self._waiting(), self._lost))
+            yield Guard(Prometheus(options.source, *address, lambda: self._waiting(), self._lost))
         if options.tensorboard:
             yield Background(TensorBoard(options.tensorboard))
         if options.wandb is not None:

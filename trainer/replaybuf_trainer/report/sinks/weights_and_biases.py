@@ -33,7 +33,7 @@ class WeightsAndBiases:
         try:
             # Its console capture would take the progress line apart.
             self._run = wandb.init(
-                project=project, name=options.run, config=config, settings=wandb.Settings(console="off")
+                project=project, name=options.source, config=config, settings=wandb.Settings(console="off")
             )
         except Exception as error:  # wandb raises many kinds
             raise Invalid(

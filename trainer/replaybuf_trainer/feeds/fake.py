@@ -1,0 +1,158 @@
+"""Made-up groups in the shapes of a real run, to try, debug and profile a trainer before there is any data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from replaybuf.client.offline import Layout, batch_of_groups
+from replaybuf.errors import Invalid
+from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, Group, Int32s
+from replaybuf.wire.run_status import BatchFacts, RunFacts
+
+FAKE_RUN = "fake-data"
+SPREAD = 0.4
+"""Standard deviation of made-up logprobs around those of a uniform choice: ratios on both sides of a clip."""
+
+_Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+
+
+class FakeShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shapes of made-up batches; the keys of `--fake-shapes`.
+
+    - `groups` of `group_size` rollouts in a batch, packed into micro-batches of `seq_len` tokens
+    - `prompt_tokens`: mean length of prompts, which differ by up to half of it
+    - `completion_tokens`: median length of completions, which end where a rollout has `seq_len` tokens
+    - `tail`: standard deviation of the logarithm of that length; 0 = all the same, 1.5 = very few are very long
+    - `masked_share`: share of completion tokens that the policy did not sample, such as the results of tools
+    - `staleness`: maximum, of groups that are equally often of each age
+    - `vocab_size`: number of token ids; None = as many as the model has
+    """
+
+    groups: _Count = 4
+    group_size: _Count = 4
+    seq_len: _Count = 512
+    pad_to_multiple_of: _Count = 1
+    prompt_tokens: _Count = 32
+    completion_tokens: _Count = 64
+    tail: Annotated[float, Meta(ge=0, le=4)] = 1.0
+    masked_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    staleness: Annotated[int, Meta(ge=0, le=1 << 20)] = 1
+    vocab_size: _Count | None = None
+
+    def __post_init__(self) -> None:
+        longest = self.prompt_tokens + self.prompt_tokens // 2
+        if longest >= self.seq_len:
+            raise Invalid(
+                f"prompts have up to {longest} tokens, and seq_len is {self.seq_len}: no completion fits; "
+                "set a smaller prompt_tokens or a larger seq_len",
+                name="prompt_tokens",
+                value=self.prompt_tokens,
+                bound=self.seq_len,
+            )
+
+
+def read_shapes(text: str, model: Path) -> FakeShapes:
+    """Read `--fake-shapes` (JSON), with the vocabulary of the model folder. Raises `Invalid`."""
+    try:
+        shapes = msgspec.json.decode(text, type=FakeShapes)
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        known = ", ".join(FakeShapes.__struct_fields__)
+        raise Invalid(
+            f"--fake-shapes is {text!r}: {error}; it is a JSON object with the options {known}",
+            name="fake_shapes",
+            value=text,
+        ) from error
+    if shapes.vocab_size is None:
+        shapes = msgspec.structs.replace(shapes, vocab_size=_vocab_size(model / "config.json"))
+    return shapes
+
+
+class FakeBatches:
+    """Endless batches by seed and step: the same arguments give the same bytes. `columns`: optional ones to send."""
+
+    def __init__(self, shapes: FakeShapes, seed: int, columns: Collection[str] = ()) -> None:
+        self._shapes = shapes
+        self._seed = seed
+        self._columns = [name for name in OPTIONAL_LOGPROBS if name in columns]
+
+    def facts(self) -> RunFacts:
+        """Return the facts of a run with these shapes."""
+        shapes = self._shapes
+        return RunFacts(
+            batch=BatchFacts(seq_len=shapes.seq_len), group_size=shapes.group_size, vocab_size=shapes.vocab_size
+        )
+
+    def bodies(self, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Iterator[memoryview]:
+        """Yield the bodies of one rank from `step` on."""
+        shapes = self._shapes
+        layout = Layout(
+            seq_len=shapes.seq_len, dp_world_size=dp_world_size, pad_to_multiple_of=shapes.pad_to_multiple_of
+        )
+        while True:
+            rng = np.random.default_rng((self._seed, step))
+            groups = [self._group(rng, step, number) for number in range(shapes.groups)]
+            yield batch_of_groups(FAKE_RUN, groups, layout, step=step, version=step, dp_rank=dp_rank)
+            step += 1
+
+    def _group(self, rng: np.random.Generator, step: int, number: int) -> Group:
+        shapes, n = self._shapes, self._shapes.group_size
+        vocabulary = shapes.vocab_size or 1
+        half = shapes.prompt_tokens // 2
+        prompt = int(rng.integers(shapes.prompt_tokens - half, shapes.prompt_tokens + half, endpoint=True))
+        lengths = self._completion_lengths(rng, shapes.seq_len - prompt)
+        count = int(lengths.sum())
+        mask = rng.random(count) >= shapes.masked_share
+        mask[np.cumsum(lengths) - 1] = True  # every rollout has a loss token
+        rewards = rng.random(n)
+        oldest = min(step, shapes.staleness)
+        version = step - int(rng.integers(0, oldest, endpoint=True))
+        spans = [np.arange(n), np.full(n, version), np.zeros(n), lengths]
+        group = Group(
+            group_id=f"{step}-{number}",
+            prompt_id=f"fake/{step}-{number}",
+            policy_version=version,
+            prompt_ids=np.tile(rng.integers(0, vocabulary, prompt, np.int32), n),
+            prompt_lengths=np.full(n, prompt, np.int32),
+            completion_ids=rng.integers(0, vocabulary, count, np.int32),
+            completion_lengths=lengths,
+            completion_mask=mask,
+            inference_logprobs=self._logprobs(rng, count),
+            rewards=rewards,
+            advantages=(rewards - rewards.mean()) / (rewards.std() + 1e-6),
+            version_spans=np.stack(spans, 1).astype(np.int32),
+            temperatures=np.ones(n, np.float32),
+            finish_reasons=("stop",) * n,
+        )
+        return msgspec.structs.replace(group, **{name: self._logprobs(rng, count) for name in self._columns})
+
+    def _completion_lengths(self, rng: np.random.Generator, longest: int) -> Int32s:
+        """Draw log-normal lengths: most are short, and few are very long."""
+        shapes = self._shapes
+        drawn = shapes.completion_tokens * np.exp(shapes.tail * rng.standard_normal(shapes.group_size))
+        lengths: Int32s = np.clip(np.rint(drawn), 1, longest).astype(np.int32)
+        return lengths
+
+    def _logprobs(self, rng: np.random.Generator, count: int) -> Float32s:
+        drawn = -np.log(self._shapes.vocab_size or 1) + SPREAD * rng.standard_normal(count)
+        logprobs: Float32s = np.minimum(drawn, 0.0).astype(np.float32)
+        return logprobs
+
+
+def _vocab_size(config: Path) -> int:
+    """Return the number of token ids of a model folder. Raises `Invalid`."""
+    try:
+        found: Any = msgspec.json.decode(config.read_bytes())
+        size = found.get("vocab_size") or found["text_config"]["vocab_size"]
+        return msgspec.convert(size, _Count)
+    except (OSError, msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
+        raise Invalid(
+            f"{config} has no vocab_size: {error}; check --model, or give vocab_size in --fake-shapes",
+            name="model",
+            value=str(config),
+        ) from error

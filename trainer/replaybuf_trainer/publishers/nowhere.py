@@ -1,0 +1,16 @@
+"""The publisher `none`: nobody loads the weights, as in a training without a service."""
+
+from __future__ import annotations
+
+from replaybuf_trainer.publishers.publisher import Confirm, Publisher, Weights
+
+
+class NoPublisher(Publisher):
+    """Writes nothing and announces no address."""
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Do nothing."""
+
+    def commit(self, version: int, confirm: Confirm) -> str:
+        """Return an empty address."""
+        return ""
