@@ -90,6 +90,12 @@ class TrainOptions:
     """Maximum time that the service may hold a request for a batch (long poll), in milliseconds; 0 = no long poll."""
     prefetch: bool = True
     """Request the next batch while this one trains."""
+    eval_from: Path | None = None
+    """Folder of replaybuf export with held-out groups: their loss, KLs and entropy are figures eval_... of a step."""
+    eval_every_steps: PositiveInt = 20
+    """Steps between two passes over the held-out groups."""
+    eval_groups: PositiveInt = 64
+    """Maximum number of held-out groups, the first of the export."""
     learning_rate: PositiveFloat = 1e-4
     """Learning rate of AdamW after the warm-up."""
     warm_up_steps: NonNegativeInt = 10

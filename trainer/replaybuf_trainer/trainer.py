@@ -5,7 +5,8 @@
 
 Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
 reader requests the next batch while this one trains, if the strategy allows it. A checkpoint is on disk before the
-service hears of it. The generator evaluates, by the version that the engines report.
+service hears of it. The generator evaluates what the policy can do, by the version that the engines report; this loop
+reports the loss of held-out groups.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
+from replaybuf_trainer.held_out import open_held_out
 from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.models.loading import check_same_shape
 from replaybuf_trainer.models.opening import open_policy
@@ -57,6 +59,7 @@ class Trainer:
         self._objective = load_objective(
             options.loss, options.loss_options, options.normalise, options.normalise_constant
         )
+        self._held_out = open_held_out(options, self._objective, self._ranks)
         self._report = Report(options, self._ranks)
         self._watch = Stopwatch()
         self._skipped = 0
@@ -99,6 +102,7 @@ class Trainer:
                 return self._step
             self._step += 1
             stopped = not self._publications.publish_due(self._step, self._watch.enter)
+            figures |= self._evaluate_if_due()
             # A crash after the checkpoint would not repeat this step, so its line comes first.
             self._record(batch, figures)
             if stopped or self._done():
@@ -164,6 +168,8 @@ class Trainer:
                 "give --steps",
                 name="steps",
             )
+        if (held_out := self._held_out) is not None:
+            self._ranks.together(lambda: self._check_batch(held_out.batch))
         self._feed.attach(self._step, self._policy.cost)
         self._report.begin(self._step, self._steps, self._policy, self._feed.waiting, lambda: self._watch.phase)
         return facts
@@ -226,6 +232,13 @@ class Trainer:
             detail = f"{what}; {self._skipped} steps in a row are not finite, the maximum is {MOST_SKIPPED}"
             raise TrainingFault(detail, name="loss", value=loss, bound=MOST_SKIPPED)
         logger.warning("%s; the weights stay as they are", what)
+
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """Return figures of the held-out groups every `--eval-every-steps`."""
+        if self._held_out is None or self._step % self._options.eval_every_steps:
+            return {}
+        self._watch.enter("evaluate")
+        return self._held_out.figures(self._policy)
 
     def _record(self, batch: TensorBatch, figures: dict[str, Any]) -> None:
         beside = {"wait_reasons": self._feed.take_waits()} | self._publications.figures()

@@ -111,15 +111,17 @@ def configured_layout(reader: ExportReader, dp_world_size: int = 1) -> Layout:
     return Layout(seq_len=batch.seq_len, dp_world_size=dp_world_size, pad_to_multiple_of=batch.pad_to_multiple_of)
 
 
+def stored_groups(reader: ExportReader) -> Iterator[Group]:
+    """Yield all groups that have rollouts, in the order of storing."""
+    return (group_from_json(group_of_rows(row, rollouts)) for row, rollouts in reader.groups() if rollouts)
+
+
 def _cut(reader: ExportReader, batch: BatchSpec, ranks: int) -> Iterator[list[Group]]:
     """Collect groups until the next one exceeds the budget; each has at least one."""
     budget = batch.token_budget(ranks)
     groups: list[Group] = []
     tokens = 0
-    for row, rollouts in reader.groups():
-        if not rollouts:
-            continue
-        group = group_from_json(group_of_rows(row, rollouts))
+    for group in stored_groups(reader):
         full = len(groups) == batch.groups_per_batch or (budget is not None and tokens + group.tokens > budget)
         if groups and full:
             yield groups

@@ -21,7 +21,7 @@ from tests.conftest import RunClient, ServeProcess
 from tests.trainer.scripted import STEPS, fill
 from tests.waiting import eventually
 
-CHANGING = ("time", "wait_reasons")
+CHANGING = ("time", "wait_reasons", "mfu", "train_mfu", "published_bytes")
 """Figures besides times that differ between two trainings of the same batches."""
 
 
@@ -37,7 +37,8 @@ def folder(service: ServeProcess, run: RunClient, models: Path, tmp_path: Path) 
 
 
 def train(tmp_path: Path, models: Path, metrics: Path, **fields: Any) -> int:
-    folders = {} if "from_export" in fields else {"checkpoint_dir": tmp_path / "c", "weights_dir": tmp_path / "w"}
+    offline = "from_export" in fields or "fake_data" in fields
+    folders = {} if offline else {"checkpoint_dir": tmp_path / "c", "weights_dir": tmp_path / "w"}
     options = TrainOptions(**{"model": models / "a", "metrics_file": metrics} | folders | fields)
     with open_feed(options) as feed:
         return Trainer(options, feed).train()
@@ -73,6 +74,30 @@ def test_a_training_from_an_export_resumes_at_its_checkpoint(folder: Path, model
         given = {"from_export": folder, "checkpoint_dir": tmp_path / "offline-c", "steps": steps}
         assert train(tmp_path, models, tmp_path / "offline.jsonl", **given) == (steps or STEPS)
     assert [line["step"] for line in figures(tmp_path / "offline.jsonl")] == list(range(STEPS))
+
+
+def test_held_out_groups_are_evaluated_on_schedule_and_change_nothing(
+    folder: Path, models: Path, tmp_path: Path
+) -> None:
+    """The first evaluation has the loss of a step with the same groups and weights; the training is the same."""
+    held_out = {"eval_from": folder, "eval_every_steps": 2, "eval_groups": 1}
+    train(tmp_path, models, tmp_path / "m.jsonl", from_export=folder, steps=4, **held_out)
+    lines = figures(tmp_path / "m.jsonl")
+    assert [line["step"] for line in lines if "eval_loss" in line] == [1, 3]
+    plain = [{name: value for name, value in line.items() if not name.startswith("eval_")} for line in lines]
+    assert plain == figures(tmp_path / "online.jsonl")
+    assert lines[1]["eval_loss_tokens"] == lines[0]["loss_tokens"]
+    assert lines[1]["eval_kl"] > lines[0]["kl"]  # of the same groups, after two steps
+    phases = [json.loads(line)["phase_s"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert ["evaluate" in phase for phase in phases] == [False, True, False, True]
+
+
+def test_held_out_groups_that_lack_a_column_end_the_training_before_it_starts(
+    folder: Path, models: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Invalid, match="the batch has no old_logprobs"):
+        train(tmp_path, models, tmp_path / "m.jsonl", fake_data=True, eval_from=folder, loss="decoupled-ppo")
+    assert not (tmp_path / "m.jsonl").exists() or not (tmp_path / "m.jsonl").read_text()
 
 
 def test_groups_that_nobody_trained_are_cut_into_batches(

@@ -8,6 +8,8 @@ from replaybuf_trainer.publishers.publisher import Confirm, Publisher, Weights
 class NoPublisher(Publisher):
     """Writes nothing and announces no address."""
 
+    takes_adapters = True
+
     def prepare(self, version: int, weights: Weights) -> None:
         """Do nothing."""
 

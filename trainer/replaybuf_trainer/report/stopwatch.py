@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
-Phase: TypeAlias = Literal["wait", "forward", "backward", "optimizer", "ack", "weights", "publish", "checkpoint"]
+Phase: TypeAlias = Literal[
+    "wait", "forward", "backward", "optimizer", "ack", "weights", "publish", "evaluate", "checkpoint"
+]
 
 
 class Stopwatch:
