@@ -55,7 +55,7 @@ class OfflineFeed:
     def ack(self) -> None:
         """Do nothing."""
 
-    def publish(self, version: int, weights_uri: str, adapter: str = "") -> None:
+    def publish(self, version: int, weights_uri: str | None, adapter: str = "") -> None:
         """Do nothing."""
 
     def confirm(self) -> None:

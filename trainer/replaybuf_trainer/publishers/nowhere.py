@@ -13,6 +13,6 @@ class NoPublisher(Publisher):
     def prepare(self, version: int, weights: Weights) -> None:
         """Do nothing."""
 
-    def commit(self, version: int, confirm: Confirm) -> str:
-        """Return an empty address."""
-        return ""
+    def commit(self, version: int, confirm: Confirm) -> str | None:
+        """Return no address."""
+        return None
