@@ -126,10 +126,10 @@ class Service:
         run.journal.check_leading()
         return run
 
-    async def create(self, name: str, config: RunConfig, *, if_absent: bool = False) -> tuple[Run, bool]:
+    async def create(self, name: str, config: RunConfig, *, if_absent: bool = False, by: str = "") -> tuple[Run, bool]:
         """Create a run, or return the one that exists; `if_absent` accepts any configuration of it.
 
-        Raises `Conflict` if the configurations differ.
+        `by`: who does it, for the ledger. Raises `Conflict` if the configurations differ.
         """
         check_run_name(name)
         async with self._opening:
@@ -140,11 +140,11 @@ class Service:
                 lease = await self.store.runs.take_lease(name, self._holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
-                run = await Run.create(name, self.store, lease.token, config, self.clock)
+                run = await Run.create(name, self.store, lease.token, config, self.clock, by=by)
                 run.journal.leader_url = self.url
                 run.lease.extend(lease.left_s)
                 self._add(run)
-                logger.info("run created run=%s strategy=%s", name, config.strategy.name)
+                logger.info("run created run=%s strategy=%s by=%s", name, config.strategy.name, by)
                 return run, True
         existing = await self.run(name)
         fields = [] if if_absent else existing.list_differences(config)
@@ -159,10 +159,11 @@ class Service:
             )
         return existing, False
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, *, by: str = "") -> None:
         """Record that a finished run is deleted; its keys go in the background. Raises `Conflict` for other runs."""
         run = await self.led(name)
         await run.delete()
+        logger.info("run to be deleted run=%s by=%s", name, by)
         await self._drop(run)
 
     async def _open(self, name: str) -> Run | None:

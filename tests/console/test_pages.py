@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RunClient, ServeProcess
+from tests.conftest import RunClient, ServeProcess, group
 from tests.console.conftest import AXE, HOSTILE
 
 # Address, text that the page shows, selector that is there when the page is complete.
@@ -168,3 +168,20 @@ def test_a_thousand_runs_do_not_hold_the_page(trained: RunClient, open_page: Cal
     page.get_by_label("Search runs").fill("")
     page.get_by_role("button", name="Show 800 more").click()
     assert page.locator("tbody tr").count() == 1000
+
+
+def test_a_group_is_read_again_only_when_it_has_changed(run: RunClient, open_page: Callable[..., Any]) -> None:
+    """The page asks for its metadata; its rollouts may be large."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"))
+    whole: list[str] = []
+    page = open_page(str(run.http.base_url))
+    page.on("request", lambda request: whole.append(request.url) if "/groups/a" in request.url else None)
+    page.evaluate(f"location.hash = '#/runs/{run.run}/groups/a'")
+    page.locator(".title .pill.live").wait_for()
+    with page.expect_response(lambda response: "limit=1" in response.url):
+        pass
+    assert len(whole) == 1
+    run.train(run.attach(), range(1))
+    page.get_by_role("link", name="step 0").wait_for()
+    assert len(whole) == 2

@@ -18,14 +18,21 @@ export function openGroup({ query }, run, groupId) {
   const choice = h("select", { id: "show", change: (event) => paint((mode = event.target.value)) }, MODES.map(([value, name]) => h("option", { value, selected: value === mode }, name)));
   const bar = h("div", { class: "bar" }, h("div", {}, h("label", { for: "show" }, "Show"), choice));
   const view = runView(run, "Rollouts", [life, bar, list], { under: groupId, refresh, period_ms: 5000 });
-  let read = "";
 
   async function refresh() {
+    if (group && !(await hasChanged())) return;
     group = await get(runPath(run, `/groups/${encodeURIComponent(groupId)}`), { pieces: "true" });
     update(view.state, pill(group.state));
     update(life, describeLife(run, group));
-    const now = JSON.stringify([group.state, group.times_sampled, group.late_columns]);
-    if (now !== read) paint((read = now));
+    paint();
+  }
+
+  // A group may have 64 MB: its metadata in a list of one says whether to read it again.
+  async function hasChanged() {
+    const page = await get(runPath(run, "/groups"), { after: group.number - 1, limit: 1 });
+    const summary = page.groups.find((one) => one.number === group.number);
+    const moving = (one) => JSON.stringify([one.state, one.batches, one.late_columns]);
+    return summary !== undefined && moving(summary) !== moving(group);
   }
 
   function paint() {

@@ -5,7 +5,8 @@ import { h, update } from "../dom.js";
 import { clockTime, count, shorten } from "../format.js";
 import { runLink, runView } from "./frame.js";
 
-const LIMIT = 200;
+const LIMIT = 100;
+const MOST_PAGES = 20;
 const TYPES = ["", "BATCH", "ACK", "POLICY", "CHECKPOINT", "CONFIG", "ATTACH", "REWIND", "EVICT", "DEAD_LETTER", "PURGE", "TICKET", "COLUMNS", "TRIM"];
 
 export function openLedger({ query }, run) {
@@ -21,10 +22,24 @@ export function openLedger({ query }, run) {
   async function refresh() {
     const newest = before ?? (await get(runPath(run, "/flow"))).ledger_entries;
     const after = Math.max(0, newest - LIMIT);
-    records = (await get(runPath(run, "/ledger"), { after, limit: LIMIT })).records.filter((record) => record.entry <= newest).reverse();
+    const known = records[0]?.entry ?? 0;
+    if (known >= newest) return;
+    const added = await read(Math.max(after, known), newest);
+    records = [...added.reverse(), ...records].filter((record) => record.entry > after);
     paint();
     const older = after > 0 && h("a", { class: "button", href: runLink(run, `/ledger?before=${after}`) }, "Older records");
     update(pages, before !== null && h("a", { class: "button", href: runLink(run, "/ledger") }, "Newest records"), older);
+  }
+
+  // Records behind `after` up to `newest`; a page of large batches ends early.
+  async function read(after, newest) {
+    const found = [];
+    for (let page = 0; page < MOST_PAGES; page++) {
+      const { records: some, next } = await get(runPath(run, "/ledger"), { after: found.at(-1)?.entry ?? after, limit: LIMIT });
+      found.push(...some.filter((record) => record.entry <= newest));
+      if (next === null || next >= newest) break;
+    }
+    return found;
   }
 
   function paint() {

@@ -90,13 +90,15 @@ async def _led(request: Request) -> Run:
 async def put_run(request: Request) -> Response:
     """Create a run, or return the one that exists."""
     config, if_absent = await read_json(request, RunConfig), text(request, IF_ABSENT) == "true"
-    run, created = await _service(request).create(request.path_params["run"], config, if_absent=if_absent)
+    run, created = await _service(request).create(
+        request.path_params["run"], config, if_absent=if_absent, by=request.state.caller
+    )
     return json_response(run.describe(), 201 if created else 200)
 
 
 async def delete_run(request: Request) -> Response:
     """Delete a finished run."""
-    await _service(request).delete(request.path_params["run"])
+    await _service(request).delete(request.path_params["run"], by=request.state.caller)
     return Response(status_code=204)
 
 

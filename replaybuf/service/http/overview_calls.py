@@ -113,16 +113,15 @@ def describe_flow(run: Run) -> Flow:
 
 def count_versions(state: RunState) -> list[VersionCounts]:
     """Count the groups of the buffer by version of their oldest token, newest first."""
-    index, found = state.index, {}
-    for name, code in (("live", LIVE), ("in_batches", IN_BATCHES)):
-        versions, counts = np.unique(index["policy_version"][index["state"] == code], return_counts=True)
-        found[name] = dict(zip(versions.tolist(), counts.tolist(), strict=True))
-    listed = sorted({*found["live"], *found["in_batches"]}, reverse=True)
-    newest, older = listed[:VERSIONS], listed[VERSIONS:]
-    rows = [VersionCounts(each, *(found[name].get(each, 0) for name in found)) for each in newest]
-    if older:
-        rows.append(VersionCounts(None, *(sum(found[name].get(each, 0) for each in older) for name in found)))
-    return rows
+    index = state.index
+    versions = [index["policy_version"][index["state"] == code] for code in (LIVE, IN_BATCHES)]
+    newest = max((int(each.max()) for each in versions if len(each)), default=0)
+    # Not `np.unique`, which sorts: it takes 60 ms for a million groups, this takes 10.
+    counts = [np.bincount(np.minimum(newest - each, VERSIONS), minlength=VERSIONS + 1).tolist() for each in versions]
+    listed = [VersionCounts(newest - age, *pair) for age, pair in enumerate(zip(*counts, strict=True)) if any(pair)]
+    if listed and any(count[VERSIONS] for count in counts):
+        listed[-1] = VersionCounts(None, listed[-1].live, listed[-1].in_batches)
+    return listed
 
 
 def describe_history(run: Run, rows: Sequence[StepRow]) -> History:

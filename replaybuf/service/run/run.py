@@ -8,6 +8,7 @@ tickets <- batches.
 
 from __future__ import annotations
 
+import logging
 import math
 
 import msgspec
@@ -42,6 +43,8 @@ from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch, differing_fields
 from replaybuf.wire.config_record import read_config
 from replaybuf.wire.run_status import ChosenStrategy, RunStatus
+
+logger = logging.getLogger(__name__)
 
 DIRECT_WRITES_S = 60.0
 """For so long after a direct write of a producer, its index is read as soon as it grows, not once a second."""
@@ -95,9 +98,11 @@ class Run:
     # ------------------------------------------------------------------ life
 
     @classmethod
-    async def create(cls, name: str, store: Store, token: str, config: RunConfig, clock: Clock = SYSTEM_CLOCK) -> Run:
+    async def create(
+        cls, name: str, store: Store, token: str, config: RunConfig, clock: Clock = SYSTEM_CLOCK, *, by: str = ""
+    ) -> Run:
         """Write the first ledger record of a new run and lead it. Raises `Invalid`."""
-        record = decide_create(config, clock.wall())
+        record = msgspec.structs.replace(decide_create(config, clock.wall()), by=by)
         journal = Journal(name, store, clock)
         await store.runs.add(name)
         async with journal.taking_over(token):
@@ -187,6 +192,7 @@ class Run:
                 return
             await journal.append(msgspec.structs.replace(record, by=by))
             self.tickets.follow_config()
+        logger.info("run changed run=%s state=%s by=%s", self.name, record.state, by)
         await self.eviction.evict_all()
         journal.notify()
 
@@ -224,6 +230,7 @@ class Run:
                     return purged
                 await self.journal.append(msgspec.structs.replace(record, by=by))
             purged += len(record.numbers)
+            logger.info("dead letters purged run=%s groups=%d by=%s", self.name, len(record.numbers), by)
 
     def list_differences(self, config: RunConfig) -> list[str]:
         """List the fields in which `config` differs from the run's, which may be older than some options."""
