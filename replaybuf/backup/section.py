@@ -12,7 +12,7 @@ import msgspec
 
 from replaybuf.store.copying import Moment, StreamEntry
 
-Stream: TypeAlias = Literal["index", "ledger", "evaluations"]
+Stream: TypeAlias = Literal["index", "ledger", "candidates", "evaluations"]
 Fields: TypeAlias = Literal["group_ids", "old_entries"]
 
 FORMAT = 1

@@ -97,6 +97,9 @@ class Source:
         async for entries in reads.read_stream(keys.ledger(run), moment.entries, LEDGER_ENTRIES_AT_ONCE):
             await self._sink.add(StreamSection("ledger", entries))
             fold.add_records(entries)
+        # Not beyond the ledger: the restored run appends both under the same number.
+        async for entries in reads.read_stream(keys.candidates(run), moment.entries, ENTRIES_AT_ONCE):
+            await self._sink.add(StreamSection("candidates", entries))
         # Ids before bits: trimming sets the bit of a prompt first, and then removes its id.
         async for fields in reads.read_hash(keys.group_ids(run)):
             known = {name: number for name, number in fields.items() if int(number) <= moment.stored}

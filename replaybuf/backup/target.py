@@ -20,7 +20,12 @@ from replaybuf.store import Store, keys
 from replaybuf.store.chunks import split_chunks
 
 LEASE_S = 60.0
-_STREAMS = {"index": keys.index, "ledger": keys.ledger, "evaluations": keys.evaluations}
+_STREAMS = {
+    "index": keys.index,
+    "ledger": keys.ledger,
+    "candidates": keys.candidates,
+    "evaluations": keys.evaluations,
+}
 _HASHES = {"group_ids": keys.group_ids, "old_entries": keys.old_entries}
 
 

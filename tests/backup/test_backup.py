@@ -91,6 +91,8 @@ def test_a_restored_run_goes_on_as_the_run_did(
 
     assert lasting(again.state()) | {"waiting": None} == lasting(run.state()) | {"waiting": None}
     assert ledger(again) == ledger(run)
+    explained = run.get("batches/2/explain").json()
+    assert again.get("batches/2/explain").json() == explained and explained["candidates"]
     assert again.batch(3, epoch).content == run.batch(3, epoch).content
     assert again.get("groups/g5").json() == run.get("groups/g5").json()
     assert again.append(group("g0"), group("g7"))[0]["status"] == "duplicate"
