@@ -35,10 +35,14 @@ from tests.waiting import eventually
 TIMEOUT_S = 60.0
 STEPS, BEFORE = 4, 2
 """Number of steps of the run, and of steps before the restart of the engine."""
+OPTIONS = {"reload": "{}", "nccl": '{"backend": "gloo"}'}
+"""Publishers and their options."""
 
 
 @contextlib.contextmanager
-def training(run: RunClient, engine: str, folder: Path, model: Path, held: threading.Event) -> Iterator[Trainer]:
+def training(
+    run: RunClient, engine: str, folder: Path, model: Path, held: threading.Event, publisher: str
+) -> Iterator[Trainer]:
     """Train beside the block, to the end of the run. An engine is loaded again only once `held` is set."""
 
     class Held(ServiceFeed):
@@ -51,6 +55,8 @@ def training(run: RunClient, engine: str, folder: Path, model: Path, held: threa
         run=run.run,
         model=model,
         engines=(engine,),
+        publisher=publisher,
+        publisher_options=OPTIONS[publisher],
         checkpoint_dir=folder / "checkpoints",
         weights_dir=folder / "weights",
         metrics_file=folder / "train.jsonl",
@@ -87,8 +93,9 @@ async def generate(run: RunClient, engine: str, model: Path, held: threading.Eve
         return waiting
 
 
+@pytest.mark.parametrize("publisher", OPTIONS)
 def test_a_run_continues_after_a_restart_of_its_only_engine(
-    run: RunClient, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture
+    run: RunClient, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture, publisher: str
 ) -> None:
     """Generator and trainer report the reason, and no token of other weights is stored."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 64}, max_steps=STEPS)
@@ -98,7 +105,7 @@ def test_a_run_continues_after_a_restart_of_its_only_engine(
     held = threading.Event()
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
         engine = first.enter_context(served(models / "a"))
-        with training(run, engine.url, tmp_path, models / "a", held):
+        with training(run, engine.url, tmp_path, models / "a", held, publisher):
             eventually(lambda: run.state()["published_version"], TIMEOUT_S, lambda version: version == BEFORE)
             first.close()
             anew = second.enter_context(served(models / "a", engine.port))

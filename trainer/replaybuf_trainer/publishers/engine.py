@@ -73,7 +73,8 @@ class Engine:
     """One engine.
 
     `behind`: why it lacks the published weights; None = it has them, as far as is known. `_in_doubt`: adapters whose
-    load began and did not end well, so their labels say nothing about their weights.
+    load began and did not end well, so their labels say nothing about their weights. `_loaded`: adapters that this
+    trainer has loaded, to the end. A trainer before it may have published other weights under the same version.
     """
 
     def __init__(self, url: str, http: httpx.Client, pause_mode: str) -> None:
@@ -82,6 +83,7 @@ class Engine:
         self._http = http
         self._pause_mode = pause_mode
         self._in_doubt: set[str] = set()
+        self._loaded: set[str] = set()
         self._backoff_s = 0.0
         self._next_check_s = 0.0
 
@@ -91,11 +93,13 @@ class Engine:
         """Load weights as `version`; record in `behind` whether that worked. Raises `Fenced`."""
         try:
             confirm()
+            self._loaded.discard(loader.adapter)
             self.post(f"/pause?mode={self._pause_mode}")
             try:
                 self._replace(loader, version, confirm)
             finally:
                 self._resume_or_abort()
+            self._loaded.add(loader.adapter)
         except ServiceUnavailable as error:
             self.mark_behind(error, version)
         else:
@@ -139,7 +143,7 @@ class Engine:
 
     def lacks(self, version: int, adapter: str = "") -> bool:
         """Ask the engine whether it has other weights. Raises `ServiceUnavailable` if it reports no version."""
-        if adapter in self._in_doubt:
+        if adapter not in self._loaded:
             return True
         model = {"model": adapter} if adapter else None
         try:
