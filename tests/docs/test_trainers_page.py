@@ -55,6 +55,17 @@ def test_the_torch_example_trains_the_run_to_its_end(main: RunClient, capsys: py
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1"]
 
 
+def test_the_publisher_of_the_page_writes_and_announces_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from replaybuf_trainer.publishers.publisher import PublisherSetup
+    from tests.trainer.publishers.test_weights_folders import Empty
+
+    bucket = run_example("Publish weights")["Bucket"]
+    made = bucket(PublisherSetup(weights_dir=tmp_path), bucket.Options(mount=str(tmp_path)))
+    made.prepare(3, Empty())
+    assert made.commit(3, lambda: None) == "s3://bucket/3" and (tmp_path / "3").is_dir()
+
+
 def test_a_data_set_of_batches_trains_the_run_to_its_end(main: RunClient) -> None:
     """`DataLoader` takes `BatchDataset` with the arguments of the page."""
     pytest.importorskip("torch")
