@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import msgspec
@@ -49,7 +50,7 @@ class Model:
 
         A late call of a trainer that lost the run is the window that stays open; what follows has to repair it.
         """
-        asked = msgspec.json.decode(body) if body else None
+        asked: Any = msgspec.json.decode(body) if body else None
         if path == "/pause":
             self.paused = True
         elif path == "/resume":
