@@ -21,6 +21,7 @@
     ├── UnsupportedMedia    415  unknown media type
     ├── HeadTooLarge        431  request line and headers above their limits
     ├── NoRoom              429  capacity or memory is used up; retry later
+    │   └── RateLimited     429  a token made more calls or sent more bytes than it may; retry later
     ├── ServiceUnavailable  503  service or Redis is unreachable; retry later
     │   ├── RequestTimeout  408  a request that arrives too slowly; send it again
     │   ├── NotDurable      503  written, but not confirmed in time; send it again
@@ -215,6 +216,12 @@ class NoRoom(ReplaybufError):
 
     status, slug, title = 429, "no-room", "No room"
     default_retry_after_s = 1.0
+
+
+class RateLimited(NoRoom):
+    """A token made more calls, or sent more bytes, than it may; retry after `retry_after_s`."""
+
+    slug, title = "rate-limited", "Rate limit of the token"
 
 
 class ServiceUnavailable(ReplaybufError):

@@ -51,6 +51,7 @@ class ServeProcess:
     """
 
     module = "replaybuf"
+    address = r"listening on (http://\S+)"
     port = "0"
     """0 = a free one."""
 
@@ -100,7 +101,7 @@ class ServeProcess:
         assert self._process.stdout is not None
         self._groups.append(self._process.pid)
         for line in self._process.stdout:
-            found = re.match(r"listening on (http://\S+)", line)
+            found = re.match(self.address, line)
             if found:
                 self.url = found[1]
                 return self

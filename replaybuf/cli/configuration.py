@@ -21,7 +21,7 @@ from replaybuf.errors import Invalid
 
 logger = logging.getLogger(__name__)
 
-GLOBAL_OPTIONS = ("config", "log-level")
+GLOBAL_OPTIONS = ("config", "log-level", "log-format")
 """Options of every command."""
 
 

@@ -21,6 +21,7 @@ from cyclopts import App, CycloptsError, Parameter, Token, convert
 from replaybuf import __version__
 from replaybuf.cli.configuration import global_flags, sources
 from replaybuf.errors import Invalid, ReplaybufError
+from replaybuf.logs import LogFormat, configure_logging
 from replaybuf.plugins import entry_points as plugins
 
 logger = logging.getLogger(__name__)
@@ -143,8 +144,16 @@ def _run_command(
             converter=_lower_case,
         ),
     ] = "info",
+    log_format: Annotated[
+        LogFormat,
+        Parameter(
+            help="Form of log messages: text, or one JSON object per line.",
+            env_var="REPLAYBUF_LOG_FORMAT",
+            show_env_var=False,
+        ),
+    ] = "text",
 ) -> object:
-    _configure_logging(log_level)
+    configure_logging(log_level, log_format)
     app.config = sources(app, config)
     command, bound, unparsed = app.parse_args(tokens)
     if config is not None and "reread" in unparsed:
@@ -161,11 +170,3 @@ def _parse_again(tokens: tuple[str, ...], config: Path) -> dict[str, Any]:
         raise Invalid(f"config file {config}: {error}", name="config", value=str(config)) from error
     bound.apply_defaults()
     return dict(bound.arguments)
-
-
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
-    )
-    for chatty in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
-        logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveFloat
 
 from replaybuf.cli.service import print_json, print_table
 from replaybuf.errors import Invalid
@@ -39,6 +40,10 @@ class NewTokenOptions(TokensFile):
     """Time until the token expires: a whole number with m, h or d, such as 30d. Default: it does not expire."""
     run: Annotated[tuple[str, ...], Parameter(name="run", negative="")] = ()
     """Run that the token is limited to; may be repeated. Default: all runs."""
+    max_calls_per_s: PositiveFloat | None = None
+    """Maximum number of calls per second, on each server."""
+    max_bytes_per_s: PositiveFloat | None = None
+    """Maximum bytes of request bodies per second, on each server."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,8 @@ def new(options: Annotated[NewTokenOptions, Parameter(name="*")]) -> None:
         now_s=time.time(),
         expires_in_s=expires_in_s,
         runs=options.run,
+        max_calls_per_s=options.max_calls_per_s,
+        max_bytes_per_s=options.max_bytes_per_s,
     )
     print(made)
 
@@ -69,7 +76,17 @@ def list_(options: Annotated[ListOptions, Parameter(name="*")]) -> None:
     if options.json:
         print_json([_facts(one, uses.get(one.sha256)) for one in stored])
         return
-    columns = ("id", "name", "role", "runs", "created (UTC)", "last used (UTC)", "expires (UTC)")
+    columns = (
+        "id",
+        "name",
+        "role",
+        "runs",
+        "created (UTC)",
+        "last used (UTC)",
+        "expires (UTC)",
+        ">calls/s",
+        ">bytes/s",
+    )
     print_table(columns, (_row(one, uses.get(one.sha256)) for one in stored))
 
 
@@ -89,14 +106,17 @@ def _facts(token: StoredToken, used_s: float | None) -> dict[str, object]:
         "last_used_s": used_s,
         "expires_s": token.expires_s,
         "expired": token.expired(time.time()),
+        "max_calls_per_s": token.max_calls_per_s,
+        "max_bytes_per_s": token.max_bytes_per_s,
     }
 
 
 def _row(token: StoredToken, used_s: float | None) -> list[object]:
     expires = "never" if token.expires_s is None else _time(token.expires_s)
     expires = f"{expires} (expired)" if token.expired(time.time()) else expires
+    rates = [rate and f"{rate:g}" for rate in (token.max_calls_per_s, token.max_bytes_per_s)]
     times = [_time(token.created_s), _time(used_s), expires]
-    return [token.id, token.name, token.role, ", ".join(token.runs) or "all", *times]
+    return [token.id, token.name, token.role, ", ".join(token.runs) or "all", *times, *rates]
 
 
 def _time(at_s: float | None) -> str:

@@ -144,7 +144,7 @@ class Service:
                 run.journal.leader_url = self.url
                 run.lease.extend(lease.left_s)
                 self._add(run)
-                logger.info("run created run=%s strategy=%s by=%s", name, config.strategy.name, by)
+                logger.info("run created run=%s strategy=%s by=%s", name, config.strategy.name, by or "-")
                 return run, True
         existing = await self.run(name)
         fields = [] if if_absent else existing.list_differences(config)

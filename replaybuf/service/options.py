@@ -34,6 +34,10 @@ class ServeOptions:
     tokens_file: Path | None = None
     """File of bearer tokens; clients must send one of them. "replaybuf tokens new" creates tokens. SIGHUP reads
     the file again."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM): listen with TLS. SIGHUP reads it again."""
+    tls_key: Path | None = None
+    """Key of the certificate (PEM), without a password."""
     advertise_url: str | None = None
     """URL that the other servers report to clients while this server is the leader. Default: the listening address."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(name="allowed-host", consume_multiple=True, negative="")] = ()

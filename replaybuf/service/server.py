@@ -29,6 +29,7 @@ from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.sockets import BACKLOG, open_sockets
+from replaybuf.service.tls import Certificate, open_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises what prevents the start, and faults of background work."""
-    tokens = Tokens.read(options.tokens_file)
+    tokens, certificate = Tokens.read(options.tokens_file), open_certificate(options)
     _check_exposure(options, tokens)
     _check_advertised(options.advertise_url)
     hosts = HostNames(options)
@@ -54,15 +55,15 @@ async def serve(options: ServeOptions) -> None:
     loop, starting = asyncio.get_running_loop(), asyncio.current_task()
     for number in SIGNALS:  # until the server handles signals, one cancels the start
         loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
-    if options.tokens_file:
-        loop.add_signal_handler(signal.SIGHUP, tokens.reload)
+    if options.tokens_file or certificate:
+        loop.add_signal_handler(signal.SIGHUP, _reload, tokens, certificate)
     limits = raise_descriptor_limit(ConnectionLimits.of(options), BACKLOG)
     listening = open_sockets(options)
     try:
         async with run_service(options, next(iter(listening))) as service:
             app = application(service, tokens, options.body_budget_bytes)
             table = ConnectionTable(limits, service.traffic)
-            server = _Server(service, OwnPagesOnly(app, hosts, service.traffic), table)
+            server = _Server(service, OwnPagesOnly(app, hosts, service.traffic), table, certificate)
             report = service.report
             durability = report.summary if report else "unknown"
             print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
@@ -118,7 +119,7 @@ def keep_freed_memory() -> None:
 class _Server(uvicorn.Server):
     """A uvicorn server that answers long polls at shutdown, before it waits for open requests."""
 
-    def __init__(self, service: Service, app: object, table: ConnectionTable) -> None:
+    def __init__(self, service: Service, app: object, table: ConnectionTable, certificate: Certificate | None) -> None:
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]
             log_config=None,
@@ -133,6 +134,8 @@ class _Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
+        config.load()
+        config.ssl = certificate.context if certificate else None
         self._service = service
 
     @contextlib.contextmanager
@@ -147,6 +150,13 @@ class _Server(uvicorn.Server):
         for run in self._service.runs.values():
             run.close()
         await super().shutdown(sockets)
+
+
+def _reload(tokens: Tokens, certificate: Certificate | None) -> None:
+    """Read tokens and certificate again."""
+    tokens.reload()
+    if certificate:
+        certificate.reload()
 
 
 def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:

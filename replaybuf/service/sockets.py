@@ -30,7 +30,8 @@ def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
     if options.tcp:
         tcp = _listen(options.host, options.port)
         host, port = tcp.getsockname()[:2]
-        listening[f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"] = tcp
+        scheme = "https" if options.tls_cert else "http"
+        listening[f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"] = tcp
     if options.uds:
         try:
             path = options.uds.absolute()

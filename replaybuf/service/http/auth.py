@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from replaybuf.errors import Forbidden, Invalid, Unauthorized
+from replaybuf.service.http.rate import TokenRate
 from replaybuf.service.http.token_file import StoredToken, hash_token, read_tokens, write_uses
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Tokens:
         self._path = path
         self._clock = clock
         self._uses: dict[str, float] = {}
+        self._rates: dict[str, TokenRate] = {}
 
     @classmethod
     def read(cls, path: Path | None, clock: Callable[[], float] = time.time) -> Tokens:
@@ -64,10 +66,12 @@ class Tokens:
         except (OSError, Invalid) as error:
             logger.warning("last use of tokens not written: %s", error)
 
-    def check(self, authorization: str | None, allowed: frozenset[str], run: str | None = None) -> str:
+    def check(
+        self, authorization: str | None, allowed: frozenset[str], run: str | None = None, body_bytes: int = 0
+    ) -> str:
         """Return the name of a token that has one of the allowed roles and may be used for `run`; "" without tokens.
 
-        `run` is None for a call for all runs. Raises `Unauthorized` or `Forbidden`.
+        `run` is None for a call for all runs. Raises `Unauthorized`, `Forbidden` or `RateLimited`.
         """
         if self._by_hash is None:
             return ""
@@ -87,7 +91,21 @@ class Tokens:
         self._uses[found.sha256] = now_s
         _check_role(found, allowed)
         _check_run(found, run)
+        if found.max_calls_per_s or found.max_bytes_per_s:
+            self._rate_of(found, now_s).take(1, body_bytes, now_s)
         return found.name
+
+    def charge(self, authorization: str | None, body_bytes: int) -> None:
+        """Count bytes of a body that did not declare its size."""
+        if rate := self._rates.get(hash_token((authorization or "").partition(" ")[2])):
+            rate.spend(0, body_bytes)
+
+    def _rate_of(self, token: StoredToken, now_s: float) -> TokenRate:
+        """Return what the token has left; a changed limit begins anew."""
+        rate = self._rates.get(token.sha256)
+        if rate is None or rate.token != token:
+            rate = self._rates[token.sha256] = TokenRate(token, now_s)
+        return rate
 
 
 def _check_role(found: StoredToken, allowed: frozenset[str]) -> None:

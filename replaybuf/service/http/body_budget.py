@@ -92,9 +92,10 @@ class BodyBudget:
 
 
 class BodyShare:
-    """Bytes that one call holds."""
+    """Bytes that one call holds; `read_bytes`: size of its body so far."""
 
     def __init__(self, budget: BodyBudget) -> None:
+        self.read_bytes = 0
         self._budget = budget
         self._held_bytes = SMALL_BYTES
 

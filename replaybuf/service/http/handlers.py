@@ -90,9 +90,8 @@ async def _led(request: Request) -> Run:
 async def put_run(request: Request) -> Response:
     """Create a run, or return the one that exists."""
     config, if_absent = await read_json(request, RunConfig), text(request, IF_ABSENT) == "true"
-    run, created = await _service(request).create(
-        request.path_params["run"], config, if_absent=if_absent, by=request.state.caller
-    )
+    name, by = request.path_params["run"], request.state.caller
+    run, created = await _service(request).create(name, config, if_absent=if_absent, by=by)
     return json_response(run.describe(), 201 if created else 200)
 
 

@@ -12,11 +12,13 @@ from replaybuf.errors import ReplaybufError
 MEDIA_TYPE = "application/problem+json"
 
 
-def error_response(error: ReplaybufError) -> Response:
-    """Render an error, with the headers that belong to its status."""
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
+def error_response(error: ReplaybufError, request: str = "") -> Response:
+    """Render an error, with the headers that belong to its status; `request`: id of the request, as the log has it."""
+    headers = {"X-Request-Id": request} if request else {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     if error.status == 401:
-        headers = {"WWW-Authenticate": "Bearer"}
+        headers["WWW-Authenticate"] = "Bearer"
     return document_response(error.problem(), headers)
 
 

@@ -116,6 +116,7 @@ class BodyParts:
         if size_bytes > self._limit_bytes:
             raise _too_large(size_bytes, self._limit_bytes)
         share: BodyShare = self._request.state.body_share
+        share.read_bytes = size_bytes
         await share.hold(min(size_bytes, self._held_bytes))
 
 

@@ -18,9 +18,11 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from replaybuf.errors import NotFound, ReplaybufError
+from replaybuf.logs import RequestIds, request_id
 from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.body_budget import BodyBudget
+from replaybuf.service.http.call_guard import Guard
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.decoders import DecoderPool
 from replaybuf.service.http.metrics import Exposition
@@ -32,6 +34,8 @@ from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.traffic import started
 
 logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class Application:
 
     def __init__(self, service: Service, tokens: Tokens, bodies: BodyBudget) -> None:
         self.state = Shared(service, DecoderPool(), describe(CALLS, OPEN_CALLS), Exposition(service))
-        self._tokens = tokens
+        self._guard = Guard(tokens)
+        self._request_ids = RequestIds()
         self._bodies = bodies
         self._gate = StartGate(self._answer)
         self._routes: defaultdict[tuple[str, str], list[_Route]] = defaultdict(list)
@@ -75,10 +80,10 @@ class Application:
         try:
             response = await self._respond(request)
         except ReplaybufError as error:
-            response = error_response(error)
+            response = error_response(error, request_id.get())
         except Exception as error:
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            response = error_response(ReplaybufError(f"{type(error).__name__}: {error}"))
+            response = error_response(ReplaybufError(f"{type(error).__name__}: {error}"), request_id.get())
         await response(scope, receive, send)
 
     async def _respond(self, request: Request) -> Response:
@@ -94,12 +99,14 @@ class Application:
     async def _call(self, call: Call, request: Request) -> Response:
         """Authorise, handle and count a call."""
         watch, status = started(), 500
+        request_id.set(_request_id(request) or self._request_ids.new())
+        share = request.state.body_share = self._bodies.share()
+        request.state.caller = ""
         try:
-            authorization, named = request.headers.get("authorization"), request.path_params.get("run")
-            request.state.caller = self._tokens.check(authorization, call.roles, named)
+            request.state.caller = self._guard.check(request, call)
             if call.query is not None:
                 check_query(request, call.query)
-            with self._bodies.share() as request.state.body_share:
+            with share:
                 response = await call.handler(request)
             status = response.status_code
         except ClientDisconnect:
@@ -111,6 +118,7 @@ class Application:
         else:
             return response
         finally:
+            self._guard.settle(request, call, share.read_bytes, status)
             run, traffic = request.path_params.get("run", ""), self.state.service.traffic
             # Without the name of an unknown run: callers could make the number of series grow without bound.
             known = run if run in self.state.service.runs else ""
@@ -138,6 +146,12 @@ def _section(path: str) -> str:
     """Return the part of a path behind the name of a run, "" without one: few routes have the same."""
     parts = path.split("/", 5)
     return parts[4] if len(parts) > 4 else ""
+
+
+def _request_id(request: Request) -> str:
+    """Return the id that the caller gave its request; "" for none, or one that is no plain word."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else ""
 
 
 def _methods(call: Call) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -17,6 +18,7 @@ from replaybuf.wire.config import check_run_name
 from replaybuf.wire.names import check_string
 
 ROLES = ("producer", "trainer", "reader", "operator")
+_Rate = Annotated[float, msgspec.Meta(gt=0)]
 ID_LETTERS = 8
 """First letters of the hash that name a token."""
 
@@ -25,6 +27,7 @@ class StoredToken(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a tokens file. A plain hash is enough: the token has 256 random bits.
 
     `created_s`, `expires_s`: seconds since the epoch, 0 = unknown, None = never. `runs` it is limited to, none = all.
+    `max_bytes_per_s`: of request bodies; None = no limit.
     """
 
     name: str
@@ -33,6 +36,8 @@ class StoredToken(msgspec.Struct, frozen=True, omit_defaults=True):
     created_s: float = 0.0
     expires_s: float | None = None
     runs: tuple[str, ...] = ()
+    max_calls_per_s: _Rate | None = None
+    max_bytes_per_s: _Rate | None = None
 
     @property
     def id(self) -> str:
@@ -74,6 +79,8 @@ def new_token(
     now_s: float = 0.0,
     expires_in_s: float | None = None,
     runs: Iterable[str] = (),
+    max_calls_per_s: float | None = None,
+    max_bytes_per_s: float | None = None,
 ) -> str:
     """Create a token and store its hash in the tokens file; it cannot be shown again. Raises `Invalid`."""
     if role not in ROLES:
@@ -84,12 +91,13 @@ def new_token(
     token = f"rb_{secrets.token_urlsafe(32)}"
     expires_s = None if expires_in_s is None else now_s + expires_in_s
     limited = tuple(check_run_name(run) for run in runs)
+    stored = StoredToken(name, role, hash_token(token), now_s, expires_s, limited, max_calls_per_s, max_bytes_per_s)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _changing(path):
         _end_last_line(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "ab") as file:
-            file.write(_line(StoredToken(name, role, hash_token(token), now_s, expires_s, limited)))
+            file.write(_line(stored))
     return token
 
 

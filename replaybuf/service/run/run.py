@@ -46,6 +46,8 @@ from replaybuf.wire.run_status import ChosenStrategy, RunStatus
 
 logger = logging.getLogger(__name__)
 
+LONGEST_LOGGED = 500
+"""Characters of a change in the log; the ledger has all of it."""
 DIRECT_WRITES_S = 60.0
 """For so long after a direct write of a producer, its index is read as soon as it grows, not once a second."""
 
@@ -191,8 +193,10 @@ class Run:
             if record is None:
                 return
             await journal.append(msgspec.structs.replace(record, by=by))
+            given = {name: part for name, part in msgspec.to_builtins(patch).items() if part is not None}
+            change = msgspec.json.encode(given).decode()[:LONGEST_LOGGED]
+            logger.info("run changed run=%s by=%s change=%s", self.name, by or "-", change)
             self.tickets.follow_config()
-        logger.info("run changed run=%s state=%s by=%s", self.name, record.state, by)
         await self.eviction.evict_all()
         journal.notify()
 

@@ -1,0 +1,63 @@
+"""Authorisation of each call, before it is handled, and the record of what operators and refused callers did."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.requests import Request
+
+from replaybuf.errors import Forbidden, Unauthorized
+from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.calls import Call
+
+logger = logging.getLogger(__name__)
+audit = logging.getLogger("replaybuf.audit")
+
+LOG_EVERY_S = 1.0
+"""Refusals within this time are one line: a caller in a loop must not fill the disk."""
+
+
+class Guard:
+    """Lets calls through whose token allows them."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._logged_at_s = -LOG_EVERY_S
+        self._not_logged = 0
+
+    def check(self, request: Request, call: Call) -> str:
+        """Return the name of the caller's token, "" without tokens. Raises what `Tokens.check` raises."""
+        authorization, run = request.headers.get("authorization"), request.path_params.get("run")
+        try:
+            return self._tokens.check(authorization, call.roles, run, _declared_bytes(request))
+        except (Unauthorized, Forbidden) as error:
+            self._log_refusal(request, error)
+            raise
+
+    def settle(self, request: Request, call: Call, read_bytes: int, status: int) -> None:
+        """Charge what a body had beyond its declared size, and record what an operator changed."""
+        if not self._tokens.open and read_bytes > (declared := _declared_bytes(request)):
+            self._tokens.charge(request.headers.get("authorization"), read_bytes - declared)
+        if not call.roles and call.method != "GET":
+            path, by = request.scope["path"], request.state.caller or "-"
+            audit.info("%s %s status=%d by=%s address=%s", call.method, path, status, by, _address(request))
+
+    def _log_refusal(self, request: Request, error: Exception) -> None:
+        now_s = time.monotonic()
+        if now_s - self._logged_at_s < LOG_EVERY_S:
+            self._not_logged += 1
+            return
+        more = f" (and {self._not_logged} more)" if self._not_logged else ""
+        self._logged_at_s, self._not_logged = now_s, 0
+        method, path = request.scope["method"], request.scope["path"]
+        logger.info("refused %s %s address=%s: %s%s", method, path, _address(request), error, more)
+
+
+def _declared_bytes(request: Request) -> int:
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdigit() else 0
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else "unix socket"
