@@ -136,7 +136,7 @@ def merge(rows: Sequence[StepRow]) -> StepRow:
 
 def _row_of(state: RunState, record: BatchRecord, stored_before: int, dropped: dict[str, int]) -> StepRow:
     index = state.index
-    rows = index.rows_of(record.numbers)
+    rows = index.rows_of(state.batches[record.step].numbers)
     base = StepRow(
         step=record.step,
         at_s=record.at_s,

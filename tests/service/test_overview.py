@@ -59,10 +59,11 @@ def test_older_versions_are_counted_together() -> None:
     run = Run(max_uses=None)
     newest = VERSIONS + 5
     stored(run, *({"policy_version": version, "policy_version_max": version} for version in range(newest + 1)))
-    counted = count_versions(run.state)
+    index = run.state.index
+    counted = count_versions(index["policy_version"], index["state"])
     assert [each.version for each in counted] == [*range(newest, newest - VERSIONS, -1), None]
     assert counted[-1].live == newest + 1 - VERSIONS
-    assert count_versions(Run().state) == []
+    assert count_versions(index["policy_version"][:0], index["state"][:0]) == []
 
 
 def test_the_history_survives_a_restart(own_service: ServeProcess) -> None:
