@@ -27,14 +27,16 @@ from tests.trainer.scripted import STEPS, fill
 TIMEOUT_S = 60.0
 EXACT = ("loss", "grad_norm", "entropy", "ratio_mean", "learning_rate", "reward_mean")
 PHASES = {
-    "in the forward pass": ("replaybuf_trainer.models.policy.packed_forward", 3, 2),
-    "after the ack": ("replaybuf_trainer.trainer.Trainer._publish_if_due", 3, 2),
-    "while it writes weights": ("replaybuf_trainer.weights.safe_open", 5, 2),
-    "before it publishes": ("replaybuf.client.client.Client.publish_policy", 4, 2),
-    "while it writes a checkpoint": ("replaybuf_trainer.checkpoint.save_file", 1, 0),
-    "before the service knows the checkpoint": ("replaybuf.client.client.Client.checkpoint", 1, 2),
+    "in the forward pass": ("replaybuf_trainer.models.policy.packed_logprobs", 3, {0, 2}),
+    "after the ack": ("replaybuf_trainer.publications.Publications.publish_due", 3, {0, 2}),
+    "while it writes weights": ("replaybuf_trainer.models.policy.WholeWeights.save_weights", 5, {0, 2}),
+    "before it publishes": ("replaybuf.client.client.Client.publish_policy", 4, {0, 2}),
+    "while it writes a checkpoint": ("replaybuf_trainer.checkpoints.shards.save_file", 1, {0}),
+    "while it completes a checkpoint": ("replaybuf_trainer.checkpoints.folders.sync", 1, {0}),
+    "before the service knows the checkpoint": ("replaybuf.client.client.Client.checkpoint", 1, {2}),
 }
-"""The function at whose n-th call the process dies, and the step of the checkpoint that is then the newest."""
+"""The function at whose n-th call the process dies, and the steps that its newest checkpoint may have; a thread writes
+the checkpoint of step 2."""
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["replaybuf_trainer.trainer"])
@@ -95,7 +97,7 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
     process.join(TIMEOUT_S)
     assert process.exitcode == -signal.SIGKILL
     written = {path.name for path in killed.checkpoint_dir.glob("step-*")}
-    assert written == ({f"step-{newest:06d}"} if newest else set())
+    assert written in [{f"step-{step:06d}"} if step else set() for step in newest]
     assert train(killed) == STEPS
 
     whole = connect(url, f"{run.run}-whole")

@@ -21,7 +21,8 @@ import torch
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import RunFacts
-from replaybuf_trainer.checkpoint import TrainerState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
+from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
+from replaybuf_trainer.checkpoints.folders import TrainerState, read_state
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.held_out import open_held_out
@@ -61,6 +62,7 @@ class Trainer:
         )
         self._held_out = open_held_out(options, self._objective, self._ranks)
         self._report = Report(options, self._ranks)
+        self._checkpoints = Checkpoints(options.checkpoint_dir, options.keep_checkpoints, self._ranks, self._saved)
         self._watch = Stopwatch()
         self._skipped = 0
 
@@ -109,8 +111,10 @@ class Trainer:
                 break
             if self._step % self._options.checkpoint_every_steps == 0:
                 self._checkpoint()
+            self._checkpoints.poll()
             self._watch.enter("wait")
         self._checkpoint()
+        self._checkpoints.wait()
         return self._step
 
     def _done(self) -> bool:
@@ -120,17 +124,18 @@ class Trainer:
 
     def _load_newest_checkpoint(self) -> None:
         options = self._options
-        checkpoint = latest_checkpoint(options.checkpoint_dir) if options.keeps_checkpoints else None
-        self._step = self._step_of(checkpoint) if checkpoint else 0
-        torch.manual_seed(options.seed)
-        folder = checkpoint / "model" if checkpoint else options.model
+        checkpoint = self._checkpoints.newest() if options.keeps_checkpoints else None
+        state = self._state_of(checkpoint) if checkpoint else TrainerState(run=options.source, step=0, version=0)
+        self._step = state.step
+        torch.manual_seed(options.seed + self._ranks.rank)
+        folder = checkpoint / "model" if checkpoint and options.lora_rank is None else options.model
         self._policy = open_policy(folder, options, self._objective.normalise, self._ranks)
         if checkpoint:
-            load_optimizer(checkpoint, self._policy.model, self._policy.optimizer)
+            self._checkpoints.load(checkpoint, state, self._policy)
         logger.info("loaded step=%d from=%s", self._step, checkpoint or options.model)
 
-    def _step_of(self, checkpoint: Path) -> int:
-        """Return the step of a checkpoint. Raises `Invalid` if it is of another run or model."""
+    def _state_of(self, checkpoint: Path) -> TrainerState:
+        """Return the state of a checkpoint. Raises `Invalid` if it is broken, or of another run or model."""
         options, state = self._options, read_state(checkpoint)
         if state.run != options.source:
             raise Invalid(
@@ -139,8 +144,9 @@ class Trainer:
                 value=state.run,
                 bound=options.source,
             )
-        check_same_shape(checkpoint / "model", options.model)
-        return state.step
+        if (checkpoint / "model").is_dir():  # runs with adapters have none
+            check_same_shape(checkpoint / "model", options.model)
+        return state
 
     def _attach(self) -> RunFacts:
         """Take the run over at the step of the checkpoint. Raises `Invalid` for a run that does not fit."""
@@ -247,26 +253,16 @@ class Trainer:
     # ------------------------------------------------------------------ checkpoints
 
     def _checkpoint(self) -> None:
+        """Start to write a checkpoint of this step, unless there is one; the service hears of it once it is on disk."""
         options = self._options
         if not options.keeps_checkpoints:
             return
-        newest = latest_checkpoint(options.checkpoint_dir)
-        if newest is not None and read_state(newest).step == self._step:
-            return
         self._watch.enter("checkpoint")
-        state = TrainerState(options.source, self._step, self._publications.version)
-        model, optimizer, keep = self._policy.model, self._policy.optimizer, options.keep_checkpoints
+        state = TrainerState(run=options.source, step=self._step, version=self._publications.version)
+        self._checkpoints.save(self._policy, state)
+
+    def _saved(self, step: int) -> None:
         try:
-            save_checkpoint(options.checkpoint_dir, model, optimizer, options.model, state, keep)
-        except OSError as error:
-            raise TrainingFault(
-                f"the checkpoint of step {self._step} cannot be written to {options.checkpoint_dir}: {error}; "
-                f"the newest is {newest or 'none'}",
-                name="checkpoint_dir",
-                value=str(options.checkpoint_dir),
-            ) from error
-        try:
-            self._feed.save(self._step, keep)
+            self._feed.save(step, self._options.keep_checkpoints)
         except Stopped:
-            logger.warning("the checkpoint of step %d is on disk, but the service does not know it", self._step)
-        logger.info("checkpoint run=%s step=%d", options.source, self._step)
+            logger.warning("the checkpoint of step %d is on disk, but the service does not know it", step)

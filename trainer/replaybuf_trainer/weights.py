@@ -24,10 +24,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         yield scratch
         for path in [*scratch.rglob("*"), scratch]:
-            _sync(path)
+            sync(path)
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -53,7 +53,8 @@ def keep_newest(folder: Path, pattern: str, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Write a file or folder through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from replaybuf_trainer.parallel.shards import whole
+
+Tensors = dict[str, torch.Tensor]
 
 
 def adam(parameters: Iterable[torch.nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
@@ -30,3 +32,23 @@ def descend(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def parameter_state(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return parameters and moments by name, as views. A count of steps gets an axis, as safetensors needs one."""
+    moments = {
+        f"optimizer.{key}.{name}": value.reshape(1) if value.ndim == 0 else value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    return {f"model.{name}": value.detach() for name, value in parameters.items()} | moments
+
+
+def make_moments(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, names: Collection[str]
+) -> None:
+    """Give parameters empty moments if `names`, those of a stored `parameter_state`, has some for them."""
+    for name, parameter in parameters.items():
+        if f"optimizer.step.{name}" in names:
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf_trainer.losses import LossTokens, Row
 from replaybuf_trainer.losses.normalisation import Normalisation
-from replaybuf_trainer.models.descent import adam, descend
+from replaybuf_trainer.models.descent import Tensors, adam, descend, make_moments, parameter_state
 from replaybuf_trainer.models.policy import Policy, WholeWeights
 from replaybuf_trainer.publishers.publisher import Weights
 from replaybuf_trainer.schedules import learning_rate_factor
@@ -33,8 +33,6 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Names of tensors in a PEFT folder start with the two modules that peft puts around a model."""
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +70,23 @@ class Adapter:
     def tensors(self) -> Tensors:
         """Return A and B of all layers by their names in a PEFT folder."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def state(self) -> Tensors:
+        """Return A and B, moments, gradients since the last own step, and the counts, int64 [3]."""
+        gradients = {f"grad.{name}": one.grad for name, one in self.parameters.items() if one.grad is not None}
+        counts = torch.tensor([self.steps, self.loss_tokens, self.rollouts])
+        return parameter_state(self.parameters, self.optimizer) | gradients | {"counts": counts}
+
+    def prepare(self, names: Collection[str]) -> None:
+        """Make the moments and gradients of `names`, those of a stored `state`."""
+        make_moments(self.parameters, self.optimizer, names)
+        for name, parameter in self.parameters.items():
+            if f"grad.{name}" in names:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def set_counts(self, counts: torch.Tensor) -> None:
+        """Continue from the counts of a stored `state`."""
+        self.steps, self.loss_tokens, self.rollouts = counts.tolist()
 
     def count(self, rows: Sequence[Row]) -> None:
         """Add the loss tokens and rollouts of rows to those of the next own step."""
@@ -186,6 +201,29 @@ class LoraPolicy(Policy):
             return WholeWeights(self.model, self.merged_weights(""), self._tokenizer_dir)
         trained = self.adapters.get(adapter)
         return AdapterWeights(adapter, trained.tensors() if trained else self.initial_weights(adapter), self._config())
+
+    def checkpoint_folders(self) -> Mapping[str, Weights]:
+        """Return a PEFT folder for each adapter of the run, and the merged model of a run without adapters."""
+        folders: dict[str, Weights] = {
+            f"adapters/{name}": AdapterWeights(name, {k: v.clone() for k, v in one.tensors().items()}, self._config())
+            for name, one in self.adapters.items()
+            if name
+        }
+        return folders | {"model": self.weights()} if "" in self.adapters else folders
+
+    def state(self) -> Tensors:
+        """Return the state of each adapter, by its name, a slash and the names of `Adapter.state`."""
+        return {f"{name}/{key}": value for name, one in self.adapters.items() for key, value in one.state().items()}
+
+    def load_state(self, names: Collection[str], fill: Callable[[Tensors], None]) -> None:
+        """Add the adapters of `names` and let `fill` fill their tensors in place."""
+        for adapter in sorted({name.rpartition("/")[0] for name in names if "/" in name}):
+            own = {name.rpartition("/")[2] for name in names if name.startswith(f"{adapter}/")}
+            self.add(adapter).prepare(own)
+        tensors = self.state()
+        fill(tensors)
+        for name, one in self.adapters.items():
+            one.set_counts(tensors[f"{name}/counts"])
 
     @torch.no_grad()
     def merged_weights(self, name: str) -> Tensors:

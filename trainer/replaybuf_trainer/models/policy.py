@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from replaybuf.errors import Invalid
 from replaybuf_trainer.losses import LossTokens, Row, loss_tokens
 from replaybuf_trainer.models.cost import model_cost
-from replaybuf_trainer.models.descent import adam, descend
+from replaybuf_trainer.models.descent import Tensors, adam, descend, make_moments, parameter_state
 from replaybuf_trainer.models.isolation import check_isolation
 from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers
 from replaybuf_trainer.models.loading import load_model
@@ -87,10 +87,22 @@ class Policy:
         """Return the current weights, which the first rank may write; gather them there if they are sharded."""
         if self._sharded is None:
             return WholeWeights(self.model, None, self._tokenizer_dir)
-        return self.copied_weights()
+        return self._copied_weights()
 
-    def copied_weights(self) -> Weights:
-        """Return a copy of the weights in CPU memory, on the first rank, which later steps do not change."""
+    def checkpoint_folders(self) -> Mapping[str, Weights]:
+        """Return what engines can load of a checkpoint, by folder: copies in CPU memory, on the first rank."""
+        return {"model": self._copied_weights()}
+
+    def state(self) -> Tensors:
+        """Return all tensors that training changes, by name; sharded ones stay sharded. They are views, not copies."""
+        return parameter_state(dict(self.model.named_parameters()), self.optimizer)
+
+    def load_state(self, names: Collection[str], fill: Callable[[Tensors], None]) -> None:
+        """Prepare the tensors of `names`, let `fill` fill them in place, and train on from there."""
+        make_moments(dict(self.model.named_parameters()), self.optimizer, names)
+        fill(self.state())
+
+    def _copied_weights(self) -> WholeWeights:
         copies = {}
         for name, value in self.model.state_dict().items():
             gathered = whole(value.detach())
@@ -104,7 +116,7 @@ class WholeWeights:
 
     adapter = ""
 
-    def __init__(self, model: Any, weights: dict[str, torch.Tensor] | None, tokenizer_dir: Path) -> None:
+    def __init__(self, model: Any, weights: Tensors | None, tokenizer_dir: Path) -> None:
         self._model = model
         self._weights = weights
         self._tokenizer_dir = tokenizer_dir

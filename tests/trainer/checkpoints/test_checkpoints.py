@@ -1,0 +1,209 @@
+"""Checkpoints: a checkpoint is complete or absent, and training continues from it bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from replaybuf.errors import Invalid
+from replaybuf_trainer.checkpoints import checkpoints as module
+from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
+from replaybuf_trainer.checkpoints.folders import TrainerState, latest_checkpoint, read_state
+from replaybuf_trainer.faults import TrainingFault
+from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
+from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.policy import Policy
+from replaybuf_trainer.parallel.ranks import Ranks
+from tests.trainer.batches import packed, rollouts
+
+
+def policy_of(folder: Path) -> Policy:
+    return Policy(load_model(folder), 1e-3, folder)
+
+
+def train(policy: Policy, steps: Sequence[int]) -> None:
+    """Take one optimizer step per number, on a batch drawn from it."""
+    for step in steps:
+        batch = packed(rollouts(4, seed=step), [[0, 1], [2, 3]])
+        totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
+        tokens = policy.forward(batch.micro_batches)
+        torch.autograd.backward(load_objective("grpo").value(tokens, totals, Tally()))
+        policy.step(1e-3, 1.0, finite_loss=True)
+
+
+class Saved:
+    """Checkpoints of a run `r` that publishes after every step; `steps`: those that were reported as on disk."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.steps: list[int] = []
+        self.checkpoints = Checkpoints(folder, keep, Ranks(), self.steps.append)
+
+    def save(self, policy: Policy, step: int) -> Path:
+        self.checkpoints.save(policy, TrainerState(run="r", step=step, version=step))
+        self.checkpoints.wait()
+        return self.folder / f"step-{step:06d}"
+
+    def load(self, checkpoint: Path, policy: Policy) -> None:
+        self.checkpoints.load(checkpoint, read_state(checkpoint), policy)
+
+
+def same_weights(one: Policy, other: Policy) -> None:
+    for (name, first), (_, second) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_training_continues_from_a_checkpoint_bit_for_bit(models: Path, tmp_path: Path) -> None:
+    """Four steps at once, and two, a checkpoint and two more, end in the same weights."""
+    whole, first, resumed = (policy_of(models / "a") for _ in range(3))
+    train(whole, range(4))
+    train(first, range(2))
+    checkpoint = Saved(tmp_path).save(first, 2)
+    Saved(tmp_path).load(checkpoint, resumed)
+    train(resumed, range(2, 4))
+    same_weights(whole, resumed)
+    same_weights(first, policy_of(checkpoint / "model"))
+
+
+def test_training_continues_from_a_checkpoint_of_the_first_releases(models: Path, tmp_path: Path) -> None:
+    """It has the moments in one file and the weights in the model folder alone."""
+    whole, first = policy_of(models / "a"), policy_of(models / "a")
+    train(whole, range(4))
+    train(first, range(2))
+    old = tmp_path / "step-000002"
+    first.weights().save_weights(old / "model")
+    moments = {
+        f"{key}.{name}": value.clone()
+        for name, parameter in first.model.named_parameters()
+        for key, value in first.optimizer.state[parameter].items()
+    }
+    save_file(moments | {"random_state": torch.get_rng_state()}, old / "optimizer.safetensors")
+    (old / "state.json").write_bytes(b'{"run":"r","step":2,"version":2}')
+    resumed = policy_of(old / "model")
+    Saved(tmp_path).load(old, resumed)
+    train(resumed, range(2, 4))
+    same_weights(whole, resumed)
+
+
+def test_steps_taken_during_the_write_are_not_in_the_checkpoint(models: Path, tmp_path: Path) -> None:
+    """The service hears of it only when it is on disk."""
+    policy, resumed = policy_of(models / "a"), policy_of(models / "b")
+    train(policy, [0])
+    saved = Saved(tmp_path)
+    saved.checkpoints.save(policy, TrainerState(run="r", step=1, version=1))
+    assert saved.steps == []
+    train(policy, [1])
+    saved.checkpoints.wait()
+    assert saved.steps == [1]
+    expected = policy_of(models / "a")
+    train(expected, [0])
+    saved.load(tmp_path / "step-000001", resumed)
+    same_weights(expected, resumed)
+    train(expected, [1])
+    train(resumed, [1])
+    same_weights(expected, resumed)
+
+
+def test_random_numbers_continue_from_a_checkpoint(models: Path, tmp_path: Path) -> None:
+    """As dropout draws them."""
+    policy = policy_of(models / "a")
+    torch.manual_seed(7)
+    checkpoint = Saved(tmp_path).save(policy, 1)
+    expected = torch.rand(3)
+    Saved(tmp_path).load(checkpoint, policy)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_holds_no_pickle(models: Path, tmp_path: Path) -> None:
+    """Tensors are safetensors, the rest is JSON; state.json has the size of every other file."""
+    policy = policy_of(models / "a")
+    train(policy, [0])
+    checkpoint = Saved(tmp_path).save(policy, 1)
+    paths = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+    assert {Path(path).suffix for path in paths} == {".safetensors", ".json"}
+    state = read_state(checkpoint)
+    assert (state.run, state.step, state.version, state.ranks) == ("r", 1, 1, 1)
+    assert state.files.keys() == paths - {"state.json"}
+
+
+def test_the_newest_checkpoint_is_picked_by_its_number(tmp_path: Path) -> None:
+    """Not by its name or age; folders that are no checkpoints do not count."""
+    for name in ("step-1000000", "step-000999", ".step-2000000.17", "step-9", "steps", "step-3000000.old"):
+        (tmp_path / name).mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1000000"
+
+
+def test_without_a_checkpoint_none_is_picked(tmp_path: Path) -> None:
+    """An empty folder, and one that does not exist."""
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_raises_one_error(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes with the next call, because a thread writes. Half a checkpoint does not stay."""
+    policy, saved = policy_of(models / "a"), Saved(tmp_path)
+    saved.save(policy, 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "complete", full)
+    saved.checkpoints.save(policy, TrainerState(run="r", step=2, version=2))
+    with pytest.raises(TrainingFault, match=r"of step 2 cannot be written.*No space left.*newest is .*step-000001"):
+        saved.checkpoints.wait()
+    assert saved.steps == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_only_the_newest_checkpoints_are_kept(models: Path, tmp_path: Path) -> None:
+    """The number to keep is an argument; what a killed trainer left goes too."""
+    policy, saved = policy_of(models / "a"), Saved(tmp_path)
+    (tmp_path / ".step-000003.17" / "state").mkdir(parents=True)
+    for step in (5, 10, 15):
+        saved.save(policy, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000015"]
+
+
+@pytest.mark.parametrize("content", [None, b"{", b'{"step": 3}', b'{"run": "\xff"}'])
+def test_the_error_for_a_broken_state_names_its_folder(tmp_path: Path, content: bytes | None) -> None:
+    """Missing, cut short, of another shape or not UTF-8."""
+    if content is not None:
+        (tmp_path / "state.json").write_bytes(content)
+    with pytest.raises(Invalid, match=str(tmp_path)):
+        read_state(tmp_path)
+
+
+def test_a_missing_or_broken_file_is_one_error(models: Path, tmp_path: Path) -> None:
+    """A missing or shorter file is found by the list of files, other bytes by their header."""
+    whole = Saved(tmp_path).save(policy_of(models / "a"), 1)
+    (name,) = (path.name for path in (whole / "state").iterdir())
+    damages: list[tuple[Callable[[Path], object], str]] = [
+        (lambda path: path.unlink(), f"state/{name} is missing"),
+        (lambda path: path.write_bytes(b"short"), f"state/{name} has 5 bytes instead of"),
+        (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "header"),
+    ]
+    for damage, error in damages:
+        broken = tmp_path / "broken" / "step-000001"
+        shutil.copytree(whole, broken)
+        damage(broken / "state" / name)
+        with pytest.raises(Invalid, match=f"{broken} is broken: .*{error}.*; delete it to resume from the one before"):
+            Saved(tmp_path).load(broken, policy_of(models / "a"))
+        shutil.rmtree(broken)
+
+
+def test_a_checkpoint_with_other_shapes_is_one_error(models: Path, tmp_path: Path) -> None:
+    checkpoint = Saved(tmp_path).save(policy_of(models / "a"), 1)
+    (path,) = (checkpoint / "state").iterdir()
+    save_file({"model.lm_head.weight": torch.zeros(3)}, path)
+    (checkpoint / "state.json").write_bytes(b'{"run":"r","step":1,"version":1}')
+    with pytest.raises(Invalid, match="is broken"):
+        Saved(tmp_path).load(checkpoint, policy_of(models / "a"))

@@ -1,0 +1,1 @@
+"""Checkpoints of a training: `folders` is what is on disk, `shards` its tensors, `checkpoints` when it is written."""
