@@ -48,3 +48,10 @@ def test_a_trainer_needs_a_run_and_a_model_and_no_engine(
         main(["train", "--url", "http://127.0.0.1:8900", "--run", "r", "--model", "m"])
     assert ended.value.code == 1
     assert "pip install 'replaybuf[trainer]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["-1", "257"])
+def test_a_number_of_tables_outside_its_bounds_is_rejected(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--run", "r", "--model", "m", "--tables", number])
+    assert "--tables" in "".join(capsys.readouterr())

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, NormFloat, Port, PositiveFloat, PositiveInt
 
 OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
@@ -156,6 +156,12 @@ class TrainOptions:
     """Folder to write the figures of each step to for TensorBoard."""
     wandb: str | None = None
     """Project of Weights & Biases to log the figures of each step to; WANDB_MODE=offline needs no network."""
+    tables: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0
+    """Number of rollouts per step to write with a value for every token, as Parquet and as an HTML page."""
+    tables_dir: Path = Path(".replaybuf/tables")
+    """Folder of the tables."""
+    keep_tables: PositiveInt = 20
+    """Number of newest steps whose tables stay."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token with the role trainer."""
     service_timeout_s: NonNegativeFloat = 60.0

@@ -10,7 +10,7 @@ from replaybuf.client.client import Client
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.errors import Conflict, Fenced
 from replaybuf.wire.config import Cost
-from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.contract import BodyOptions, WaitingAnswer
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
@@ -60,9 +60,14 @@ class ServiceFeed:
         logger.info("attached run=%s epoch=%d step=%d ranks=%d", options.run, self._epoch, step, ranks.size)
 
     def _attach(self, step: int, cost: Cost) -> tuple[int, int, int]:
+        extras: BodyOptions = {"lengths": True, "reward_parts": True} if self._options.tables else {}
         attached = self._retries.call(
             lambda: self._client.attach(
-                dp_world_size=self._ranks.size, resume_step=step, on_resume=self._options.on_resume, cost=cost
+                dp_world_size=self._ranks.size,
+                resume_step=step,
+                on_resume=self._options.on_resume,
+                cost=cost,
+                **extras,
             )
         )
         return attached.epoch, attached.step, attached.published_version

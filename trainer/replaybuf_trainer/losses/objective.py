@@ -80,7 +80,9 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
             losses = losses + torch.stack(beside).sum(0).masked_fill(weights == 0, 0.0)
         losses = losses * tokens.sampling_weights[tokens.rollout]
         tally.add(tokens, policy, losses, weights * tokens.sampling_weights[tokens.rollout])
-        return (token_factors(tokens, totals, self.normalise, self.constant) * losses).sum()
+        shares = token_factors(tokens, totals, self.normalise, self.constant) * losses
+        tally.keep_tokens(tokens, policy, shares)
+        return shares.sum()
 
 
 def load_objective(

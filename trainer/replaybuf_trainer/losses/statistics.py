@@ -58,6 +58,9 @@ class Tally:
         table = torch.stack([values.double() for values in sums], 1)
         self.by_staleness.index_add_(0, lines.cpu(), table.cpu())
 
+    def keep_tokens(self, tokens: LossTokens, term: PolicyTerm, shares: torch.Tensor) -> None:
+        """Do nothing; a tally for tables of tokens overrides it. `shares` [k]: their parts of the batch's loss."""
+
     def add_ranks(self, total: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Add the sums of all other ranks; `total` sums a tensor over the ranks."""
         sums = total(torch.cat([torch.tensor([self.loss], dtype=torch.float64), self.by_staleness.flatten()]))

@@ -23,8 +23,13 @@ from replaybuf_trainer.report.sinks.sink import Background, Figures, Guard
 from replaybuf_trainer.report.sinks.tensorboard import TensorBoard
 from replaybuf_trainer.report.sinks.weights_and_biases import WeightsAndBiases
 from replaybuf_trainer.report.stopwatch import Phase, shares
+from replaybuf_trainer.report.tables.folder import RecordedStep, TableFolder
+from replaybuf_trainer.report.tables.record import TokenRecord
 
 logger = logging.getLogger(__name__)
+
+QUEUED_BATCHES = 8
+"""Batches in memory that wait for their tables."""
 
 
 class Report:
@@ -38,12 +43,14 @@ class Report:
         self._ranks = ranks
         self._sinks: list[Guard[Figures]] = []
         self._session: Session | None = None
+        self._tables: Guard[RecordedStep] | None = None
+        self._record: TokenRecord | None = None
         self._line: ProgressLine | None = None
         self._waiting: Waiting = lambda: None
 
     def open(self) -> None:
         """Open all sinks. Raises `Invalid` and `MissingExtra` for a sink that cannot work."""
-        self._ranks.first(lambda: self._sinks.extend(self._opened()))
+        self._ranks.first(self._open)
 
     def begin(self, step: int, steps: int | None, policy: Policy, waiting: Waiting, phase: Callable[[], Phase]) -> None:
         """Start with `step` of `steps`, None = unknown. `waiting` and `phase` return what the trainer does now."""
@@ -60,8 +67,9 @@ class Report:
             self._line = ProgressLine(console, self._session, waiting, phase)
 
     def tally(self) -> Tally:
-        """Return the sums that the next step's loss fills."""
-        return Tally()
+        """Return the sums that the next step's loss fills; with tables, also the values of its tokens."""
+        self._record = TokenRecord() if self._tables else None
+        return self._record or Tally()
 
     def step(self, batch: TensorBatch, seconds: dict[Phase, float], figures: dict[str, Any]) -> None:
         """Report a step: `seconds` by phase, and other figures of the trainer."""
@@ -76,6 +84,8 @@ class Report:
         logger.log(level, shown % figures + " (%s)", shares(seconds))
         for sink in self._sinks:
             sink.write(figures)
+        if self._tables and self._record:
+            self._tables.write(RecordedStep(batch, self._record))
 
     def close(self) -> None:
         """End the progress line, close all sinks and log the summary."""
@@ -83,8 +93,15 @@ class Report:
             self._line.close()
         while self._sinks:
             self._sinks.pop().close()
+        if self._tables:
+            self._tables.close()
         if self._session and self._ranks.is_first:
             logger.info("summary %s", self._session.summary())
+
+    def _open(self) -> None:
+        self._sinks.extend(self._opened())
+        if self._options.tables:
+            self._tables = Background(TableFolder(self._options), QUEUED_BATCHES)
 
     def _opened(self) -> Iterator[Guard[Figures]]:
         options = self._options
@@ -100,4 +117,5 @@ class Report:
             yield Background(WeightsAndBiases(options.wandb, options))
 
     def _lost(self) -> dict[str, int]:
-        return {sink.name: sink.lost for sink in self._sinks}
+        lost = {sink.name: sink.lost for sink in self._sinks}
+        return lost | ({self._tables.name: self._tables.lost} if self._tables else {})

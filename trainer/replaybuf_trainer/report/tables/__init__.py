@@ -1,0 +1,1 @@
+"""Tables of sampled rollouts with a value for every token: `--tables`."""

@@ -1,0 +1,108 @@
+"""The sink of tables: a folder per step with a Parquet file and a page, of which the newest stay."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from replaybuf.errors import Invalid
+from replaybuf.wire.group import TokenIds
+from replaybuf.wire.tokenizer import Tokenizer
+from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.reading import TensorBatch
+from replaybuf_trainer.report.tables.page import write_page
+from replaybuf_trainer.report.tables.parquet import pyarrow, write_parquet
+from replaybuf_trainer.report.tables.record import TokenRecord
+from replaybuf_trainer.report.tables.samples import StepSamples, TextOf, draw_samples
+
+logger = logging.getLogger(__name__)
+
+PARQUET, PAGE = "samples.parquet", "index.html"
+
+
+class RecordedStep(NamedTuple):
+    """A trained batch, and the values of its loss tokens."""
+
+    batch: TensorBatch
+    record: TokenRecord
+
+
+class TableFolder:
+    """Writes `step-000012/samples.parquet` and `step-000012/index.html` for each step.
+
+    Raises `Invalid` if the folder cannot be written, `MissingExtra` without pyarrow.
+    """
+
+    name = "tables"
+
+    def __init__(self, options: TrainOptions) -> None:
+        pyarrow()
+        self._options = options
+        self._folder = options.tables_dir
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            probe = self._folder / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise Invalid(
+                f"folder {self._folder} of --tables-dir cannot be written: {error.strerror or error}",
+                name="tables_dir",
+                value=str(self._folder),
+            ) from error
+        self._text_of = text_by_tokenizer(options.model)
+
+    def write(self, item: RecordedStep) -> None:
+        """Draw the samples of a step, write their files and delete those of the oldest steps."""
+        options, meta = self._options, item.batch.meta
+        samples = draw_samples(item.batch, item.record, options.tables, options.seed, self._text_of)
+        parts = meta.batch_reward_parts or {}
+        step = StepSamples(
+            run=meta.run,
+            step=meta.step,
+            version=meta.version,
+            loss=options.loss,
+            reward_parts={name: part.mean for name, part in parts.items()},
+            samples=samples,
+        )
+        folder = self._folder / f"step-{meta.step:06d}"
+        unfinished = folder.with_name(f".{folder.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        write_parquet(unfinished / PARQUET, step)
+        write_page(unfinished / PAGE, step)
+        shutil.rmtree(folder, ignore_errors=True)  # of the same step before a resume
+        unfinished.rename(folder)
+        self._delete_old(folder)
+
+    def close(self) -> None:
+        """Do nothing: each step is written at once."""
+
+    def _delete_old(self, newest: Path) -> None:
+        """Keep the newest steps up to this one, and none after it: a resume voided them."""
+        steps = sorted(self._folder.glob("step-*"))
+        kept = [folder for folder in steps if folder <= newest][-self._options.keep_tables :]
+        for folder in steps:
+            if folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def text_by_tokenizer(folder: Path) -> TextOf:
+    """Return a function that decodes token ids; without a tokenizer, log a warning and show the ids as text."""
+    try:
+        tokenizer = Tokenizer(folder)
+    except Invalid as error:
+        logger.warning("tables show token ids instead of text: %s", error.detail)
+        return lambda ids: " ".join(map(str, ids))
+
+    @functools.lru_cache(maxsize=200_000)
+    def of_token(token_id: int) -> str:
+        return tokenizer.decode([[token_id]], special_tokens=True)[0]
+
+    def text_of(ids: TokenIds) -> str:
+        return of_token(int(ids[0])) if len(ids) == 1 else tokenizer.decode([ids], special_tokens=True)[0]
+
+    return text_of
