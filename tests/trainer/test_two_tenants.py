@@ -1,7 +1,6 @@
-"""Two LoRA tenants on real processes: the service, one small engine, a generator per tenant, a stand-in trainer.
+"""Two LoRA tenants on real processes: the service, one small engine, `replaybuf train`, a generator per tenant.
 
-The reference trainer trains no adapters yet. So the stand-in writes an adapter folder per version, loads it into the
-engine in place and publishes the version.
+A third tenant is added and one is removed while they run.
 """
 
 from __future__ import annotations
@@ -9,154 +8,194 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from replaybuf.generator.environments import Score
+from replaybuf.generator.prompts import Prompt
 from tests.cli.test_generate import generator
 from tests.conftest import RunClient
-from tests.trainer.adapter_folders import merged, write_adapter
+from tests.trainer.adapter_folders import merged
 from tests.trainer.engine_process import TIMEOUT_S, EngineProcess, bounded, engine_process
 from tests.trainer.served import oracle
 
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
-ADAPTERS = {"code": 1, "math": 2}
+ADAPTERS = {"code": 2, "math": 4}
 """Groups of the own batch of each adapter."""
-ALONE = 3
-"""Steps after one adapter was removed."""
+ADDED, ADDED_GROUPS = "poem.v1", 2
+GROUP_SIZE = 8
+WANTED = {"code": "abcdefghijklm", "math": "0123456789+-*/=", ADDED: "nopqrstuvwxyz"}
+"""The reward is the share of these characters in the completion."""
+LEARNED = 24
+"""Own steps after which rewards are compared."""
 TOLERANCE = 1e-4
 HERE = __name__
 
 
-def words() -> list[dict[str, str]]:
-    """Prompts of the character tokenizer."""
-    return [{"prompt": word, "answer": word[::-1]} for word in ("culla>", "parla>", "luna>", "sole>", "mare>", "neve>")]
+def words(adapter: str) -> list[dict[str, str]]:
+    return [{"prompt": word, "answer": WANTED[adapter]} for word in ("culla>", "parla>", "luna>", "sole>", "neve>")]
 
 
-class Tenants:
-    """The stand-in trainer: it writes, loads and publishes the adapters of the run."""
+code, math, poem = (functools.partial(words, name) for name in ("code", "math", ADDED))
 
-    def __init__(self, run: RunClient, engine: EngineProcess, base: Path, folder: Path) -> None:
-        self._run, self._engine, self._base, self._folder = run, engine, base, folder
-        self._epoch = run.attach()
-        self.reference = functools.cache(lambda name, version: merged(base, self.path(name, version)))
+
+class Share:
+    """Rewards the share of wanted characters."""
+
+    def check(self, prompt: Prompt) -> None:
+        """Accept every prompt."""
+
+    def score(self, prompt: Prompt, completion_text: str) -> Score:
+        wanted = prompt.answer or ""
+        return Score(sum(letter in wanted for letter in completion_text) / max(1, len(completion_text)))
+
+
+class Versions:
+    """The folders of all versions that the trainer wrote, copied before it deletes old ones."""
+
+    def __init__(self, base: Path, weights: Path, kept: Path) -> None:
+        self._weights, self._kept = weights, kept
+        self.reference = functools.cache(lambda name, version: merged(base, self._kept / name / f"v{version:06d}"))
         """Slow reference: the base model with the weights of an adapter's version merged into it."""
 
-    def path(self, name: str, version: int) -> Path:
-        """Return the folder of an adapter's version."""
-        return self._folder / name / f"v{version}"
-
-    def load(self, name: str, version: int) -> None:
-        """Write new weights of an adapter and load them into the engine under their version."""
-        folder = write_adapter(self.path(name, version), self._base, seed=2 * version + (name == "math"))
-        loaded = self._engine.post(
-            "/v1/load_lora_adapter",
-            lora_name=name,
-            lora_path=str(folder),
-            load_inplace=version > 0,
-            weight_version=version,
-        )
-        assert loaded.status_code == 200, loaded.text
-
-    def train(self, step: int) -> dict[str, Any]:
-        """Train one step and publish the adapters that it completed; return its record with the groups it drew."""
-        while (response := self._run.batch(step, self._epoch, wait_ms=5000)).status_code == 202:
-            pass
-        assert response.status_code == 200, response.text
-        record: dict[str, Any] = self._run.get(f"batches/{step}/record").json()
-        assert self._run.ack(step, self._epoch).status_code == 200
-        for name, own_step in record["adapters_completed"].items():
-            self.load(name, own_step + 1)
-            weights = {"weights_uri": self.path(name, own_step + 1).as_uri()}
-            published = self._run.post("policy", epoch=self._epoch, version=own_step + 1, adapter=name, **weights)
-            assert published.status_code == 200, published.text
-        return record
+    def copy_new(self) -> None:
+        for folder in self._weights.glob("*/v*"):
+            copy = self._kept / folder.parent.name / folder.name
+            if not copy.exists():
+                shutil.copytree(folder, copy)
 
 
-def trained_on_new_weights(records: list[dict[str, Any]]) -> bool:
-    """Return whether each adapter has trained a group that its published weights sampled."""
-    entries = [entry for record in records for entry in record["groups"]]
-    return {entry["adapter"] for entry in entries if entry["policy_version"] > 0} == ADAPTERS.keys()
+@contextlib.asynccontextmanager
+async def trainer(run: RunClient, engine: str, model: Path, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start `replaybuf train`, and kill it at the end if it still runs."""
+    options = {
+        "url": str(run.http.base_url),
+        "run": run.run,
+        "engine": engine,
+        "model": str(model),
+        "lora-rank": "8",
+        "learning-rate": "1e-2",
+        "warm-up-steps": "2",
+        "weights-dir": str(folder / "weights"),
+        "checkpoint-dir": str(folder / "checkpoints"),
+        "metrics-file": str(folder / "train.jsonl"),
+        "wait-ms": "500",
+    }
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "replaybuf", "train", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
 
 
-def check(records: list[dict[str, Any]], adapter: str) -> int:
-    """Check versions and order of an adapter's groups over all records; return the number of its groups."""
+def served(engine: EngineProcess) -> list[str]:
+    return [card["id"] for card in engine.http.get("/v1/models").json()["data"]]
+
+
+def own_groups(records: list[dict[str, Any]], adapter: str) -> list[dict[str, Any]]:
+    """Check versions and order of an adapter's groups over all records; return them in order."""
+    size = (ADAPTERS | {ADDED: ADDED_GROUPS})[adapter]
     shares = [sum(entry["adapter"] == adapter for entry in record["groups"]) for record in records]
-    assert max(shares) <= ADAPTERS[adapter], "a share never crosses the end of an own batch"
+    assert max(shares) <= size, "a share never crosses the end of an own batch"
     mine = [entry for record in records for entry in record["groups"] if entry["adapter"] == adapter]
-    own_steps = [number // ADAPTERS[adapter] for number in range(len(mine))]
-    ages = [step - entry["policy_version"] for step, entry in zip(own_steps, mine, strict=True)]
+    ages = [number // size - entry["policy_version"] for number, entry in enumerate(mine)]
     assert ages == [entry["staleness"] for entry in mine] and set(ages) <= {0, 1}
     indexes = [entry["prompt_index"] for entry in mine]
     assert len(set(indexes)) == len(indexes), "no prompt twice"
-    return len(mine)
+    return mine
 
 
-def check_sampled(tenants: Tenants, group: dict[str, Any]) -> set[int]:
-    """Check that a tenant's own weights of the recorded version sampled its tokens, and that no others did."""
+def check_sampled(versions: Versions, group: dict[str, Any]) -> int:
+    """Check that a tenant's own weights of the recorded version sampled its first tokens; return the version."""
     name = group["adapter"]
-    other = next(one for one in ADAPTERS if one != name)
     assert group["metadata"]["engine"]["model"] == name
-    versions = set()
-    for rollout in group["rollouts"]:
-        # Tokens after a replacement depend on keys and values of both versions, which the reference has not.
-        spans = rollout["version_spans"] or [(group["policy_version"], 0, len(rollout["completion_ids"]))]
-        version, _, end = spans[0]
-        prompt, ids = rollout["prompt_ids"], rollout["completion_ids"][:end]
-        sampled = pytest.approx(rollout["inference_logprobs"][:end], abs=TOLERANCE)
-        assert oracle(tenants.reference(name, version), prompt, ids) == sampled, (name, version)
-        assert oracle(tenants.reference(other, 0), prompt, ids) != sampled, "another tenant's weights fit too"
-        versions.add(version)
-    return versions
+    rollout = group["rollouts"][0]
+    # Tokens after a replacement depend on keys and values of both versions, which the reference has not.
+    spans = rollout["version_spans"] or [(group["policy_version"], 0, len(rollout["completion_ids"]))]
+    version, _, end = spans[0]
+    prompt, ids = rollout["prompt_ids"], rollout["completion_ids"][:end]
+    sampled = pytest.approx(rollout["inference_logprobs"][:end], abs=TOLERANCE)
+    assert oracle(versions.reference(name, version), prompt, ids) == sampled, (name, version)
+    if version > 2:
+        other = next(one for one in ADAPTERS if one != name)
+        assert oracle(versions.reference(other, version), prompt, ids) != sampled, "another tenant's weights fit too"
+        assert oracle(versions.reference(name, version - 2), prompt, ids) != sampled, "older weights fit too"
+    return int(version)
 
 
-def test_one_engine_samples_two_tenants_with_their_own_weights_and_one_is_removed_while_they_run(
+def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_removed(
     tmp_path: Path, run: RunClient, models: Path
 ) -> None:
     adapters = {name: {"groups_per_batch": size} for name, size in ADAPTERS.items()}
     batch = {"tokens_per_batch": 4096, "seq_len": 256}
-    assert run.put(batch=batch, group_size=2, adapters=adapters).status_code == 201
-    sampled: dict[str, set[int]] = {name: set() for name in ADAPTERS}
+    assert run.put(batch=batch, group_size=GROUP_SIZE, adapters=adapters).status_code == 201
+    versions = Versions(models / "a", tmp_path / "weights", tmp_path / "kept")
+
+    async def until(what: str, condition: Callable[[], bool], *processes: asyncio.subprocess.Process) -> None:
+        while not condition():
+            versions.copy_new()
+            ended = [process for process in processes if process.returncode is not None]
+            assert not ended, (what, [(await process.communicate())[1] for process in ended])
+            await asyncio.sleep(0.05)
+        versions.copy_new()
+
+    def steps(name: str) -> int:
+        return int(run.state()["adapters"][name]["step"])
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
             engine = stack.enter_context(engine_process(models / "a"))
-            tenants = Tenants(run, engine, models / "a", tmp_path / "weights")
-            processes = {}
-            for name in ADAPTERS:
-                tenants.load(name, 0)
+            training = await stack.enter_async_context(trainer(run, engine.url, models / "a", tmp_path))
+            await until("version 0", lambda: served(engine) == ["policy", "code", "math"], training)
+
+            async def start(name: str, prompts: str) -> asyncio.subprocess.Process:
                 (tmp_path / name).mkdir()
-                options = {"adapter": name, "tokenizer": str(models / "a"), "prompts": f"{HERE}:words"}
+                options = {"adapter": name, "tokenizer": str(models / "a"), "environment": f"{HERE}:Share"}
+                options |= {"prompts": f"{HERE}:{prompts}"}
                 started = generator(tmp_path / name, str(run.http.base_url), run.run, engine.url, **options)
-                processes[name] = await stack.enter_async_context(started)
-            records: list[dict[str, Any]] = []
-            while not trained_on_new_weights(records):
-                records.append(await asyncio.to_thread(tenants.train, len(records)))
-            progress = {name: check(records, name) for name in ADAPTERS}
+                return await stack.enter_async_context(started)
 
-            removed = run.http.patch(run.path, json={"adapters": {"code": None}})
-            assert removed.status_code == 200, removed.text
-            _, error = await processes["code"].communicate()
-            assert processes["code"].returncode == 0, error.decode()
-            assert engine.post("/v1/unload_lora_adapter", lora_name="code").status_code == 200
-            steps = range(len(records), len(records) + ALONE)
-            rest = [await asyncio.to_thread(tenants.train, step) for step in steps]
-            assert check(records + rest, "math") > progress["math"]
-            own = {entry["adapter"] for record in rest[1:] for entry in record["groups"]}
-            assert own == {"math"}, "at most the batch that was assembled before holds the removed adapter"
-            assert [card["id"] for card in engine.http.get("/v1/models").json()["data"]] == ["policy", "math"]
+            coder, mathematician = await start("code", "code"), await start("math", "math")
+            alive = (training, mathematician)
+            await until("learned", lambda: min(map(steps, ADAPTERS)) >= LEARNED, *alive, coder)
 
-            for entry in (entry for record in records + rest for entry in record["groups"]):
-                group = run.get(f"groups/{entry['group_id']}").json()
-                sampled[entry["adapter"]] |= check_sampled(tenants, group)
+            change = {"code": None, ADDED: {"groups_per_batch": ADDED_GROUPS}}
+            assert run.http.patch(run.path, json={"adapters": change}).status_code == 200
+            await until("changed", lambda: served(engine) == ["policy", "math", ADDED], *alive)
+            _, error = await coder.communicate()
+            assert coder.returncode == 0, error.decode()
+            poet = await start(ADDED, "poem")
+            await until("added", lambda: run.state()["adapters"][ADDED]["published_version"] >= 2, *alive, poet)
+            assert run.http.patch(run.path, json={"state": "finished"}).status_code == 200
+            _, error = await training.communicate()
+            assert training.returncode == 0, error.decode()
 
     bounded(main())
-    assert all(len(versions) > 1 for versions in sampled.values()), sampled
+    records = [run.get(f"batches/{step}/record").json() for step in range(run.state()["step"])]
+    for name in (*ADAPTERS, ADDED):
+        mine = own_groups(records, name)
+        groups = [run.get(f"groups/{entry['group_id']}").json() for entry in mine]
+        found = [check_sampled(versions, group) for group in groups if group["rollouts"]]
+        assert len(set(found)) > 2, name
+        if name in ADAPTERS:
+            rewards = [np.mean([rollout["reward"] for rollout in group["rollouts"]]) for group in groups]
+            part = len(rewards) // 4
+            assert np.mean(rewards[-part:]) > 2 * np.mean(rewards[:part]), (name, rewards)
     state = run.state()
     assert state["adapters"]["code"]["groups"]["live"] == 0
     assert state["groups"]["rejected"].keys() <= {"unknown_adapter"}, "only a group that was under way at the removal"
     policies = [one for one in run.get("ledger", limit=1000).json()["records"] if one["type"] == "POLICY"]
-    for name in ADAPTERS:
-        versions = [one["version"] for one in policies if one["adapter"] == name]
-        assert versions == list(range(1, len(versions) + 1)) and versions, name
+    for name in (*ADAPTERS, ADDED):
+        announced = [one["version"] for one in policies if one["adapter"] == name]
+        assert announced == list(range(1, len(announced) + 1)) and announced, name
