@@ -21,6 +21,7 @@ import torch
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import RunFacts
+from replaybuf_trainer.checkpoints.adapters import check_origin, origin_of
 from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
 from replaybuf_trainer.checkpoints.folders import TrainerState, read_state
 from replaybuf_trainer.faults import TrainingFault
@@ -144,6 +145,7 @@ class Trainer:
                 value=state.run,
                 bound=options.source,
             )
+        check_origin(checkpoint, state.lora, options)
         if (checkpoint / "model").is_dir():  # runs with adapters have none
             check_same_shape(checkpoint / "model", options.model)
         return state
@@ -258,7 +260,8 @@ class Trainer:
         if not options.keeps_checkpoints:
             return
         self._watch.enter("checkpoint")
-        state = TrainerState(run=options.source, step=self._step, version=self._publications.version)
+        version, lora = self._publications.version, origin_of(options)
+        state = TrainerState(run=options.source, step=self._step, version=version, lora=lora)
         self._checkpoints.save(self._policy, state)
 
     def _saved(self, step: int) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf_trainer.checkpoints.adapters import AdapterOrigin
 from replaybuf_trainer.weights import keep_newest, sync
 
 STATE_FOLDER = "state"
@@ -33,7 +34,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`step`: number of steps done, the `resume_step` of an attach; `version`: policy version after them.
 
-    `ranks`: number of processes that wrote it; `files`: bytes of every file by its path.
+    `ranks`: number of processes that wrote it; `files`: bytes of every file by its path; `lora`: None = whole weights.
     """
 
     run: str
@@ -41,6 +42,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     version: int
     ranks: int = 1
     files: dict[str, int] = {}
+    lora: AdapterOrigin | None = None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
