@@ -47,7 +47,7 @@ def fill(run: RunClient, adapters: dict[str, int], groups: int) -> None:
 def append(run: RunClient, adapter: str, groups: int) -> None:
     for number in range(groups):
         members = rollouts(2, seed=number + 100 * len(adapter), longest=9)
-        named = {"group_id": f"{adapter}-{number}", "prompt_id": f"p{number}", "adapter": adapter}
+        named: dict[str, Any] = {"group_id": f"{adapter}-{number}", "prompt_id": f"p{number}", "adapter": adapter}
         (result,) = run.append(msgspec.to_builtins(group_to_json(group_of(members, **named))))
         assert result["status"] == "stored", result
 
