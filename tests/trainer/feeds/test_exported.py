@@ -89,7 +89,7 @@ def test_held_out_groups_are_evaluated_on_schedule_and_change_nothing(
     assert lines[1]["eval_loss_tokens"] == lines[0]["loss_tokens"]
     assert lines[1]["eval_kl"] != lines[0]["kl"] != lines[3]["eval_kl"]  # of the same groups, but other weights
     phases = [json.loads(line)["phase_s"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    assert ["evaluate" in phase for phase in phases] == [False, True, False, True]
+    assert "evaluate" not in phases[0] and phases[1]["evaluate"] > 0
 
 
 def test_held_out_groups_that_lack_a_column_end_the_training_before_it_starts(
