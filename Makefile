@@ -7,6 +7,7 @@
 #   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
 #   make browser                     what the tests of the console run in the page, from npm; they need a Chromium too
 #   make vendor                      copy the chart library of tests/console/package-lock.json into the console
+#   make test-trl                    the losses against those of TRL, which comes into .trl (12 MB)
 #   make check                       lint, format, types, import rules
 #   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
@@ -16,7 +17,7 @@
 #                                    hurt real processes under load (--fault KIND ... for some kinds); a checker judges it
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (93 MB)
-#   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .venv-schema, .verifiers and .replaybuf stay
+#   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .venv-schema, .verifiers, .trl and .replaybuf stay
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,11 +25,13 @@ VLLM_VENV ?= .venv-vllm
 PEERS ?= .venv-peers
 SCHEMA_VENV ?= .venv-schema
 VERIFIERS ?= .verifiers
+TRL ?= .trl
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
+TRL_STAMP := $(TRL)/.installed
 SCHEMA_STAMP := $(SCHEMA_VENV)/.installed
 AXE := tests/console/node_modules/.package-lock.json
 EXTRAS := trainer,lora,demo,generate,dev
@@ -40,7 +43,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers check docs bench peers chaos fuzz schema browser vendor clean
+.PHONY: help install demo test coverage test-vllm test-verifiers test-trl check docs bench peers chaos fuzz schema browser vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -83,6 +86,12 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 test-verifiers: $(STAMP) $(VERIFIERS_STAMP)
 	VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest tests/verifiers --timeout 480 $(ARGS)
 
+test-trl: $(STAMP) $(TRL_STAMP)
+	$(TRL)/python -m pytest tests/trl -o filterwarnings=default $(ARGS)
+
+$(TRL_STAMP): tests/trl/requirements.txt tests/trl/install.sh $(STAMP)
+	@tests/trl/install.sh $(BIN)/python $(TRL)
+
 $(VERIFIERS_STAMP): tests/verifiers/requirements.txt tests/verifiers/install.sh $(STAMP)
 	@tests/verifiers/install.sh $(BIN)/python $(VERIFIERS)
 
@@ -124,4 +133,4 @@ $(SCHEMA_STAMP): tests/schema/requirements.txt
 
 clean:
 	rm -rf dist build site .coverage .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(PEERS) -prune -o -path ./$(SCHEMA_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(TRL) -prune -o -path ./$(PEERS) -prune -o -path ./$(SCHEMA_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -29,7 +29,8 @@ class Correction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Truncated token weights: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     Masked tokens: IcePop (Ling team 2025, arXiv:2510.18855). Sequence and geometric masks, and the veto: Liu et al.
-    2025, "When Speed Kills Stability". Deviation: rejected tokens stay in the denominator of the mean.
+    2025, "When Speed Kills Stability". Deviations: rejected tokens stay in the denominator of the mean; they have no KL
+    penalty or entropy bonus either, which TRL keeps.
     """
 
     level: Level = "token"

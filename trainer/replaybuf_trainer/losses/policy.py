@@ -80,7 +80,7 @@ class Cispo(PolicyLoss, frozen=True, kw_only=True):
     """-stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
 
     CISPO (MiniMax-M1, 2025, arXiv:2506.13585, section 3.1, equations 4 and 5): every token keeps its gradient. As in
-    the paper, the lower bound is off by default.
+    the paper, the lower bound is off by default. TRL names the upper bound itself, 1 + clip_high, `epsilon_high`.
     """
 
     clip_low: Share = 1.0
