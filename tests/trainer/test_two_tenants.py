@@ -34,6 +34,8 @@ WANTED = {"code": "abcdefghijklm", "math": "0123456789+-*/=", ADDED: "nopqrstuvw
 """The reward is the share of these characters in the completion."""
 LEARNED = 20
 """Own steps after which rewards are compared."""
+OTHERS = 5
+"""A version that each of the first tenants has."""
 TOLERANCE = 1e-4
 HERE = __name__
 
@@ -130,7 +132,7 @@ def check_sampled(versions: Versions, group: dict[str, Any]) -> int:
     assert oracle(versions.reference(name, version), prompt, ids) == sampled, (name, version)
     if version > 2:
         other = next(one for one in ADAPTERS if one != name)
-        assert oracle(versions.reference(other, version), prompt, ids) != sampled, "another tenant's weights fit too"
+        assert oracle(versions.reference(other, OTHERS), prompt, ids) != sampled, "another tenant's weights fit too"
         assert oracle(versions.reference(name, version - 2), prompt, ids) != sampled, "older weights fit too"
     return int(version)
 
