@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from tensorboardX.proto import event_pb2
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf_trainer.options import TrainOptions
-from replaybuf_trainer.report.sinks.prometheus import BY_STALENESS, Prometheus
+from replaybuf_trainer.report.sinks.prometheus import BY_STALENESS, GAUGES, Prometheus
 from replaybuf_trainer.report.sinks.tensorboard import TensorBoard
 from replaybuf_trainer.report.sinks.weights_and_biases import WeightsAndBiases
 
@@ -28,6 +29,12 @@ WAIT = WaitingAnswer(
 )
 MEANS = {"loss_tokens": 40.0} | dict.fromkeys(BY_STALENESS, 0.5)
 TIMEOUT_S = 60.0
+PAGE = (
+    (Path(__file__).parents[3] / "docs" / "trainers.md")
+    .read_text()
+    .partition("All metrics start with")[2]
+    .partition("###")[0]
+)
 
 
 def figures(step: int, **fields: Any) -> dict[str, Any]:
@@ -97,6 +104,20 @@ def test_statistics_have_the_label_staleness_which_is_bounded(prometheus: Promet
     assert "ratio_mean_by_staleness{staleness=0}" not in values
     assert values["loss_tokens_by_staleness_total{staleness=0}"] == 40
     assert values["loss_tokens_by_staleness_total{staleness=8+}"] == 80
+
+
+def test_the_page_describes_every_metric_with_its_labels(prometheus: Prometheus) -> None:
+    """The table has exactly the metrics that a scrape has."""
+    prometheus.write(dict.fromkeys(GAUGES, 0) | figures(0))
+    described: dict[str, set[str]] = {}
+    for names, labels in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]*)\|", PAGE, re.MULTILINE):
+        described |= {name: set(re.findall(r"\w+", labels)) for name in re.findall(r"\w+", names)}
+    found: dict[str, set[str]] = {}
+    for sample in scraped(prometheus):
+        name, _, labels = re.sub(r"(?<=step_seconds)_(sum|count|bucket)", "", sample).partition("{")
+        if not name.endswith("_created"):
+            found.setdefault(name, set()).update(set(re.findall(r"(\w+)=", labels)) - {"le"})
+    assert described == found
 
 
 def test_a_taken_port_is_rejected_at_once() -> None:
