@@ -28,6 +28,7 @@ from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.held_out import open_held_out
 from replaybuf_trainer.losses import BatchTotals, load_objective
+from replaybuf_trainer.models.fit import check_fit
 from replaybuf_trainer.models.loading import check_same_shape
 from replaybuf_trainer.models.opening import open_policy
 from replaybuf_trainer.options import TrainOptions
@@ -161,14 +162,7 @@ class Trainer:
                 value=adapters,
                 bound=[],
             )
-        vocabulary = self._policy.vocab_size
-        if facts.vocab_size is not None and facts.vocab_size > vocabulary:
-            raise Invalid(
-                f"run {options.source} has token ids up to vocab_size {facts.vocab_size}; the model has {vocabulary}",
-                name="vocab_size",
-                value=facts.vocab_size,
-                bound=vocabulary,
-            )
+        check_fit(self._policy.model, options, facts)
         self._steps = options.steps or facts.max_steps
         if options.schedule != "constant" and self._steps is None:
             raise Invalid(
