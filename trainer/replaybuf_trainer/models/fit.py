@@ -39,7 +39,7 @@ def check_fit(model: Any, options: TrainOptions, facts: RunFacts) -> None:
             value=tokens,
             bound=vocabulary,
         )
-    if facts.vocab_size is not None and facts.vocab_size < tokens:
+    if options.run and facts.vocab_size is not None and facts.vocab_size < tokens:
         logger.warning(
             "run %s has vocab_size %d; the tokenizer has %d tokens: the service rejects rollouts with the others",
             *(options.source, facts.vocab_size, tokens),
