@@ -61,7 +61,8 @@ def tokenizer_size(folder: Path) -> int:
     found = read_config(path)
     vocabulary = found.get("model", {}).get("vocab", ())
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return 1 + max([*ids, *(token["id"] for token in found.get("added_tokens", ()))], default=-1)
+    highest: int = max([*ids, *(token["id"] for token in found.get("added_tokens", ()))], default=-1)
+    return highest + 1
 
 
 def attention_bytes(model: Any, options: TrainOptions, seq_len: int) -> int:
@@ -73,4 +74,4 @@ def attention_bytes(model: Any, options: TrainOptions, seq_len: int) -> int:
     config = model.config.get_text_config()
     layers = 1 if options.activation_checkpointing else config.num_hidden_layers
     factors = {"sdpa": SDPA_BYTES, "eager": 4 * config.num_attention_heads * (layers + 2)}
-    return pairs * factors.get(attention_of(model), 0)
+    return int(pairs * factors.get(attention_of(model), 0))
