@@ -36,7 +36,7 @@ def open_ranks(fsdp: bool, timeout_s: float) -> Iterator[Ranks]:
         yield Ranks()
         return
     if "WORLD_SIZE" not in os.environ:
-        detail = "--fsdp needs torchrun: torchrun --nproc-per-node 2 -m replaybuf train --fsdp ..."
+        detail = "--fsdp needs torchrun: torchrun --nproc-per-node 2 -m -- replaybuf train --fsdp ..."
         raise Invalid(detail, name="fsdp", value=True)
     store, ranks = _connect(timedelta(seconds=timeout_s))
     try:
