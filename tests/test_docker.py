@@ -224,9 +224,10 @@ def queries() -> Iterator[tuple[str, str]]:
 @pytest.fixture
 def exposed(run: RunClient) -> dict[str, set[str]]:
     """Return the label names of each sample of a run with every rule that stored, used, dropped and rejected groups."""
-    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.5})
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.5}, limits={"max_tokens_live": 1000})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
-    assert run.batch(0, run.attach(seq_len=8)).status_code == 200
+    epoch = run.attach(seq_len=8)
+    assert run.batch(0, epoch).status_code == run.ack(0, epoch).status_code == 200
     families = text_string_to_metric_families(run.http.get("/metrics").text)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

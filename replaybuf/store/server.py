@@ -40,6 +40,11 @@ class ServerReport:
         """Level and how it is met: `strict (appendfsync always)`."""
         return f"{self.durability} ({self.met_by})"
 
+    @property
+    def meets_policy(self) -> bool:
+        """True if durability and replicas are at least what was requested."""
+        return self.durability in ("strict", self.policy.level) and self.replicas >= self.policy.replicas
+
 
 def read_version(info: Mapping[str, Any]) -> str:
     """Return the version in a server's INFO."""

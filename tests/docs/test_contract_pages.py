@@ -13,6 +13,7 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.plugins.entry_points import STRATEGIES, names
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS
+from replaybuf.service.http.metric_page import write_page
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.wire.contract import REASONS
 from replaybuf.wire.group import GroupJson, RolloutJson
@@ -23,6 +24,7 @@ from replaybuf.wire.run_status import Buckets, Coverage, DropAges, Histograms, R
 from tests.conftest import RunClient, group
 
 ROOT = Path(__file__).parents[2]
+METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
 OPERATE = (ROOT / "docs" / "operate.md").read_text()
 HTTP = (ROOT / "docs" / "http.md").read_text()
 
@@ -44,19 +46,22 @@ def test_every_waiting_reason_is_explained_with_who_has_to_act() -> None:
 
 def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient, tmp_path: Path) -> None:
     """The table has exactly the metrics of a service with a run with and a run without adapters."""
-    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.2}, spill={"url": f"file://{tmp_path}"})
+    limits, spill = {"max_tokens_live": 1000}, {"url": f"file://{tmp_path}"}
+    run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.2}, limits=limits, spill=spill)
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
-    assert run.batch(0, run.attach(seq_len=8)).status_code == 200
+    epoch = run.attach(seq_len=8)
+    assert run.batch(0, epoch).status_code == run.ack(0, epoch).status_code == 200
     assert run.get("cursors/reader").status_code == 200
     tenants = RunClient(str(run.http.base_url), f"{run.run}-tenants")
     tenants.put(batch={}, adapters={"a": {"groups_per_batch": 1}})
     tenants.append(group("used", adapter="a"), group("dropped", tokens=9, adapter="a"))
     assert tenants.batch(0, tenants.attach(seq_len=8)).status_code == 200
     tenants.http.close()
-    described = rows(OPERATE, "Metrics")
+    described = dict(re.findall(r"^\| `([\w{},]+)` (\|.*)\|$", METRICS_PAGE, re.MULTILINE))
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family
         for family in text_string_to_metric_families(run.http.get("/metrics").text)
+        if not family.name.startswith("process_")
     }
     assert {name.partition("{")[0] for name in described} == set(families)
     for name, row in described.items():
@@ -65,6 +70,11 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient, tmp_
         labels = {label for sample in family.samples for label in sample.labels} - {"run", "le"}
         assert family.samples
         assert labels == set(re.findall(r"\w+", name.partition("{")[2]))
+
+
+def test_the_page_of_metrics_is_that_of_the_table() -> None:
+    """`make docs` writes it."""
+    assert write_page() == METRICS_PAGE
 
 
 def test_every_call_is_documented_with_its_roles() -> None:

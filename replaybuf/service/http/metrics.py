@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+from replaybuf import __version__
 from replaybuf.kernel.failed_rule import explain_exceeded, read_share
 from replaybuf.kernel.histograms import GroupHistograms, Histogram
 from replaybuf.kernel.index import IN_BATCHES
+from replaybuf.kernel.step_figures import StepFigures
 from replaybuf.service.host import Service
 from replaybuf.service.http.metric_text import MetricText
 from replaybuf.service.report.status import count_partial, coverage
@@ -22,6 +26,8 @@ from replaybuf.wire.contract import REASONS
 
 TIMES_SAMPLED_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 """Upper edges of the buckets of `times_sampled`."""
+MOST_STALENESS = 64
+"""Greatest staleness with a label of its own."""
 _PROMPT_STATES = ("trained", "dropped", "failed", "pending")
 _RUN_STATES = ("running", "paused", "finished")
 
@@ -34,6 +40,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "groups_duplicate": lambda run: run.side_state.duplicates,
     "rollouts_truncated_groups": lambda run: run.admission.truncated,
     "tokens_used": lambda run: run.state.totals.tokens_used,
+    "tokens_stored": lambda run: run.arrivals.tokens,
     "tokens_masked": lambda run: run.state.masked_tokens,
     "tickets_issued": lambda run: run.book.counts["issued"],
     "tickets_expired": lambda run: run.book.counts["expired"],
@@ -50,6 +57,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "tickets_out": lambda run: run.book.out,
     "published_version": lambda run: run.state.published[""],
     "step": lambda run: run.state.step,
+    "checkpoint_step": lambda run: max(run.state.checkpoints, default=0),
     "epoch": lambda run: run.state.epoch,
     "generation": lambda run: run.state.generation,
     "leading": lambda run: float(run.journal.leading),
@@ -57,6 +65,9 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "index_bytes": lambda run: run.state.index.nbytes,
 }
 """Metrics with the label `run` alone."""
+_PROCESS = CollectorRegistry()
+ProcessCollector(registry=_PROCESS)
+"""Processor time, memory and open files of this process, under the names that every Prometheus client uses."""
 
 
 def _read_run(text: MetricText, name: str, run: Run) -> None:
@@ -67,13 +78,15 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
         text.add("groups_dropped", count, name, reason)
     for reason in REASONS:
         text.add("waiting_seconds", run.batches.waited_s.get(reason, 0.0), name, reason)
-    for age, count in sorted(state.totals.used_staleness.items()):
-        text.add("groups_used_by_staleness", count, name, str(age))
+    for age, count in _by_staleness(state.totals.used_staleness):
+        text.add("groups_used_by_staleness", count, name, age)
     for outcome in OUTCOMES:
         text.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
     if (failed := read_share(state)) is not None:
         text.add("prompts_failed_share", failed.share, name)
         text.add("prompts_failed_alarm", float(explain_exceeded(state) is not None), name)
+    _read_newest_batch(text, name, state.figures)
+    _read_limits(text, name, run)
     _read_presence(text, name, run)
     _read_spill(text, name, run)
     for cursor in run.cursors.describe():
@@ -84,6 +97,38 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
     for prompt_state in _PROMPT_STATES:
         text.add("prompts", getattr(outcomes, prompt_state), name, prompt_state)
     _read_histograms(text, name, state.totals.histograms)
+
+
+def _by_staleness(uses: Counter[int]) -> list[tuple[str, int]]:
+    """Return uses by label. Labels are bounded: a strategy without a limit could make one per policy version."""
+    near = [(str(age), count) for age, count in sorted(uses.items()) if age <= MOST_STALENESS]
+    far = sum(count for age, count in uses.items() if age > MOST_STALENESS)
+    return [*near, (f"{MOST_STALENESS + 1}+", far)] if far else near
+
+
+def _read_newest_batch(text: MetricText, name: str, figures: StepFigures) -> None:
+    if not figures.rows:
+        return
+    newest = figures.rows[-1]
+    text.add("batch_reward_mean", newest.reward_mean, name)
+    text.add("batch_reward_std", newest.reward_std, name)
+    text.add("batch_reward_min", newest.reward_min, name)
+    text.add("batch_reward_max", newest.reward_max, name)
+    text.add("batch_fill_ratio", newest.fill, name)
+    # The newest batches may be assembled ahead and have no ack yet.
+    if acked_s := next((row.acked_s for row in reversed(figures.rows) if row.acked_s), 0.0):
+        text.add("step_timestamp_seconds", acked_s, name)
+
+
+def _read_limits(text: MetricText, name: str, run: Run) -> None:
+    limits, live = run.journal.config.limits, run.state.pool.live_totals()
+    for limit, used, bound in (
+        ("max_tokens_live", live.tokens, limits.max_tokens_live),
+        ("max_bytes_live", live.frame_bytes, limits.max_bytes_live),
+        ("max_bytes_in_memory", run.spill.in_memory, limits.max_bytes_in_memory),
+    ):
+        if bound is not None:
+            text.add("limit_used_ratio", used / bound, name, limit)
 
 
 def _read_presence(text: MetricText, name: str, run: Run) -> None:
@@ -137,8 +182,8 @@ def _read_adapter(text: MetricText, name: str, run: Run, adapter: str) -> None:
     text.add("adapter_step", state.own_step(state.step, adapter), *labels)
     text.add("adapter_groups_given", progress.groups, *labels)
     text.add("adapter_groups_per_batch", run.journal.config.adapters[adapter].groups_per_batch, *labels)
-    for age, count in sorted(counts.used_staleness.items()):
-        text.add("adapter_groups_used_by_staleness", count, *labels, str(age))
+    for age, count in _by_staleness(counts.used_staleness):
+        text.add("adapter_groups_used_by_staleness", count, *labels, age)
     for reason, count in sorted((Counter(counts.evicted) + Counter(counts.dead_lettered)).items()):
         text.add("adapter_groups_dropped", count, *labels, reason)
     if waiting := run.state_cache.waits().adapters[adapter]:
@@ -153,7 +198,9 @@ def _read_server(text: MetricText, service: Service) -> None:
     text.add("connections", service.traffic.connections)
     text.add("body_bytes", service.traffic.body_bytes)
     report, connection = service.report, service.store.connection
+    text.add("build_info", 1, __version__, platform.python_version())
     text.add("durability_strict", report is not None and report.durability == "strict")
+    text.add("durability_met", report is not None and report.meets_policy)
     text.add("writes_unconfirmed", connection.unconfirmed)
     text.add("redis_up", service.outage is None)
     text.add("redis_replicas", report.replicas if report else 0)
@@ -209,4 +256,8 @@ async def _read(service: Service) -> bytes:
     for read in _pieces(service):
         read(text)
         await asyncio.sleep(0)
-    return await asyncio.to_thread(text.render)
+    return await asyncio.to_thread(_render, text)
+
+
+def _render(text: MetricText) -> bytes:
+    return text.render() + generate_latest(_PROCESS)

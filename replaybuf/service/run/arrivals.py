@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import numpy as np
+
 from replaybuf.kernel.rates import Rates
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
@@ -14,7 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """Reads new groups of one run from the index stream and settles them, on the leader and on followers."""
+    """Reads new groups of one run from the index stream and settles them, on the leader and on followers.
+
+    `tokens`: of the groups that arrived while this server led.
+    """
 
     def __init__(self, journal: Journal, tickets: Tickets, eviction: Eviction, rates: Rates) -> None:
         self._journal = journal
@@ -23,6 +28,7 @@ class Arrivals:
         self._rates = rates
         self._settling = asyncio.Lock()
         self._measured_after = journal.state.stored
+        self.tokens = 0
 
     async def pull(self) -> None:
         """Read new groups that others published."""
@@ -51,6 +57,8 @@ class Arrivals:
                     # Groups stored before this server measured are history, not speed.
                     recent = chunk.numbers > self._measured_after
                     self._rates.record_stored(self._journal.clock.monotonic(), int(recent.sum()))
+                    recent[: len(chunk.malformed)] &= ~chunk.malformed
+                    self.tokens += int(chunk.values["tokens"][recent].sum(dtype=np.int64))
                     await self._eviction.of_arrivals(chunk.numbers)
                 unsettled.popleft()
         self._journal.notify()
