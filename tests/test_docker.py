@@ -34,7 +34,9 @@ DOCKERFILES = sorted(path for path in DOCKER.glob("Dockerfile*") if path.suffix 
 COMPOSE_TEXT = (DOCKER / "compose.yaml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "buffer.json").read_text())
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text()) for path in sorted((DOCKER / "grafana" / "dashboards").iterdir())
+}
 ALERTS: dict[str, Any] = yaml.safe_load((DOCKER / "alerts.yml").read_text())
 OURS = ("replaybuf:0.1.0", "replaybuf-trainer:0.1.0")
 
@@ -212,10 +214,11 @@ def test_prometheus_scrapes_the_service_with_the_readers_token() -> None:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Return every query of dashboard and alerts with its title."""
-    for panel in DASHBOARD["panels"]:
-        for target in panel["targets"]:
-            yield panel["title"], target["expr"]
+    """Return every query of dashboards and alerts with its title."""
+    for dashboard in DASHBOARDS.values():
+        for panel in dashboard["panels"]:
+            for target in panel["targets"]:
+                yield panel["title"], target["expr"]
     for rule_group in ALERTS["groups"]:
         for rule in rule_group["rules"]:
             yield rule["alert"], rule["expr"]
@@ -236,14 +239,16 @@ def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[
     """This covers dashboard and alerts."""
     seen = set()
     for title, query in queries():
-        metrics = re.findall(r"\b(replaybuf_\w+)(?:\{([^}]*)\})?", query)
+        metrics = re.findall(r"\b((?:replaybuf|process)_\w+)(?:\{([^}]*)\})?", query)
         assert metrics or query.startswith('up{job="replaybuf"}'), title
         for metric, matchers in metrics:
             assert metric in exposed, (title, metric)
-            assert set(re.findall(r"(\w+)[=!]~?=?\"", matchers)) <= exposed[metric], (title, query)
+            assert set(re.findall(r"(\w+)[=!]~?=?\"", matchers)) <= exposed[metric] | {"job"}, (title, query)
         grouped = {name for found in re.findall(r"by \(([^)]*)\)", query) for name in re.findall(r"\w+", found)}
-        assert grouped <= set().union(*(exposed[metric] for metric, _ in metrics)), (title, query)
-        assert not re.search(r"\b(?:rate|increase)\((?!replaybuf_\w+_(?:total|bucket|sum|count)\b)", query), (
+        assert grouped <= {"instance"}.union(*(exposed[metric] for metric, _ in metrics)), (title, query)
+        assert not re.search(
+            r"\b(?:rate|increase)\((?!(?:replaybuf|process)_\w+_(?:total|bucket|sum|count)\b)", query
+        ), (
             title,
             query,
         )
@@ -261,14 +266,23 @@ def test_a_quantile_is_taken_over_buckets_that_keep_their_edges() -> None:
         )
 
 
-def test_the_dashboard_shows_the_buffer_at_a_glance() -> None:
-    """Its queries use the provisioned source, and its panels do not overlap."""
-    assert DASHBOARD["title"] == "replaybuf: buffer at a glance"
-    assert [path.name for path in (DOCKER / "grafana" / "dashboards").iterdir()] == ["buffer.json"]
+def test_the_dashboards_are_those_of_the_tables() -> None:
+    """`python docker/grafana/dashboards.py` writes them."""
+    code = "from dashboards import *; print(json.dumps({name: write_dashboard(name) for name in DASHBOARDS}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=DOCKER / "grafana", capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout) == DASHBOARDS
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_uses_the_provisioned_source_and_no_panels_overlap(name: str) -> None:
+    """Panels stay within the 24 columns of Grafana."""
+    panels = DASHBOARDS[name]["panels"]
     sources = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
-    used = {target["datasource"]["uid"] for panel in DASHBOARD["panels"] for target in panel["targets"]}
+    used = {target["datasource"]["uid"] for panel in panels for target in panel["targets"]}
     assert used == {source["uid"] for source in sources["datasources"]}
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    places = [panel["gridPos"] for panel in panels]
     cells = [(p["x"] + dx, p["y"] + dy) for p in places for dx in range(p["w"]) for dy in range(p["h"])]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
@@ -281,7 +295,7 @@ def test_grafana_finds_what_is_provisioned() -> None:
     grafana = SERVICES["grafana"]
     assert f"./grafana/dashboards:{folder}:ro" in grafana["volumes"]
     home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
-    assert (str(home.parent), home.name) == (folder, "buffer.json")
+    assert (str(home.parent), home.name) == (folder, "overview.json")
 
 
 # ---------------------------------------------------------------------- images
