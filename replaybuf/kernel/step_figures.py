@@ -161,7 +161,10 @@ def _row_of(state: RunState, record: BatchRecord, stored_before: int, dropped: d
 
 
 def _add_stored(row: StepRow, index: Index, stored_before: int) -> None:
-    """Add what was stored since the batch before: by time, because a restart folds the index stream first."""
+    """Add what was stored since the batch before: by time, because a restart folds the index stream first.
+
+    Clocks of servers differ, so a group may count for a neighbouring step; none counts twice or not at all.
+    """
     until = int(np.searchsorted(index["arrival_s"], row.at_s, "right"))
     since = int(np.searchsorted(index["number"], stored_before, "right"))
     row.tokens_in = float(index["tokens"][since:until].sum(dtype=np.int64))

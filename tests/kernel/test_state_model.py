@@ -240,7 +240,11 @@ def counts_of(tallies: GroupHistograms) -> dict[str, Any]:
 
 
 def story_of(state: RunState) -> dict[str, Any]:
-    """Return everything that must be equal after two rebuilds of the same history."""
+    """Return everything that must be equal after two rebuilds of the same history.
+
+    Of the figures per step, tokens stored between two batches are told by the clock of their arrival: a group may
+    count for the step before or after.
+    """
     index = state.index
     numbers = range(1, state.stored + 1)
     kept = {int(n): row for n in numbers for row in index.rows_of([n]).tolist()}
@@ -251,7 +255,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
         "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
         "live": state.pool.live_totals(),
-        "figures": state.figures,
+        "figures": [msgspec.structs.replace(row, tokens_in=0.0, stored=0) for row in state.figures.rows],
         "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.acked) for s, b in state.batches.items()},
         "records": (
             {s: (r.entry, r.generation) for s, r in state.records.items()},
