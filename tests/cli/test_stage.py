@@ -148,6 +148,8 @@ def test_several_stages_of_one_column_are_harmless(run: RunClient, stages: Stage
     names = [f"g{number}" for number in range(40)]
     start(run, *names)
     several = [stages.start("ref") for _ in range(3)]
+    for one in several:  # a process that has not begun yet would die by the signal
+        assert one.stdout is not None and one.stdout.readline().startswith("stage adds")
     eventually(lambda: lacking(run) == [], WITHIN_S)
     added = [int(re.search(r"added (\d+), passed \d+, failed 0", stop(one))[1]) for one in several]  # type: ignore[index]
     assert sum(added) == 40
