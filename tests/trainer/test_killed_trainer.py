@@ -67,9 +67,14 @@ def curve(folder: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: {name: line[name] for name in EXACT} for line in lines}
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "lora_rank"), [*((phase, None) for phase in PHASES), ("after the ack", 4)])
 def test_a_killed_trainer_resumes_with_the_same_curve(
-    phase: str, run: RunClient, connect: Callable[[str, str], RunClient], tmp_path: Path, models: Path
+    phase: str,
+    lora_rank: int | None,
+    run: RunClient,
+    connect: Callable[[str, str], RunClient],
+    tmp_path: Path,
+    models: Path,
 ) -> None:
     url = str(run.http.base_url)
 
@@ -87,6 +92,7 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
             schedule="cosine",
             warm_up_steps=1,
             wait_ms=500,
+            lora_rank=lora_rank,
         )
 
     function, number, newest = PHASES[phase]
@@ -105,7 +111,6 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
     assert train(options(whole.run)) == STEPS
     assert curve(tmp_path / run.run) == curve(tmp_path / whole.run)
     found, expected = (
-        load_model(tmp_path / name / "checkpoints" / f"step-{STEPS:06d}" / "model").state_dict()
-        for name in (run.run, whole.run)
+        load_model(tmp_path / name / "weights" / f"v{STEPS:06d}").state_dict() for name in (run.run, whole.run)
     )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
