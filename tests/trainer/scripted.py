@@ -28,12 +28,22 @@ EPOCH = 7
 
 def fill(run: RunClient) -> None:
     """Create a run and store the groups of `STEPS` batches, drawn from the number of their step."""
+    put_run(run)
+    fill_numbers(run, range(STEPS))
+
+
+def put_run(run: RunClient) -> None:
+    """Create a run of `STEPS` batches of one group."""
     run.put(
         batch={"groups_per_batch": 1, "seq_len": 64},
         strategy={"name": "one-step-off-policy", "options": {"max_staleness": 100}},
         max_steps=STEPS,
     )
-    for number in range(STEPS):
+
+
+def fill_numbers(run: RunClient, numbers: range) -> None:
+    """Store the groups of these batches."""
+    for number in numbers:
         group = group_of(rollouts(4, seed=number), group_id=f"g{number}", prompt_id=f"p{number}")
         (result,) = run.append(msgspec.to_builtins(group_to_json(group)))
         assert result["status"] == "stored", result

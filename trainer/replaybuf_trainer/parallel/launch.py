@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,6 +19,7 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 
+AGREE_POLL_S = 0.02
 LOST_WAIT_S = 5.0
 """How long a rank that lost its connections waits for the other ranks to report that they are alive."""
 
@@ -51,7 +54,8 @@ def open_ranks(fsdp: bool, timeout_s: float) -> Iterator[Ranks]:
 
 
 def _connect(timeout: timedelta) -> tuple[Store, TorchRanks]:
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    shared, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(_agree_on_attempt(shared, rank, size, timeout), shared)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -61,6 +65,33 @@ def _connect(timeout: timedelta) -> tuple[Store, TorchRanks]:
     dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=timeout)
     control, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     return PrefixStore("ranks", store), TorchRanks(device, control, background)
+
+
+def _agree_on_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name that only the ranks of this attempt share.
+
+    After a restart torchrun may hand out the same store, and its keys of the attempt before would let new groups wait
+    for dead processes. The plan is the list of the nonces of all ranks; the name is its digest. A plan with the nonce
+    of a dead process is never confirmed by all, and rank 0 replaces it when the new process has said hello.
+    """
+    nonce, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    store.set(f"hello/{rank}", nonce)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            store.set("plan", " ".join(store.get(f"hello/{other}").decode() for other in range(size)))
+        plan = store.get("plan").decode()
+        if plan.split()[rank : rank + 1] == [nonce]:
+            name = hashlib.sha256(plan.encode()).hexdigest()
+            store.set(f"{name}/{rank}", "here")
+            if store.check([f"{name}/{other}" for other in range(size)]):
+                return name
+        time.sleep(AGREE_POLL_S)
+    raise TrainingFault(
+        f"rank {rank}: not all of {size} ranks have started within {timeout.total_seconds():g} s (--rank-timeout-s)",
+        name="rank",
+        value=rank,
+        bound=timeout.total_seconds(),
+    )
 
 
 def _is_lost_connection(error: BaseException) -> bool:
