@@ -23,6 +23,7 @@ from replaybuf_trainer.report.tables import page
 from replaybuf_trainer.report.tables.folder import RecordedStep, TableFolder
 from replaybuf_trainer.report.tables.record import TokenRecord
 from replaybuf_trainer.report.tables.samples import TOKEN_COLUMNS, Sample, StepSamples, draw_samples
+from tests.conftest import RunClient, group
 from tests.trainer.batches import logprobs_alone, packed, rollouts
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- {{SCRIPT}} "\u2028 😀\x00'
@@ -100,7 +101,8 @@ def test_a_record_of_another_batch_is_rejected(models: Path, step: tuple[TensorB
 
 def options(tmp_path: Path, model: Path, **fields: Any) -> TrainOptions:
     """Options of a trainer with tables."""
-    return TrainOptions(run="r", model=model, tables=2, tables_dir=tmp_path / "tables", **fields)
+    given: dict[str, Any] = {"url": "http://127.0.0.1:1", "run": "r", "tables": 2, "tables_dir": tmp_path / "tables"}
+    return TrainOptions(model=model, **given | fields)
 
 
 def test_a_folder_per_step_has_a_parquet_file_and_a_page(
@@ -118,6 +120,24 @@ def test_a_folder_per_step_has_a_parquet_file_and_a_page(
         assert len(row["ratio"]) == len(row["token_ids"]) == len(row["loss_mask"])
         assert [value is None for value in row["ratio"]] == [not mask for mask in row["loss_mask"]]
     assert "samples.parquet" in (folder / "index.html").read_text()
+
+
+def test_each_rollout_has_its_reward_parts_as_the_service_stores_them(
+    run: RunClient, tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
+) -> None:
+    """A batch body has only their means. A token that may not read groups leaves them out."""
+    batch, record, _ = step
+    assert run.put(batch={"groups_per_batch": 1}).status_code == 201
+    stored = group(batch.meta.group_ids[0], rollouts=4)
+    for number, rollout in enumerate(stored["rollouts"]):
+        rollout["rewards"] = {"format": number / 10, "answer": number}
+    assert run.append(stored)[0]["status"] == "stored"
+    made = TableFolder(options(tmp_path, models / "a", url=str(run.http.base_url), run=run.run, tables=4))
+    made.write(RecordedStep(batch, record))
+    made.close()
+    rows = pq.read_table(tmp_path / "tables" / "step-000000" / "samples.parquet").to_pylist()
+    assert {row["rollout"]: dict(row["reward_parts"])["answer"] for row in rows} == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert '"format":0.3' in (tmp_path / "tables" / "step-000000" / "index.html").read_text()
 
 
 def test_the_newest_steps_stay_and_steps_after_a_resume_go(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import shutil
@@ -17,6 +18,7 @@ from replaybuf_trainer.report.tables.page import write_page
 from replaybuf_trainer.report.tables.parquet import pyarrow, write_parquet
 from replaybuf_trainer.report.tables.record import TokenRecord
 from replaybuf_trainer.report.tables.samples import StepSamples, TextOf, draw_samples
+from replaybuf_trainer.report.tables.stored_rewards import StoredRewards
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +56,19 @@ class TableFolder:
                 value=str(self._folder),
             ) from error
         self._text_of = text_by_tokenizer(options.model)
+        self._rewards = StoredRewards(options)
 
     def write(self, item: RecordedStep) -> None:
         """Draw the samples of a step, write their files and delete those of the oldest steps."""
         options, meta = self._options, item.batch.meta
         samples = draw_samples(item.batch, item.record, options.tables, options.seed, self._text_of)
+        stored = {group_id: self._rewards.parts_of(group_id) for group_id in {one.group_id for one in samples}}
+        samples = [
+            dataclasses.replace(one, reward_parts=stored[one.group_id][one.rollout])
+            if one.rollout < len(stored[one.group_id])
+            else one
+            for one in samples
+        ]
         parts = meta.batch_reward_parts or {}
         step = StepSamples(
             run=meta.run,
@@ -79,7 +89,8 @@ class TableFolder:
         self._delete_old(folder)
 
     def close(self) -> None:
-        """Do nothing: each step is written at once."""
+        """Close the connection to the service; each step is written at once."""
+        self._rewards.close()
 
     def _delete_old(self, newest: Path) -> None:
         """Keep the newest steps up to this one, and none after it: a resume voided them."""

@@ -50,6 +50,7 @@ for (const sample of data.samples) {
   if (sample.adapter) head.append(fact("adapter", sample.adapter));
   head.append(
     fact("reward", shown(sample.reward)),
+    ...Object.entries(sample.reward_parts).map(([name, part]) => fact(name, shown(part))),
     fact("advantage", shown(sample.advantage)),
     fact("version", `${sample.policy_version} (staleness ${sample.staleness})`),
     fact("use", String(sample.times_sampled)),

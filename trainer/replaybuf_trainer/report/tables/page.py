@@ -67,6 +67,7 @@ def _sample(sample: Sample, most: int) -> dict[str, Any]:
     return {
         **{name: getattr(sample, name) for name in names},
         "reward": _rounded(sample.reward),
+        "reward_parts": {name: _rounded(part) for name, part in sample.reward_parts.items()},
         "advantage": _rounded(sample.advantage),
         "prompt": prompt[:PROMPT_CHARACTERS],
         "prompt_left": max(0, len(prompt) - PROMPT_CHARACTERS),

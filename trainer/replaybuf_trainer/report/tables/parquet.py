@@ -41,6 +41,7 @@ def _schema(pa: ModuleType) -> Any:
             *((name, pa.string()) for name in _TEXTS),
             *((name, pa.int32()) for name in _NUMBERS),
             *((name, pa.float32()) for name in _FLOATS),
+            ("reward_parts", pa.map_(pa.string(), pa.float32())),
             ("prompt_ids", pa.list_(pa.int32())),
             ("token_ids", pa.list_(pa.int32())),
             ("token_texts", pa.list_(pa.string())),
@@ -54,6 +55,7 @@ def _row(sample: Sample) -> dict[str, Any]:
     tokens = sample.tokens
     return {
         **{name: getattr(sample, name) for name in (*_TEXTS, *_NUMBERS, *_FLOATS, "token_texts")},
+        "reward_parts": list(sample.reward_parts.items()),
         "prompt_ids": sample.prompt_ids.tolist(),
         "token_ids": tokens["token_id"].tolist(),
         "loss_mask": tokens["loss_mask"].tolist(),

@@ -43,11 +43,12 @@ class Sample:
     completion: str
     token_texts: list[str]
     tokens: dict[str, Column]
+    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepSamples:
-    """The samples of one step. `reward_parts`: means over the whole batch by part."""
+    """The samples of one step. `reward_parts`: means over the whole batch by part; those of a sample are its own."""
 
     run: str
     step: int
