@@ -23,7 +23,7 @@ from replaybuf.backup.section import (
     StreamSection,
     Summary,
 )
-from replaybuf.errors import Conflict, DataLost, NotFound
+from replaybuf.errors import Conflict, DataLost, LedgerGap, NotFound
 from replaybuf.kernel.index import DEAD, FREED
 from replaybuf.kernel.snapshot import decode_snapshot, restore
 from replaybuf.kernel.state import RunState
@@ -60,9 +60,14 @@ class Source:
             raise NotFound(f"run {run} is not on {store.connection.url}", name="run", value=run)
         for _ in range(MOST_ROUNDS):
             taken_at, moment = time.time(), await store.copying.read_moment(run)
-            held = await self._copy_keys(moment)
-            if (await store.copying.read_moment(run)).snapshot != moment.snapshot:
-                continue  # trimming removed entries while they were read
+            try:
+                held = await self._copy_keys(moment)
+            except (DataLost, LedgerGap):
+                if await self._trimmed_since(moment):
+                    continue
+                raise
+            if await self._trimmed_since(moment):
+                continue
             if await self._copy_payloads(held, moment.spill_url):
                 return Summary(
                     run=run,
@@ -80,6 +85,10 @@ class Source:
             value=run,
             bound=MOST_ROUNDS,
         )
+
+    async def _trimmed_since(self, moment: Moment) -> bool:
+        """Return whether trimming may have removed entries that were to be read."""
+        return await self._store.copying.read_value(keys.snapshot(self._run)) != moment.snapshot
 
     async def _copy_keys(self, moment: Moment) -> dict[str, int]:
         """Copy all keys but the payloads; return payload keys and frame sizes of the groups that are not freed."""

@@ -140,11 +140,11 @@ def test_a_run_that_changes_all_the_time_is_copied_as_it_was_at_one_moment(
     assert again.state()["groups"]["dead_lettered"] == 0
 
 
-class _TrainsMeanwhile:
-    """A sink that lets the run train and free groups when their index entries are copied, once."""
+class _Meanwhile:
+    """A sink during which something happens once, when the first section comes that is `wanted`."""
 
-    def __init__(self, run: RunClient, epoch: int, valkey: redis.Redis) -> None:
-        self._run, self._epoch, self._valkey, self._done = run, epoch, valkey, False
+    def __init__(self, wanted: Callable[[Section], bool], happens: Callable[[], object]) -> None:
+        self._wanted, self._happens, self._done = wanted, happens, False
         self.moments, self.frames = 0, dict[str, bytes]()
 
     async def add(self, section: Section) -> None:
@@ -152,31 +152,55 @@ class _TrainsMeanwhile:
         self.moments += isinstance(section, MomentSection)
         if isinstance(section, PayloadsSection):
             self.frames |= section.frames
-        elif isinstance(section, StreamSection) and section.stream == "ledger" and not self._done:
+        if self._wanted(section) and not self._done:
             self._done = True
-            await asyncio.to_thread(self._train)
+            await asyncio.to_thread(self._happens)
 
-    def _train(self) -> None:
-        self._run.train(self._epoch, range(3, 6))
-        self._run.post("checkpoints", epoch=self._epoch, step=6, keep=1)
-        eventually(lambda: not list(self._valkey.scan_iter(f"rb:p:{{{self._run.run}:g3}}*")), TIMEOUT_S)
+
+async def copy(server: ServeProcess, run: str, sink: _Meanwhile) -> Summary:
+    store = await Store.open(f"unix://{server.valkey_socket}")
+    try:
+        return await Source(store, run, sink).copy()
+    finally:
+        await store.close()
 
 
 def test_groups_that_are_freed_during_a_round_are_left_out_of_the_next(run: RunClient, service: ServeProcess) -> None:
     """A second moment is read, at which the ledger says that they are freed."""
     epoch, _ = busy_run(run)
-    sink = _TrainsMeanwhile(run, epoch, redis.Redis(unix_socket_path=service.valkey_socket))
+    valkey = redis.Redis(unix_socket_path=service.valkey_socket)
 
-    async def copy() -> Summary:
-        store = await Store.open(f"unix://{service.valkey_socket}")
-        try:
-            return await Source(store, run.run, sink).copy()
-        finally:
-            await store.close()
+    def train() -> None:
+        run.train(epoch, range(3, 6))
+        run.post("checkpoints", epoch=epoch, step=6, keep=1)
+        eventually(lambda: not list(valkey.scan_iter(f"rb:p:{{{run.run}:g3}}*")), TIMEOUT_S)
 
-    summary = asyncio.run(copy())
+    sink = _Meanwhile(lambda section: isinstance(section, StreamSection) and section.stream == "ledger", train)
+    summary = asyncio.run(copy(service, run.run, sink))
     assert sink.moments == 2
     assert (summary.missing, summary.payloads) == (0, len(sink.frames))
+
+
+def test_a_history_that_is_trimmed_during_a_round_is_read_again(tmp_path: Path, connect: Connect) -> None:
+    """The streams then have a gap behind the moment that was read: no loss, only an older moment."""
+    server = ServeProcess(tmp_path / "data", "--history-groups", "0").start()
+    try:
+        run = connect(server.url, "trimmed")
+        run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 1000}})
+        run.append(*(group(f"g{n}") for n in range(70)))
+        epoch = run.attach()
+        run.train(epoch, range(60))
+
+        def trim() -> None:
+            run.post("checkpoints", epoch=epoch, step=58, keep=1)
+            eventually(lambda: ledger(run)[0]["entry"] > 1, TIMEOUT_S)
+
+        sink = _Meanwhile(lambda section: isinstance(section, MomentSection), trim)
+        summary = asyncio.run(copy(server, "trimmed", sink))
+    finally:
+        server.end()
+    assert sink.moments > 1
+    assert (summary.stored, summary.payloads, summary.missing) == (70, len(sink.frames), 0)
 
 
 def test_a_run_of_an_older_release_is_restored_with_its_snapshot(other: ServeProcess, connect: Connect) -> None:
