@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from replaybuf.backup.archive import ArchiveWriter, read_manifest, read_sections
+from replaybuf.backup.archive import ArchiveWriter, Manifest, read_manifest, read_sections
 from replaybuf.backup.section import Summary
 from replaybuf.backup.source import Report, Source
 from replaybuf.backup.target import open_target
@@ -72,7 +72,7 @@ def restore(options: Annotated[RestoreOptions, Parameter(name="*")]) -> None:
     manifest = read_manifest(options.from_)
     if not options.check:
         with work_bar(f"restoring {manifest.summary.run}") as report:
-            run_async(_restore(options, report))
+            run_async(_restore(options, manifest, report))
     _print(manifest.summary, manifest.digest, options.json)
 
 
@@ -93,8 +93,7 @@ async def _copy_to_redis(run: str, options: BackupOptions, report: Report) -> tu
         return summary, ""
 
 
-async def _restore(options: RestoreOptions, report: Report) -> None:
-    manifest = read_manifest(options.from_)
+async def _restore(options: RestoreOptions, manifest: Manifest, report: Report) -> None:
     async with AsyncExitStack() as stack:
         store = await _open(stack, options.url)
         target = await stack.enter_async_context(open_target(store, manifest.summary.run))
