@@ -10,6 +10,7 @@ from starlette.requests import Request
 from replaybuf.errors import Forbidden, Unauthorized
 from replaybuf.service.http.auth import Tokens
 from replaybuf.service.http.calls import Call
+from replaybuf.service.http.requests import declared_bytes
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("replaybuf.audit")
@@ -30,14 +31,14 @@ class Guard:
         """Return the name of the caller's token, "" without tokens. Raises what `Tokens.check` raises."""
         authorization, run = request.headers.get("authorization"), request.path_params.get("run")
         try:
-            return self._tokens.check(authorization, call.roles, run, _declared_bytes(request))
+            return self._tokens.check(authorization, call.roles, run, declared_bytes(request))
         except (Unauthorized, Forbidden) as error:
             self._log_refusal(request, error)
             raise
 
     def settle(self, request: Request, call: Call, read_bytes: int, status: int) -> None:
         """Charge what a body had beyond its declared size, and record what an operator changed."""
-        if not self._tokens.open and read_bytes > (declared := _declared_bytes(request)):
+        if not self._tokens.open and read_bytes > (declared := declared_bytes(request)):
             self._tokens.charge(request.headers.get("authorization"), read_bytes - declared)
         if not call.roles and call.method != "GET":
             path, by = request.scope["path"], request.state.caller or "-"
@@ -52,11 +53,6 @@ class Guard:
         self._logged_at_s, self._not_logged = now_s, 0
         method, path = request.scope["method"], request.scope["path"]
         logger.info("refused %s %s address=%s: %s%s", method, path, _address(request), error, more)
-
-
-def _declared_bytes(request: Request) -> int:
-    declared = request.headers.get("content-length", "")
-    return int(declared) if declared.isdigit() else 0
 
 
 def _address(request: Request) -> str:

@@ -98,8 +98,7 @@ class BodyParts:
 
     async def __anext__(self) -> bytes:
         if not self._size_bytes:
-            declared = self._request.headers.get("content-length", "")
-            await self._hold(int(declared) if declared.isdigit() else 0)
+            await self._hold(declared_bytes(self._request))
         while self._more:
             message = await self._request.receive()
             if message["type"] == "http.disconnect":
@@ -118,6 +117,12 @@ class BodyParts:
         share: BodyShare = self._request.state.body_share
         share.read_bytes = size_bytes
         await share.hold(min(size_bytes, self._held_bytes))
+
+
+def declared_bytes(request: Request) -> int:
+    """Return the size of the body that a request declares; 0 if it declares none."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdigit() else 0
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
