@@ -193,6 +193,7 @@ def test_a_history_that_is_trimmed_during_a_round_is_read_again(tmp_path: Path, 
 
         def trim() -> None:
             run.post("checkpoints", epoch=epoch, step=58, keep=1)
+            run.train(epoch, range(60, 66))  # whether to trim is checked every 16 ledger entries
             eventually(lambda: ledger(run)[0]["entry"] > 1, TIMEOUT_S)
 
         sink = _Meanwhile(lambda section: isinstance(section, MomentSection), trim)
