@@ -8,6 +8,7 @@
 #   make browser                     what the tests of the console run in the page, from npm; they need a Chromium too
 #   make vendor                      copy the chart library of tests/console/package-lock.json into the console
 #   make test-trl                    the losses against those of TRL, which comes into .trl (12 MB)
+#   make test-adapters [ONLY=trl]    each package of adapters/ on the trainer it serves, in .venv-adapters/NAME
 #   make check                       lint, format, types, import rules
 #   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
@@ -17,7 +18,7 @@
 #                                    hurt real processes under load (--fault KIND ... for some kinds); a checker judges it
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (93 MB)
-#   make clean                       caches and build output; .venv, .venv-vllm, .venv-peers, .venv-schema, .verifiers, .trl and .replaybuf stay
+#   make clean                       caches and build output; .venv, .venv-*, .verifiers, .trl and .replaybuf stay
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,6 +27,8 @@ PEERS ?= .venv-peers
 SCHEMA_VENV ?= .venv-schema
 VERIFIERS ?= .verifiers
 TRL ?= .trl
+ADAPTERS_VENV ?= .venv-adapters
+ADAPTERS := $(or $(ONLY),$(patsubst adapters/%/pyproject.toml,%,$(wildcard adapters/*/pyproject.toml)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
@@ -43,7 +46,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers test-trl check docs bench peers chaos fuzz schema browser vendor clean
+.PHONY: help install demo test coverage test-vllm test-verifiers test-trl test-adapters check docs bench peers chaos fuzz schema browser vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -88,6 +91,14 @@ test-verifiers: $(STAMP) $(VERIFIERS_STAMP)
 
 test-trl: $(STAMP) $(TRL_STAMP)
 	$(TRL)/python -m pytest tests/trl -o filterwarnings=default $(ARGS)
+
+test-adapters: $(ADAPTERS:%=test-adapter-%)
+
+test-adapter-%: $(STAMP) $(ADAPTERS_VENV)/%/.installed
+	$(ADAPTERS_VENV)/$*/bin/python -m pytest adapters/$*/tests -c adapters/$*/pyproject.toml --rootdir adapters/$* $(ARGS)
+
+$(ADAPTERS_VENV)/%/.installed: adapters/%/pyproject.toml adapters/%/constraints.txt adapters/install.sh
+	@adapters/install.sh $(PYTHON) $* $(ADAPTERS_VENV)
 
 $(TRL_STAMP): tests/trl/requirements.txt tests/trl/install.sh $(STAMP)
 	@tests/trl/install.sh $(BIN)/python $(TRL)
@@ -135,4 +146,4 @@ $(SCHEMA_STAMP): tests/schema/requirements.txt
 
 clean:
 	rm -rf dist build site .coverage .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(TRL) -prune -o -path ./$(PEERS) -prune -o -path ./$(SCHEMA_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(TRL) -prune -o -path ./$(PEERS) -prune -o -path ./$(ADAPTERS_VENV) -prune -o -path ./$(SCHEMA_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
