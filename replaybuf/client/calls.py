@@ -84,9 +84,13 @@ class RunCalls:
         params: dict[str, str | int] = {"if_absent": "true"} if if_absent else {}
         return self._remember((yield HttpRequest(method="PUT", params=params, content=encode_body(config))))
 
-    def patch_run(self, changes: ConfigPatch | dict[str, Any]) -> Exchange[RunStatus]:
-        """Change strategy, filters, limits or state of a live run. Raises `Conflict`, `Invalid`."""
-        return self._remember((yield HttpRequest(method="PATCH", content=encode_body(changes))))
+    def patch_run(self, changes: ConfigPatch | dict[str, Any], if_revision: int | None = None) -> Exchange[RunStatus]:
+        """Change strategy, filters, limits or state of a live run. Raises `Conflict`, `Invalid`.
+
+        `if_revision`: that of the status which the caller has read; if the run changed since, nothing happens.
+        """
+        params: dict[str, str | int] = {} if if_revision is None else {"if_revision": if_revision}
+        return self._remember((yield HttpRequest(method="PATCH", content=encode_body(changes), params=params)))
 
     def delete_run(self) -> Exchange[None]:
         """Delete a finished run: its groups, its ledger, its results. A repetition does no harm. Raises `Conflict`."""

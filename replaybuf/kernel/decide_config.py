@@ -88,6 +88,19 @@ def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRec
     return ConfigRecord(config=recorded(changed), max_uses=max_uses, state=status, reason=reason, at_s=now_s)
 
 
+def check_revision(state: RunState, revision: int | None) -> None:
+    """Raise `Conflict` if the run was changed after the `revision` that the caller has seen; None = any."""
+    changes = state.figures.changes
+    if revision is not None and revision != changes.revision:
+        raise Conflict(
+            f"if_revision is {revision}; the run has revision {changes.revision} and nothing was changed: read it "
+            f"again. Changed meanwhile: {changes.describe_since(revision) or 'unknown'}",
+            name="if_revision",
+            value=revision,
+            bound=changes.revision,
+        )
+
+
 def check_deletable(state: RunState, run: str) -> None:
     """Raise `Conflict` unless a run is finished."""
     if state.state != "finished":

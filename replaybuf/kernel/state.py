@@ -275,7 +275,8 @@ class RunState:
         return self.pool.free(self.index.rows_of(record.numbers), purged=True)
 
     def _configure(self, record: ConfigRecord) -> None:
-        self.config = read_config(record.config, f"ledger entry {self.entries}")
+        before, self.config = self.config, read_config(record.config, f"ledger entry {self.entries}")
+        self.figures.changes.add_config(self, record, before)
         for name in self.config.adapter_names:
             self.published.setdefault(name, 0)
             self.weights_uri.setdefault(name, None)

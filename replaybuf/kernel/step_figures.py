@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from replaybuf.kernel.changes import Changes
 from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, DeadLetterRecord, EvictRecord, RewindRecord
 
 if TYPE_CHECKING:
@@ -77,10 +78,11 @@ _MEANS = (
 
 
 class StepFigures(msgspec.Struct):
-    """Rows by ascending step, and the groups dropped since the newest batch, by reason."""
+    """Rows by ascending step, the groups dropped since the newest batch, by reason, and the newest changes."""
 
     rows: list[StepRow] = []
     pending: dict[str, int] = {}
+    changes: Changes = msgspec.field(default_factory=Changes)
 
     def apply(self, state: RunState, record: AnyRecord) -> None:
         """Fold one ledger record that `state` has applied."""
@@ -94,8 +96,10 @@ class StepFigures(msgspec.Struct):
             case EvictRecord() | DeadLetterRecord():
                 for reason, numbers in record.numbers.items():
                     self.pending[reason] = self.pending.get(reason, 0) + len(numbers)
-            case RewindRecord(on_resume="resample"):
-                self.rows = [row for row in self.rows if row.last < record.step]
+            case RewindRecord():
+                self.changes.add_rewind(state, record)
+                if record.on_resume == "resample":
+                    self.rows = [row for row in self.rows if row.last < record.step]
 
     def between(self, first: int | None, last: int | None, points: int) -> list[StepRow]:
         """Return rows with steps from `first` to `last`, merged to at most `points`; None = no bound."""

@@ -89,10 +89,24 @@ _COLUMN = Meta(description="One value per row; null where it is unknown.")
 Column = Annotated[list[Any], _COLUMN]
 
 
+class ShownChange(Struct, frozen=True):
+    """A change of configuration or state, or a rewind: its ledger entry, the next unacked step, who, and what.
+
+    `lines`: "name: old → new"; `by`: name of the token, "" without tokens and for changes of the service.
+    """
+
+    entry: int
+    step: int
+    at_s: float
+    by: str
+    lines: tuple[str, ...]
+
+
 class History(Answer, frozen=True, kw_only=True):
     """Figures per step as columns of equal length. A row covers `steps` steps from `step` on, with means per step.
 
     `columns`: `step`, `steps`, `at_s`, `acked_s`, and figures of the batch; `dropped`: groups by reason, per row.
+    `changes`: the newest changes of configuration and state, and rewinds, oldest first.
     """
 
     now_s: float
@@ -100,3 +114,4 @@ class History(Answer, frozen=True, kw_only=True):
     last_step: int | None
     columns: dict[str, Column]
     dropped: dict[str, Column]
+    changes: list[ShownChange]

@@ -208,6 +208,8 @@ class RunFacts(Struct, frozen=True):
 class RunStatus(Answer, frozen=True, kw_only=True):
     """Status of a run. `config` is its configuration with defaults filled in; `oldest_step` can still be resumed.
 
+    `revision`: number of the ledger entry with this configuration, for `if_revision` of a change.
+
     `trainer` is null before the first attach, `failed_prompts` without `tickets.max_failed_share`, `spill` without a
     spill folder and on a follower.
     """
@@ -236,6 +238,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     producers: ProducersPresence = ProducersPresence()
     failed_prompts: FailedRule | None = None
     spill: SpillStatus | None = None
+    revision: int = 0
     config: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/RunConfig"})]
 
     def facts(self) -> RunFacts:

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from replaybuf.kernel import step_figures
+from replaybuf.kernel.changes import MOST_CHANGES
 from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
 from replaybuf.kernel.step_figures import StepFigures, StepRow, merge
-from replaybuf.wire.ledger import AckRecord
+from replaybuf.wire.config import BatchSpec, Limits, RunConfig
+from replaybuf.wire.config_record import recorded
+from replaybuf.wire.ledger import AckRecord, ConfigRecord
 from tests.builders import batch_entry, batch_record, entries
 from tests.kernel.test_state import Run
 
@@ -126,3 +129,19 @@ def test_a_snapshot_keeps_the_rows_and_an_older_one_has_none() -> None:
     del fields["figures"]
     older = raw[:HEADER_BYTES] + zlib.compress(msgspec.msgpack.encode(fields))
     assert decode_snapshot(older).figures == StepFigures()
+
+
+def test_changes_are_bounded_and_outlive_a_snapshot() -> None:
+    """The newest stay, and long values are cut."""
+    run = Run()
+    for number in range(MOST_CHANGES + 5):
+        limits = Limits(max_tokens_live=number + 1)
+        run.apply(
+            ConfigRecord(config=recorded(RunConfig(batch=BatchSpec(groups_per_batch=1), limits=limits)), max_uses=1)
+        )
+    changes = run.state.figures.changes
+    assert len(changes.newest) == MOST_CHANGES
+    assert changes.newest[-1].lines == (f"limits.max_tokens_live: {number} → {number + 1}",)
+    assert changes.revision == run.state.entries
+    kept = decode_snapshot(encode_snapshot(take(run.state))).figures.changes
+    assert (kept.revision, kept.newest) == (changes.revision, changes.newest)

@@ -27,6 +27,7 @@ from replaybuf.service.http.requests import (
     EPOCH,
     GENERATION,
     IF_ABSENT,
+    IF_REVISION,
     LIMIT,
     NEWER_THAN,
     PIECES,
@@ -92,7 +93,8 @@ RUN_CALLS = (
     Call("DELETE", _R, handlers.delete_run, _OPERATOR, answers=("204", "409", "410")),
     Call("GET", "/v1/runs", handlers.get_runs, _BOTH, result=RunList),
     Call("GET", _R, handlers.get_run, _ALL, result=RunStatus),
-    Call("PATCH", _R, handlers.patch_run, _OPERATOR, ConfigPatch, RunStatus, _CHANGED, (DRY_RUN,)),
+    Call("PATCH", _R, handlers.patch_run, _OPERATOR, ConfigPatch, RunStatus, _CHANGED,
+         (DRY_RUN, IF_REVISION)),
 )
 PRODUCER_CALLS = (
     Call("POST", f"{_R}/tickets", handlers.post_tickets, _PRODUCER, contract.TicketRequest, contract.Tickets),

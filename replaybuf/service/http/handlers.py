@@ -23,6 +23,7 @@ from replaybuf.service.http.requests import (
     EPOCH,
     GENERATION,
     IF_ABSENT,
+    IF_REVISION,
     LIMIT,
     NEWER_THAN,
     PIECES,
@@ -118,9 +119,10 @@ async def patch_run(request: Request) -> Response:
     """Change strategy, filters, limits or state of a run."""
     patch = await read_patch(request)
     run = await _led(request)
+    revision = optional_number(request, IF_REVISION)
     if text(request, DRY_RUN) == "true":
-        return json_response(run.preview(patch))
-    await run.patch(patch, by=request.state.caller)
+        return json_response(run.preview(patch, revision))
+    await run.patch(patch, revision, by=request.state.caller)
     return json_response(run.describe())
 
 

@@ -19,7 +19,7 @@ from replaybuf.service.host import Service
 from replaybuf.service.http.requests import Number, number, optional_number
 from replaybuf.service.run.run import Run
 from replaybuf.service.turns import call_beside, in_turns
-from replaybuf.wire.overview import Flow, History, Overview, RunRow, VersionCounts
+from replaybuf.wire.overview import Flow, History, Overview, RunRow, ShownChange, VersionCounts
 
 REWARDS = 40
 """Newest rows whose rewards a sparkline shows."""
@@ -142,6 +142,7 @@ def describe_history(run: Run, rows: Sequence[StepRow]) -> History:
             reason: [row.dropped.get(reason, 0) for row in rows]
             for reason in sorted({reason for row in rows for reason in row.dropped})
         },
+        changes=[ShownChange(*msgspec.structs.astuple(change)) for change in run.state.figures.changes.newest],
     )
 
 

@@ -172,6 +172,7 @@ def render_run_state(
         adapters=adapters,
         checkpoints=state.checkpoints,
         oldest_step=state.oldest_step,
+        revision=state.figures.changes.revision,
         config=config,
     )
 

@@ -15,7 +15,7 @@ import msgspec
 
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.kernel.decide import decide_purge
-from replaybuf.kernel.decide_config import check_deletable, decide_create, decide_patch
+from replaybuf.kernel.decide_config import check_deletable, check_revision, decide_create, decide_patch
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.selection import Selector
@@ -182,13 +182,14 @@ class Run:
 
     # ------------------------------------------------------------------ operator
 
-    async def patch(self, patch: ConfigPatch, *, by: str = "") -> None:
+    async def patch(self, patch: ConfigPatch, revision: int | None = None, *, by: str = "") -> None:
         """Change strategy, filters, limits, adapters or status of a live run. Raises `Conflict`, `Invalid`.
 
-        `by`: who does it, for the ledger.
+        `revision`: that of the status that the caller has seen; None = any. `by`: who does it, for the ledger.
         """
         journal = self.journal
         async with journal.decision():
+            check_revision(self.state, revision)
             record = decide_patch(self.state, patch, journal.clock.wall())
             if record is None:
                 return
@@ -200,8 +201,9 @@ class Run:
         await self.eviction.evict_all()
         journal.notify()
 
-    def preview(self, patch: ConfigPatch) -> RunStatus:
+    def preview(self, patch: ConfigPatch, revision: int | None = None) -> RunStatus:
         """Return the status that a change would give, and change nothing. Raises `Conflict`, `Invalid`."""
+        check_revision(self.state, revision)
         record, status = decide_patch(self.state, patch, self.journal.clock.wall()), self.describe()
         if record is None:
             return status

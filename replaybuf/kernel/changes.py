@@ -1,0 +1,78 @@
+"""The newest changes of a run for people: who changed the configuration or the state, and where a rewind led.
+
+Folded from the ledger. One decision reads it: a change that names a `revision` is rejected if a newer one exists.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from replaybuf.kernel.state import RunState
+    from replaybuf.wire.config import RunConfig
+    from replaybuf.wire.ledger import ConfigRecord, RewindRecord
+
+MOST_CHANGES = 64
+MOST_LINES = 16
+LONGEST_VALUE = 120
+"""Characters of an old or new value; the ledger has all of it."""
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One change: ledger `entry`, next unacked `step` at that time, seconds since the epoch, name of the token.
+
+    `lines`: "name: old → new" of each field that changed.
+    """
+
+    entry: int
+    step: int
+    at_s: float
+    by: str
+    lines: tuple[str, ...]
+
+
+class Changes(msgspec.Struct):
+    """The newest changes, oldest first. `revision`: ledger entry of the configuration; 0 in a snapshot without it."""
+
+    revision: int = 0
+    newest: list[Change] = []
+
+    def add_config(self, state: RunState, record: ConfigRecord, before: RunConfig | None) -> None:
+        """Note a configuration that `state` has read and whose phase it did not set yet; `before` is the older one."""
+        self.revision = state.entries
+        after = state.config
+        if before is None or after is None:
+            return
+        lines = _lines(msgspec.to_builtins(before), msgspec.to_builtins(after), "")
+        if record.state != state.config_state:
+            reason = f" ({record.reason})" if record.reason else ""
+            lines.append(f"state: {state.config_state} → {record.state}{reason}")
+        self._add(state, record.at_s, record.by, lines)
+
+    def add_rewind(self, state: RunState, record: RewindRecord) -> None:
+        """Note a rewind."""
+        self._add(state, record.at_s, "", [f"rewind to step {record.step} ({record.on_resume})"])
+
+    def describe_since(self, revision: int) -> str:
+        """Describe the changes after ledger entry `revision` in one line."""
+        newer = [change for change in self.newest if change.entry > revision]
+        return "; ".join(f"{', '.join(change.lines)}{f' by {change.by}' if change.by else ''}" for change in newer)
+
+    def _add(self, state: RunState, at_s: float, by: str, lines: list[str]) -> None:
+        if lines:
+            self.newest.append(Change(state.entries, state.step, at_s, by, tuple(lines[:MOST_LINES])))
+            del self.newest[:-MOST_CHANGES]
+
+
+def _lines(before: Any, after: Any, name: str) -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = sorted(before.keys() | after.keys())
+        return [line for one in names for line in _lines(before.get(one), after.get(one), f"{name}.{one}".strip("."))]
+    return [] if before == after else [f"{name}: {_text(before)} → {_text(after)}"]
+
+
+def _text(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
