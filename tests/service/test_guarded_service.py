@@ -16,6 +16,7 @@ import trustme
 from replaybuf.client.client import Client
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.service.http.token_file import StoredToken, hash_token
+from tests.cli.test_main import replaybuf
 from tests.conftest import RunClient, ServeProcess
 from tests.waiting import eventually
 
@@ -99,6 +100,32 @@ def test_what_operators_change_and_who_is_refused_is_on_record(guarded: Guarded)
     assert "run created run=audited strategy=one-step-off-policy by=root" in log
     assert 'run changed run=audited by=root change={"limits":{"max_tokens_live":1000}' in log
     assert "refused GET /v1/runs/audited" in log and "no-such-secret" not in log
+
+
+def test_a_token_for_some_runs_lists_these_runs_alone(guarded: Guarded) -> None:
+    """In the list, in the overview and in the terminal; what serves all runs in one answer stays refused."""
+    for name in ("ours", "ours-too", "theirs"):
+        guarded.client(name, "root").put(**CONFIG)
+    guarded.add("guest", "reader", runs=("ours", "ours-too", "later"))
+    guarded.reload()
+    guest, root = guarded.client("ours", "guest"), guarded.client("ours", "root")
+    for path in ("/v1/runs", "/v1/overview"):
+        answer = guest.http.get(path)
+        assert answer.status_code == 200, answer.text
+        assert [row["run"] for row in answer.json()["runs"]] == ["ours", "ours-too"]
+        assert "theirs" in [row["run"] for row in root.http.get(path).json()["runs"]]
+    listed = replaybuf("runs", "list", "--url", guarded.server.url, "--token", "guest")
+    assert "ours-too" in listed.stdout and "theirs" not in listed.stdout
+    assert guest.http.get("/metrics").status_code == 403
+    assert guarded.client("theirs", "guest").get("").status_code == 403
+
+
+def test_a_role_that_may_not_list_runs_may_not_list_its_own(guarded: Guarded) -> None:
+    guarded.add("writer", "producer", runs=("ours",))
+    guarded.reload()
+    client = guarded.client("ours", "writer")
+    assert client.http.get("/v1/runs").status_code == 403
+    assert client.http.get("/v1/overview").status_code == 403
 
 
 # ---------------------------------------------------------------------- TLS

@@ -53,7 +53,7 @@ def test_a_token_expires(path: Path) -> None:
         tokens.check(header, READER)
 
 
-def test_a_token_limited_to_runs_reaches_no_other_and_no_list_of_all(path: Path) -> None:
+def test_a_token_limited_to_runs_reaches_no_other_and_lists_only_these(path: Path) -> None:
     header = f"Bearer {new_token('operator', 'team', path, runs=['mine', 'ours'])}"
     tokens = Tokens.read(path)
     for run in ("mine", "ours"):
@@ -63,6 +63,8 @@ def test_a_token_limited_to_runs_reaches_no_other_and_no_list_of_all(path: Path)
     assert caught.value.bound == ["mine", "ours"]
     with pytest.raises(Forbidden, match="this call is for all runs"):
         tokens.check(header, READER, None)
+    caller = tokens.check(header, READER, None, lists_runs=True)
+    assert [run for run in ("mine", "ours", "theirs") if caller.may_see(run)] == ["mine", "ours"]
 
 
 def test_a_name_may_have_several_tokens_and_each_is_revoked_alone(path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_running_service_reads_tokens_again_on_sighup(guarded: tuple[ServeProc
     new = new_token("reader", "second", path, runs=["only-this"])
     assert (status(server, old), status(server, new)) == (200, 401)
     os.kill(server.pid, signal.SIGHUP)
-    wait_for(lambda: status(server, new) == 403)
+    wait_for(lambda: status(server, new) == 200)
     assert (status(server, new, "/v1/runs/only-this"), status(server, new, "/v1/runs/other")) == (404, 403)
     revoke_token("first", path)
     assert status(server, old) == 200, "it is still known"

@@ -6,12 +6,24 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from replaybuf.errors import Forbidden, Invalid, Unauthorized
 from replaybuf.service.http.rate import TokenRate
 from replaybuf.service.http.token_file import StoredToken, hash_token, read_tokens, write_uses
 
 logger = logging.getLogger(__name__)
+
+
+class Caller(NamedTuple):
+    """Who makes a call: name of the token, "" without tokens, and the runs it is limited to; none = all."""
+
+    name: str = ""
+    runs: tuple[str, ...] = ()
+
+    def may_see(self, run: str) -> bool:
+        """Return whether the token is for this run."""
+        return not self.runs or run in self.runs
 
 
 class Tokens:
@@ -67,14 +79,21 @@ class Tokens:
             logger.warning("last use of tokens not written: %s", error)
 
     def check(
-        self, authorization: str | None, allowed: frozenset[str], run: str | None = None, body_bytes: int = 0
-    ) -> str:
-        """Return the name of a token that has one of the allowed roles and may be used for `run`; "" without tokens.
+        self,
+        authorization: str | None,
+        allowed: frozenset[str],
+        run: str | None = None,
+        body_bytes: int = 0,
+        *,
+        lists_runs: bool = False,
+    ) -> Caller:
+        """Return the holder of a token that has one of the allowed roles and may be used for `run`.
 
-        `run` is None for a call for all runs. Raises `Unauthorized`, `Forbidden` or `RateLimited`.
+        `run` is None for a call for all runs. A limited token may make it only if it `lists_runs`: the answer then has
+        those that the caller may see. Raises `Unauthorized`, `Forbidden` or `RateLimited`.
         """
         if self._by_hash is None:
-            return ""
+            return Caller()
         scheme, _, token = (authorization or "").partition(" ")
         found = self._by_hash.get(hash_token(token)) if scheme.lower() == "bearer" else None
         if found is None:
@@ -90,10 +109,11 @@ class Tokens:
             )
         self._uses[found.sha256] = now_s
         _check_role(found, allowed)
-        _check_run(found, run)
+        if not lists_runs:
+            _check_run(found, run)
         if found.max_calls_per_s or found.max_bytes_per_s:
             self._rate_of(found, now_s).take(1, body_bytes, now_s)
-        return found.name
+        return Caller(found.name, found.runs)
 
     def charge(self, authorization: str | None, body_bytes: int) -> None:
         """Count bytes of a body that did not declare its size."""

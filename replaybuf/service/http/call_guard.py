@@ -8,7 +8,7 @@ import time
 from starlette.requests import Request
 
 from replaybuf.errors import Forbidden, Unauthorized
-from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.auth import Caller, Tokens
 from replaybuf.service.http.calls import Call
 from replaybuf.service.http.requests import declared_bytes
 
@@ -27,11 +27,12 @@ class Guard:
         self._logged_at_s = -LOG_EVERY_S
         self._not_logged = 0
 
-    def check(self, request: Request, call: Call) -> str:
-        """Return the name of the caller's token, "" without tokens. Raises what `Tokens.check` raises."""
+    def check(self, request: Request, call: Call) -> Caller:
+        """Return who makes the call. Raises what `Tokens.check` raises."""
         authorization, run = request.headers.get("authorization"), request.path_params.get("run")
+        declared = declared_bytes(request)
         try:
-            return self._tokens.check(authorization, call.roles, run, declared_bytes(request))
+            return self._tokens.check(authorization, call.roles, run, declared, lists_runs=call.lists_runs)
         except (Unauthorized, Forbidden) as error:
             self._log_refusal(request, error)
             raise
@@ -41,7 +42,7 @@ class Guard:
         if not self._tokens.open and read_bytes > (declared := declared_bytes(request)):
             self._tokens.charge(request.headers.get("authorization"), read_bytes - declared)
         if not call.roles and call.method != "GET":
-            path, by = request.scope["path"], request.state.caller or "-"
+            path, by = request.scope["path"], request.state.caller.name or "-"
             audit.info("%s %s status=%d by=%s address=%s", call.method, path, status, by, _address(request))
 
     def _log_refusal(self, request: Request, error: Exception) -> None:

@@ -54,6 +54,7 @@ class Call:
     - `body`, `result`: shapes of the request and of a JSON answer; `answers`: statuses it may return
     - `query`: the parameters that it accepts; None = any, because probes append parameters of their own
     - `media_types` of the answer
+    - `lists_runs`: the answer has one item per run that the caller may see
     """
 
     method: str
@@ -65,6 +66,7 @@ class Call:
     answers: tuple[str, ...] = ("200",)
     query: tuple[Number | Real | Text, ...] | None = ()
     media_types: tuple[str, ...] = ("application/json",)
+    lists_runs: bool = False
 
     @property
     def summary(self) -> str:
@@ -91,7 +93,7 @@ _CHANGED = ("200", "409")
 RUN_CALLS = (
     Call("PUT", _R, handlers.put_run, _OPERATOR, RunConfig, RunStatus, ("200", "201", "409"), (IF_ABSENT,)),
     Call("DELETE", _R, handlers.delete_run, _OPERATOR, answers=("204", "409", "410")),
-    Call("GET", "/v1/runs", handlers.get_runs, _BOTH, result=RunList),
+    Call("GET", "/v1/runs", handlers.get_runs, _BOTH, result=RunList, lists_runs=True),
     Call("GET", _R, handlers.get_run, _ALL, result=RunStatus),
     Call("PATCH", _R, handlers.patch_run, _OPERATOR, ConfigPatch, RunStatus, _CHANGED,
          (DRY_RUN, IF_REVISION)),
@@ -125,7 +127,7 @@ TRAINER_CALLS = (
          contract.CheckpointRequest, contract.Checkpoints, _CHANGED),
 )
 BROWSE_CALLS = (
-    Call("GET", "/v1/overview", overview_calls.get_overview, _BOTH, result=overview.Overview),
+    Call("GET", "/v1/overview", overview_calls.get_overview, _BOTH, result=overview.Overview, lists_runs=True),
     Call("GET", f"{_R}/flow", overview_calls.get_flow, _BOTH, result=overview.Flow),
     Call("GET", f"{_R}/history", overview_calls.get_history, _BOTH, result=overview.History,
          query=overview_calls.HISTORY_PARAMETERS),

@@ -37,6 +37,7 @@ from replaybuf.service.http.requests import (
     text,
     wait_s,
 )
+from replaybuf.service.http.visible_runs import list_runs, list_unreadable
 from replaybuf.service.run.evaluations import list_evaluations, record_evaluation
 from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.run import Run
@@ -91,22 +92,21 @@ async def _led(request: Request) -> Run:
 async def put_run(request: Request) -> Response:
     """Create a run, or return the one that exists."""
     config, if_absent = await read_json(request, RunConfig), text(request, IF_ABSENT) == "true"
-    name, by = request.path_params["run"], request.state.caller
+    name, by = request.path_params["run"], request.state.caller.name
     run, created = await _service(request).create(name, config, if_absent=if_absent, by=by)
     return json_response(run.describe(), 201 if created else 200)
 
 
 async def delete_run(request: Request) -> Response:
     """Delete a finished run."""
-    await _service(request).delete(request.path_params["run"], by=request.state.caller)
+    await _service(request).delete(request.path_params["run"], by=request.state.caller.name)
     return Response(status_code=204)
 
 
 async def get_runs(request: Request) -> Response:
     """List the runs with their status."""
-    service = _service(request)
-    runs = [run.describe() async for _, run in in_turns(sorted(service.runs.items()))]
-    return json_response(RunList(runs=runs, unreadable=service.unreadable.reasons))
+    runs = [run.describe() async for _, run in in_turns(list_runs(request))]
+    return json_response(RunList(runs=runs, unreadable=list_unreadable(request)))
 
 
 async def get_run(request: Request) -> Response:
@@ -122,7 +122,7 @@ async def patch_run(request: Request) -> Response:
     revision = optional_number(request, IF_REVISION)
     if text(request, DRY_RUN) == "true":
         return json_response(run.preview(patch, revision))
-    await run.patch(patch, revision, by=request.state.caller)
+    await run.patch(patch, revision, by=request.state.caller.name)
     return json_response(run.describe())
 
 
@@ -295,7 +295,7 @@ async def get_dead_letters(request: Request) -> Response:
 async def delete_dead_letters(request: Request) -> Response:
     """Delete the bytes of dead letters."""
     run = await _led(request)
-    return json_response(PurgedDeadLetters(purged=await run.purge(by=request.state.caller)))
+    return json_response(PurgedDeadLetters(purged=await run.purge(by=request.state.caller.name)))
 
 
 # ---------------------------------------------------------------------- server

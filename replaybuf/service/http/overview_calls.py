@@ -17,6 +17,7 @@ from replaybuf.kernel.index import IN_BATCHES, LIVE
 from replaybuf.kernel.step_figures import StepRow
 from replaybuf.service.host import Service
 from replaybuf.service.http.requests import Number, number, optional_number
+from replaybuf.service.http.visible_runs import list_runs, list_unreadable
 from replaybuf.service.run.run import Run
 from replaybuf.service.turns import call_beside, in_turns
 from replaybuf.wire.overview import Flow, History, Overview, RunRow, ShownChange, VersionCounts
@@ -41,8 +42,8 @@ async def get_overview(request: Request) -> Response:
         now_s=service.clock.wall(),
         version=__version__,
         durability=service.report.durability if service.report else "unknown",
-        runs=[describe_row(run) async for _, run in in_turns(sorted(service.runs.items()))],
-        unreadable=service.unreadable.reasons,
+        runs=[describe_row(run) async for _, run in in_turns(list_runs(request))],
+        unreadable=list_unreadable(request),
     )
     return _json(answer)
 

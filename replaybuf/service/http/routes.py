@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from replaybuf.errors import NotFound, ReplaybufError
 from replaybuf.logs import RequestIds, request_id
 from replaybuf.service.host import Service
-from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.auth import Caller, Tokens
 from replaybuf.service.http.body_budget import BodyBudget
 from replaybuf.service.http.call_guard import Guard
 from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
@@ -101,7 +101,7 @@ class Application:
         watch, status = started(), 500
         request_id.set(_request_id(request) or self._request_ids.new())
         share = request.state.body_share = self._bodies.share()
-        request.state.caller = ""
+        request.state.caller = Caller()
         try:
             request.state.caller = self._guard.check(request, call)
             if call.query is not None:

@@ -1,0 +1,25 @@
+"""Runs that a caller may see: all, or those that its token is limited to."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from replaybuf.service.host import Service
+from replaybuf.service.http.auth import Caller
+from replaybuf.service.run.run import Run
+
+
+def list_runs(request: Request) -> list[tuple[str, Run]]:
+    """Return names and runs of this server that the caller may see, by name."""
+    service, caller = _of(request)
+    return sorted((name, run) for name, run in service.runs.items() if caller.may_see(name))
+
+
+def list_unreadable(request: Request) -> dict[str, str]:
+    """Return the runs that cannot be read and that the caller may see, with the error."""
+    service, caller = _of(request)
+    return {name: why for name, why in service.unreadable.reasons.items() if caller.may_see(name)}
+
+
+def _of(request: Request) -> tuple[Service, Caller]:
+    return request.app.state.service, request.state.caller
