@@ -27,7 +27,7 @@ def decide_failed(state: RunState, ticket: Ticket, reason: str, now_s: float) ->
 
 def read_share(state: RunState) -> FailedShare | None:
     """Return the failed share of the newest prompts; None = the run has no such rule."""
-    return None if _max_share(state) is None else state.failed_window.read(state.stored)
+    return None if _max_share(state) is None else state.failed.window.read(state.stored)
 
 
 def explain_exceeded(state: RunState) -> str | None:
@@ -35,7 +35,7 @@ def explain_exceeded(state: RunState) -> str | None:
     found, most = read_share(state), _max_share(state)
     if found is None or most is None or not found.exceeds(most):
         return None
-    last = next(reversed(state.failures.values()), None)
+    last = next(reversed(state.failed.newest.values()), None)
     return (
         f"{FAILED_SHARE}: {found.failed} of the last {found.ended} prompts failed; tickets.max_failed_share is "
         f"{most:g}; the last one failed for: {last.reason if last and last.reason else 'no reason given'}"

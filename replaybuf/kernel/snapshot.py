@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import DataLost, Unreadable
+from replaybuf.kernel.failed_prompts import FailedPrompts
 from replaybuf.kernel.failed_share import FailedWindow
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
@@ -39,9 +40,9 @@ _FASTEST = 1
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fields of `RunState` and its pool under their names, and what else a reader needs.
 
-    `config`: as the ledger has it; `failed`: the values of `failures`; `rows`: `STATE_ROW` of changed groups;
-    `late_rows`: `LATE_ROW` of groups with late columns; `set_aside`: int64, numbers up to `trimmed` of groups that are
-    not freed; `sizes`: only if groups may be partial; `failed_start`, `failed_after`: those of `failed_window`.
+    `config`: as the ledger has it; `failed_prompts`, `failed`, `failed_start`, `failed_after`: of `RunState.failed`;
+    `rows`: `STATE_ROW` of changed groups; `late_rows`: `LATE_ROW` of groups with late columns; `set_aside`: int64,
+    numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial.
     """
 
     entries: int
@@ -84,9 +85,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
-_OF_WINDOW = ("failed_start", "failed_after")
+_OF_FAILED = ("failed_prompts", "failed", "failed_start", "failed_after")
 _LATE = ("late_names", "late_rows")
-_OTHERS = ("config", "failed", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", *_OF_WINDOW, *_LATE)
+_OTHERS = ("config", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", *_OF_FAILED, *_LATE)
 _OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
 
 
@@ -118,14 +119,15 @@ def freeze(state: RunState) -> bytes:
         **{name: getattr(state, name) for name in _OF_STATE},
         **{name: getattr(pool, name) for name in _OF_POOL},
         config=None if state.config is None else recorded(state.config),
-        failed=list(state.failures.values()),
+        failed_prompts=state.failed.prompts,
+        failed=list(state.failed.newest.values()),
         stored=state.stored,
         trimmed=state.trimmed,
         groups_used=groups_used,
         set_aside=numbers[(index["state"] != FREED) & (numbers <= state.trimmed)].tobytes(),
         rows=index.changed().tobytes(),
-        failed_start=state.failed_window.start,
-        failed_after=state.failed_window.after,
+        failed_start=state.failed.window.start,
+        failed_after=state.failed.window.after,
         sizes=pool.sizes if state.config and state.config.min_group_size else {},
         late_names=pool.columns.late_names,
         late_rows=index.late_rows().tobytes(),
@@ -153,8 +155,11 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     for name in _OF_STATE:
         setattr(state, name, getattr(snapshot, name))
     state.config = None if snapshot.config is None else read_config(snapshot.config, "the snapshot")
-    state.failed_window = FailedWindow(snapshot.failed_start, snapshot.failed_after)
-    state.failures = {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failed}
+    state.failed = FailedPrompts(
+        snapshot.failed_prompts,
+        {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failed},
+        FailedWindow(snapshot.failed_start, snapshot.failed_after),
+    )
     _restore_pool(state, snapshot)
 
 

@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
-from replaybuf.kernel.failed_share import FailedWindow
+from replaybuf.kernel.failed_prompts import FailedPrompts
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.pool import AdapterCounts, GroupPool
-from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import AdapterProgress, Rotation
 from replaybuf.kernel.step_figures import StepFigures
 from replaybuf.packing.batches import Layout
@@ -52,9 +51,6 @@ FAILED_SHARE = "failed_share"
 """Start of the reason of a run that the rule for failed prompts paused or finished."""
 FEEDBACK_STEPS = 16
 """A strategy observes the feedback of this many newest steps."""
-MAX_FAILURES = 10_000
-MAX_REASON = 200
-"""Characters kept of the reason why a prompt failed; with `MAX_FAILURES` at most 4 MB."""
 _KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, TicketRecord)
 """Records that change neither which groups are live nor their uses, or count what they change themselves."""
 RunPhase = Literal["running", "paused", "finished"]
@@ -76,8 +72,7 @@ class RunState:
       record is kept; `voided`: by step, those that a resample took back
     - `published`, `weights_uri`, `rewinds` (`history.add_rewind`): by adapter
     - `rotation` of the adapters before the next batch
-    - `failed_prompts`: all; `failures`: the newest `MAX_FAILURES` of their records, oldest first;
-      `failed_window`: of the newest ended prompts
+    - `failed`: prompts that ended without a group
     - `feedback`: msgpack by step, of the newest `FEEDBACK_STEPS` acked steps that had any; replaced, never changed
     - `checkpoints`: steps of the kept ones, ascending
     - `masked_tokens`: sampled tokens that were too old for the loss of their batches, each use counted
@@ -100,9 +95,7 @@ class RunState:
         self.feedback: dict[int, bytes] = {}
         self.rewinds: dict[str, list[tuple[int, int]]] = {}
         self.rotation = Rotation()
-        self.failed_prompts = PromptSet()
-        self.failures: dict[tuple[str, int], TicketRecord] = {}
-        self.failed_window = FailedWindow()
+        self.failed = FailedPrompts()
         self.figures = StepFigures()
         self.pool = GroupPool()
         self.index = self.pool.index
@@ -212,12 +205,10 @@ class RunState:
 
     def forgive(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
         """Take back the failures of prompts, by hash of the adapter and index: their groups came late after all."""
-        if self.failed_prompts:
+        if self.failed.prompts:
             names = {hash_name(name): name for name in self._adapter_names()}
-            for code, prompt_index in zip(adapters.tolist(), prompt_indexes.tolist(), strict=True):
-                self.failed_prompts.discard(names.get(code, ""), prompt_index)
-                if failed := self.failures.pop((names.get(code, ""), prompt_index), None):
-                    self.failed_window.forgive(failed.stored)
+            pairs = zip(adapters.tolist(), prompt_indexes.tolist(), strict=True)
+            self.failed.forgive((names.get(code, ""), prompt_index) for code, prompt_index in pairs)
 
     # ------------------------------------------------------------------ ledger
 
@@ -288,7 +279,7 @@ class RunState:
 
     def _set_phase(self, phase: RunPhase, reason: str | None) -> None:
         if phase == "running" and (self.config_reason or "").startswith(FAILED_SHARE):
-            self.failed_window.restart()
+            self.failed.window.restart()
         self.config_state, self.config_reason = phase, reason
 
     def _add_batch(self, record: BatchRecord) -> None:
@@ -312,15 +303,9 @@ class RunState:
     def _fail_prompt(self, record: TicketRecord) -> None:
         # Rows still in the index are enough to find the prompt's group: the service completes the tickets of a group as
         # soon as it folds it, so this record precedes every record that could free the row.
-        prompt = record.adapter, record.prompt_index
         same_adapter = self.index["adapter"] == hash_name(record.adapter)
-        if (same_adapter & (self.index["prompt_index"] == record.prompt_index)).any():
-            return
-        self.failed_prompts.add(*prompt)
-        self.failed_window.add(record.stored)
-        self.failures[prompt] = msgspec.structs.replace(record, reason=record.reason[:MAX_REASON])
-        if len(self.failures) > MAX_FAILURES:
-            del self.failures[next(iter(self.failures))]
+        if not (same_adapter & (self.index["prompt_index"] == record.prompt_index)).any():
+            self.failed.add(record)
 
     def _evict(self, rows: npt.NDArray[np.int64], reason: str, record: EvictRecord | RewindRecord) -> None:
         self.pool.evict(rows, reason, record.step, self.versions_at(record.step, rows), record.at_s)

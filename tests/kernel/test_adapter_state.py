@@ -196,7 +196,7 @@ def adapter_state(state: RunState) -> dict[str, Any]:
         "steps": (state.step, state.next_step, state.generation, state.checkpoints),
         "counts": (+state.totals.evicted, +state.totals.dead_lettered, state.totals.retired, state.totals.histograms),
         **{f"row {name}": state.index[name][state.index["state"] != FREED].tolist() for name in state.index.columns},
-        "failed": state.failed_prompts,
+        "failed": state.failed.prompts,
     }
 
 
@@ -256,7 +256,7 @@ def test_each_adapter_has_the_progress_turns_versions_and_groups_of_the_survivin
             run.write(failed)
             stored = number < len(run.groups) and run.groups[number][0] == adapter
             if not stored:
-                assert (adapter, number) in run.state.failed_prompts
+                assert (adapter, number) in run.state.failed.prompts
         elif move == "snapshot":
             snapshot = encode_snapshot(take(run.state))
         run.check()

@@ -84,7 +84,7 @@ def test_a_run_without_the_rule_records_failures_as_before() -> None:
     fail(run, *range(LEAST_ENDED))
     assert read_share(run.state) is None and explain_exceeded(run.state) is None
     assert decide_failed_share(run.state, 1.0) is None
-    assert all(failed.stored is None for failed in run.state.failures.values())
+    assert all(failed.stored is None for failed in run.state.failed.newest.values())
 
 
 def test_a_prompt_whose_group_comes_late_after_all_is_no_failure() -> None:

@@ -76,7 +76,7 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
         ),
         "feedback": state.feedback,
         "words": (state.attachment, state.config, state.max_uses, state.config_state),
-        "failed": (state.failed_prompts, state.failures),
+        "failed": (state.failed.prompts, state.failed.newest),
         "steps": (state.step, state.next_step, state.generation, state.published, state.weights_uri),
     }
 

@@ -363,20 +363,20 @@ def test_the_trainer_that_attached_last_holds_the_run() -> None:
 def test_failed_prompts_are_kept() -> None:
     run = Run()
     run.apply(TicketRecord(adapter="", prompt_index=4, outcome="failed", attempts=3, reason="expired"))
-    assert list(run.state.failed_prompts) == [("", 4)]
+    assert list(run.state.failed.prompts) == [("", 4)]
 
 
 def test_the_newest_failures_keep_their_reason_until_a_late_group_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """All prompts stay failed; a long reason is cut."""
-    monkeypatch.setattr("replaybuf.kernel.state.MAX_FAILURES", 2)
+    monkeypatch.setattr("replaybuf.kernel.failed_prompts.MAX_FAILURES", 2)
     run = Run()
     for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
         run.apply(TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0))
-    kept = [(failed.prompt_index, failed.reason) for failed in run.state.failures.values()]
+    kept = [(failed.prompt_index, failed.reason) for failed in run.state.failed.newest.values()]
     assert kept == [(1, "second"), (2, "third" + 195 * "!")]
-    assert len(run.state.failed_prompts) == 3
+    assert len(run.state.failed.prompts) == 3
     run.state.store(np.array([1]), entries({"prompt_index": 1}))
-    assert [failed.prompt_index for failed in run.state.failures.values()] == [2]
+    assert [failed.prompt_index for failed in run.state.failed.newest.values()] == [2]
 
 
 def test_a_late_group_undoes_the_failure_of_its_prompt_in_either_order_of_the_streams() -> None:
@@ -388,12 +388,12 @@ def test_a_late_group_undoes_the_failure_of_its_prompt_in_either_order_of_the_st
     before, after = Run(), Run()
     for record in failures:
         after.apply(record)
-    assert set(after.state.failed_prompts) == {("", 4), ("", 5)}
+    assert set(after.state.failed.prompts) == {("", 4), ("", 5)}
     for run in (before, after):
         run.state.store(np.array([1, 2]), late)
     for record in failures:
         before.apply(record)
-    assert list(before.state.failed_prompts) == list(after.state.failed_prompts) == [("", 5)]
+    assert list(before.state.failed.prompts) == list(after.state.failed.prompts) == [("", 5)]
 
 
 def test_a_lower_max_uses_uses_groups_up_and_a_higher_one_makes_them_live_again() -> None:

@@ -273,7 +273,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         ),
         "used": (state.totals.groups_used, state.totals.tokens_used, state.totals.used_staleness),
         "tallies": counts_of(state.totals.histograms),
-        "words": (state.epoch, state.failed_prompts, state.failures, state.config, state.max_uses, state.entries),
+        "words": (state.epoch, state.failed.prompts, state.failed.newest, state.config, state.max_uses, state.entries),
     }
 
 
@@ -583,7 +583,7 @@ class RunStateMachine(RuleBasedStateMachine):
         by_reason = {reason: ages.versions.count for reason, ages in tallies.drop_ages.items()}
         assert +Counter(by_reason) == state.totals.evicted + state.totals.dead_lettered
         tickets = len({g.prompt for g in self.model.groups.values()} - {None}) + len(self.model.failed)
-        coverage = tallies.coverage(tickets, len(state.failed_prompts))
+        coverage = tallies.coverage(tickets, len(state.failed.prompts))
         assert coverage.issued == tickets == coverage.stored + coverage.failed
         assert coverage.pending == sum(g.prompt is not None and not g.uses for g in self.model.at("live"))
 
@@ -621,7 +621,7 @@ class RunStateMachine(RuleBasedStateMachine):
         assert (state.epoch, state.config_state, state.max_uses) == (model.epoch, model.state, model.max_uses)
         assert state.published == {"": model.published}
         assert (state.oldest_step, state.checkpoints) == (model.oldest, model.checkpoints)
-        assert {index for _, index in state.failed_prompts} == model.failed
+        assert {index for _, index in state.failed.prompts} == model.failed
         batches = {s: (b.entry, b.numbers.tolist(), b.acked) for s, b in state.batches.items()}
         assert batches == {s: (b.entry, b.numbers, b.acked) for s, b in model.batches.items()}
         for step in range(model.next_step + 1):

@@ -179,7 +179,7 @@ def test_batches_follow_from_the_tickets_in_any_order_of_completion(
     assert schedule.trained() == [survivors[k * size : (k + 1) * size] for k in range(8)]
     totals = schedule.run.state.totals
     assert totals.evicted["too_stale"] == 0
-    assert set(schedule.run.state.failed_prompts) <= {("", index) for index in failing}
+    assert set(schedule.run.state.failed.prompts) <= {("", index) for index in failing}
 
 
 @given(st.integers(0, 2**32))

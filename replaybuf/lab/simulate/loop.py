@@ -354,7 +354,7 @@ class Simulation:
             generated_lengths=generated,
             used_lengths=used,
             dropped_lengths=dropped,
-            coverage=state.totals.histograms.coverage(run.book.next_index.get("", 0), len(state.failed_prompts)),
+            coverage=state.totals.histograms.coverage(run.book.next_index.get("", 0), len(state.failed.prompts)),
             packing=meter.packing(),
         )
 

@@ -117,9 +117,9 @@ async def describe_dead_letters(run: Run, after: int, limit: int) -> DeadLetters
 
 def list_failed_prompts(run: Run, limit: int) -> FailedPrompts:
     """Return the newest `limit` failed prompts, oldest first."""
-    newest = list(run.state.failures.values())[-limit:]
+    newest = list(run.state.failed.newest.values())[-limit:]
     prompts = [msgspec.convert(failed, FailedPrompt, from_attributes=True) for failed in newest]
-    return FailedPrompts(failed=len(run.state.failed_prompts), failed_prompts=prompts)
+    return FailedPrompts(failed=len(run.state.failed.prompts), failed_prompts=prompts)
 
 
 async def _summaries(run: Run, numbers: list[int]) -> list[GroupSummary]:

@@ -45,7 +45,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "tickets_issued": lambda run: run.book.counts["issued"],
     "tickets_expired": lambda run: run.book.counts["expired"],
     "tickets_returned": lambda run: run.book.counts["returned"],
-    "prompts_failed": lambda run: len(run.state.failed_prompts),
+    "prompts_failed": lambda run: len(run.state.failed.prompts),
     "groups_live": lambda run: run.state.pool.live_totals().groups,
     "groups_in_batches": lambda run: run.state.count(IN_BATCHES),
     "tokens_live": lambda run: run.state.pool.live_totals().tokens,

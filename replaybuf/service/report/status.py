@@ -61,7 +61,7 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
 
 def coverage(state: RunState, book: TicketBook) -> Coverage:
     """Count a run's prompts by their fate, of all adapters together."""
-    return state.totals.histograms.coverage(sum(book.next_index.values()), len(state.failed_prompts))
+    return state.totals.histograms.coverage(sum(book.next_index.values()), len(state.failed.prompts))
 
 
 class AdapterSummary(msgspec.Struct, frozen=True):
@@ -163,7 +163,7 @@ def render_run_state(
             out=book.out,
             expired=book.counts["expired"],
             returned=book.counts["returned"],
-            failed=len(state.failed_prompts),
+            failed=len(state.failed.prompts),
         ),
         staleness=_staleness(state.totals),
         histograms=index.run.histograms,

@@ -172,7 +172,7 @@ class Appends:
         if not item.prompt_key or item.group.prompt_index is None:
             return False
         prompt = item.group.adapter, item.group.prompt_index
-        return not self._side_state.book.awaits(prompt) and prompt not in self._journal.state.failed_prompts
+        return not self._side_state.book.awaits(prompt) and prompt not in self._journal.state.failed.prompts
 
 
 def _refusal(results: list[contract.AppendResult]) -> Invalid | TooLarge:

@@ -235,7 +235,7 @@ class Tickets:
             await self._side_state.reload()
             journal, prompts = self._journal, self._book.pending_prompts()
             numbers = await journal.store.groups.find_numbers(journal.name, [prompt_key(*prompt) for prompt in prompts])
-            failed = journal.state.failed_prompts
+            failed = journal.state.failed.prompts
             self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
             self.follow_config()
 
