@@ -5,14 +5,12 @@ Folded from the ledger. One decision reads it: a change that names a `revision` 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-if TYPE_CHECKING:
-    from replaybuf.kernel.state import RunState
-    from replaybuf.wire.config import RunConfig
-    from replaybuf.wire.ledger import ConfigRecord, RewindRecord
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.ledger import ConfigRecord, RewindRecord
 
 MOST_CHANGES = 64
 MOST_LINES = 16
@@ -33,36 +31,43 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     lines: tuple[str, ...]
 
 
+class Configured(NamedTuple):
+    """The configuration of a run and its state, as the last record set it."""
+
+    config: RunConfig | None
+    state: str
+
+
 class Changes(msgspec.Struct):
     """The newest changes, oldest first. `revision`: ledger entry of the configuration; 0 in a snapshot without it."""
 
     revision: int = 0
     newest: list[Change] = []
 
-    def add_config(self, state: RunState, record: ConfigRecord, before: RunConfig | None) -> None:
-        """Note a configuration that `state` has read and whose phase it did not set yet; `before` is the older one."""
-        self.revision = state.entries
-        after = state.config
-        if before is None or after is None:
+    def add_config(self, entry: int, step: int, record: ConfigRecord, before: Configured, after: RunConfig) -> None:
+        """Note ledger entry `entry`, which replaces a configuration at the next unacked step `step`."""
+        self.revision = entry
+        if before.config is None:
             return
-        lines = _lines(msgspec.to_builtins(before), msgspec.to_builtins(after), "")
-        if record.state != state.config_state:
+        lines = _lines(msgspec.to_builtins(before.config), msgspec.to_builtins(after), "")
+        if record.state != before.state:
             reason = f" ({record.reason})" if record.reason else ""
-            lines.append(f"state: {state.config_state} → {record.state}{reason}")
-        self._add(state, record.at_s, record.by, lines)
+            lines.append(f"state: {before.state} → {record.state}{reason}")
+        self._add(Change(entry, step, record.at_s, record.by, tuple(lines[:MOST_LINES])))
 
-    def add_rewind(self, state: RunState, record: RewindRecord) -> None:
-        """Note a rewind."""
-        self._add(state, record.at_s, "", [f"rewind to step {record.step} ({record.on_resume})"])
+    def add_rewind(self, entry: int, record: RewindRecord) -> None:
+        """Note ledger entry `entry`, which rewinds the run."""
+        line = f"rewind to step {record.step} ({record.on_resume})"
+        self._add(Change(entry, record.step, record.at_s, "", (line,)))
 
     def describe_since(self, revision: int) -> str:
         """Describe the changes after ledger entry `revision` in one line."""
         newer = [change for change in self.newest if change.entry > revision]
         return "; ".join(f"{', '.join(change.lines)}{f' by {change.by}' if change.by else ''}" for change in newer)
 
-    def _add(self, state: RunState, at_s: float, by: str, lines: list[str]) -> None:
-        if lines:
-            self.newest.append(Change(state.entries, state.step, at_s, by, tuple(lines[:MOST_LINES])))
+    def _add(self, change: Change) -> None:
+        if change.lines:
+            self.newest.append(change)
             del self.newest[:-MOST_CHANGES]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
+from replaybuf.kernel.changes import Configured
 from replaybuf.kernel.failed_prompts import FailedPrompts
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
@@ -233,8 +234,16 @@ class RunState:
         if not isinstance(record, _KEEPS_LIVE_GROUPS):
             self.pool.forget_live_totals()
         freed = _HANDLERS[type(record)](self, record)
-        self.figures.apply(self, record)
+        self._add_figures(record)
         return _NO_NUMBERS if freed is None else freed
+
+    def _add_figures(self, record: AnyRecord) -> None:
+        """Fold a record that is applied into the figures."""
+        if isinstance(record, BatchRecord):
+            rows = self.index.rows_of(self.batches[record.step].numbers)
+            self.figures.add_batch(record, self.index, rows, self.versions_at(record.step, rows))
+        else:
+            self.figures.apply(self.entries, record)
 
     def _attach(self, record: AttachRecord) -> None:
         self.attachment = Attachment(
@@ -266,8 +275,9 @@ class RunState:
         return self.pool.free(self.index.rows_of(record.numbers), purged=True)
 
     def _configure(self, record: ConfigRecord) -> None:
-        before, self.config = self.config, read_config(record.config, f"ledger entry {self.entries}")
-        self.figures.changes.add_config(self, record, before)
+        before = Configured(self.config, self.config_state)
+        self.config = read_config(record.config, f"ledger entry {self.entries}")
+        self.figures.changes.add_config(self.entries, self.step, record, before, self.config)
         for name in self.config.adapter_names:
             self.published.setdefault(name, 0)
             self.weights_uri.setdefault(name, None)

@@ -9,17 +9,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.kernel.changes import Changes
+from replaybuf.kernel.index import Index
 from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, DeadLetterRecord, EvictRecord, RewindRecord
-
-if TYPE_CHECKING:
-    from replaybuf.kernel.index import Index
-    from replaybuf.kernel.state import RunState
 
 MOST_ROWS = 4096
 """About 0.7 MB in memory and 0.4 MB in a snapshot."""
@@ -63,6 +60,7 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
         return self.step + self.steps - 1
 
 
+_Integers = npt.NDArray[np.int64]
 _MEANS = (
     "groups",
     "rollouts",
@@ -84,11 +82,9 @@ class StepFigures(msgspec.Struct):
     pending: dict[str, int] = {}
     changes: Changes = msgspec.field(default_factory=Changes)
 
-    def apply(self, state: RunState, record: AnyRecord) -> None:
-        """Fold one ledger record that `state` has applied."""
+    def apply(self, entry: int, record: AnyRecord) -> None:
+        """Fold ledger entry `entry`, which is no batch."""
         match record:
-            case BatchRecord():
-                self._add(state, record)
             case AckRecord():
                 place = bisect_right(self.rows, record.step, key=lambda row: row.step) - 1
                 if place >= 0 and record.step <= self.rows[place].last:
@@ -97,7 +93,7 @@ class StepFigures(msgspec.Struct):
                 for reason, numbers in record.numbers.items():
                     self.pending[reason] = self.pending.get(reason, 0) + len(numbers)
             case RewindRecord():
-                self.changes.add_rewind(state, record)
+                self.changes.add_rewind(entry, record)
                 if record.on_resume == "resample":
                     self.rows = [row for row in self.rows if row.last < record.step]
 
@@ -107,9 +103,13 @@ class StepFigures(msgspec.Struct):
         size = -(-len(rows) // points)
         return rows if size <= 1 else [merge(rows[start : start + size]) for start in range(0, len(rows), size)]
 
-    def _add(self, state: RunState, record: BatchRecord) -> None:
+    def add_batch(self, record: BatchRecord, index: Index, rows: _Integers, versions: _Integers) -> None:
+        """Fold a batch of the groups in `rows` of the index, at these versions of the policy, [groups] each."""
         self.rows = [row for row in self.rows if row.last < record.step] if self._covers(record.step) else self.rows
-        self.rows.append(_row_of(state, record, self.rows[-1].stored if self.rows else 0, self.pending))
+        made = _row_of(record, index, rows, versions, self.pending)
+        if record.at_s and len(rows):
+            _add_stored(made, index, self.rows[-1].stored if self.rows else 0)
+        self.rows.append(made)
         self.pending = {}
         if len(self.rows) > MOST_ROWS:
             older = self.rows[: MOST_ROWS // 2]
@@ -138,9 +138,9 @@ def merge(rows: Sequence[StepRow]) -> StepRow:
     )
 
 
-def _row_of(state: RunState, record: BatchRecord, stored_before: int, dropped: dict[str, int]) -> StepRow:
-    index = state.index
-    rows = index.rows_of(state.batches[record.step].numbers)
+def _row_of(
+    record: BatchRecord, index: Index, rows: _Integers, versions: _Integers, dropped: dict[str, int]
+) -> StepRow:
     base = StepRow(
         step=record.step,
         at_s=record.at_s,
@@ -152,15 +152,13 @@ def _row_of(state: RunState, record: BatchRecord, stored_before: int, dropped: d
     )
     if not len(rows):
         return base
-    rewards, staleness = index["reward_mean"][rows], state.versions_at(record.step, rows)
-    staleness -= index["policy_version"][rows]
+    rewards, staleness = index["reward_mean"][rows], versions - index["policy_version"][rows]
     base.reward_mean, base.reward_std = _mean(rewards), _mean(index["reward_std"][rows])
     base.reward_min, base.reward_max = float(rewards.min()), float(rewards.max())
     base.staleness, base.staleness_max = _mean(staleness), int(staleness.max())
     base.uses, base.longest = _mean(index["times_sampled"][rows]), int(index["longest_tokens"][rows].max())
     if record.at_s:
         base.age_s = max(0.0, record.at_s - _mean(index["arrival_s"][rows]))
-        _add_stored(base, index, stored_before)
     return base
 
 
