@@ -14,6 +14,7 @@ from replaybuf.generator.prompts import Prompt
 from replaybuf.kernel.advantages import PROCESS, group_advantages, process_advantages, zero_variance
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
+from replaybuf.wire.pieces import group_of_completions
 
 
 def new_group(
@@ -29,25 +30,17 @@ def new_group(
 ) -> Group:
     """Build a group. Raises `RewardFault` if the rewards give no finite advantages."""
     rollouts = len(sample.completion_lengths)
-    mask = np.ones(len(sample.completion_ids), np.bool_) if sample.completion_mask is None else sample.completion_mask
-    group = Group(
+    group = group_of_completions(
+        [prompt.token_ids] * rollouts,
+        sample,
+        rewards=scores.rewards,
+        temperatures=[temperature] * rollouts,
         group_id=None,  # the service names it after the prompt index, so that a second attempt is a duplicate
         ticket=ticket.ticket,
         prompt_index=ticket.prompt_index,
         prompt_id=prompt.prompt_id,
         adapter=adapter,
-        policy_version=sample.policy_version,
-        prompt_ids=np.concatenate([prompt.token_ids] * rollouts),
-        prompt_lengths=np.full(rollouts, len(prompt.token_ids), np.int32),
-        completion_ids=sample.completion_ids,
-        completion_lengths=sample.completion_lengths,
-        completion_mask=mask,
-        inference_logprobs=sample.inference_logprobs,
-        rewards=scores.rewards,
         reward_parts=scores.parts,
-        version_spans=sample.version_spans,
-        temperatures=np.full(rollouts, temperature, np.float32),
-        finish_reasons=sample.finish_reasons,
         metadata=metadata | _source_of(prompt) | prompt.recorded | sample.metadata | _flags(scores),
     )
     try:

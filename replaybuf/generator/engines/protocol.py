@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 from typing import Any, Protocol
 
-from replaybuf.wire.group import Bools, Float32s, Int32s
+from replaybuf.wire.group import Int32s
+from replaybuf.wire.pieces import Completions
 
 SEED_BITS = 53
 """Every JSON reader keeps 53 bits exactly, and seed + n still fits in 64 bits."""
@@ -41,41 +42,21 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Sample:
-    """The n completions of one prompt, as columns.
+class Sample(Completions):
+    """The completions of one request.
 
-    - `completion_ids` int32 [C], `completion_lengths` int32 [n], `inference_logprobs` float32 [C] in nats
-    - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
-    - `finish_reasons`: one per completion; `metadata`: engine and sampling parameters
+    - `metadata`: engine and sampling parameters
     - `exact`: False where the server changed its version during the request and reports no spans; then the older
       version covers the whole completion
-    - `completion_mask` bool [C]: False where an environment wrote the token; None = all tokens were sampled
     """
 
-    completion_ids: Int32s
-    completion_lengths: Int32s
-    inference_logprobs: Float32s
-    version_spans: Int32s
-    finish_reasons: tuple[str | None, ...]
     metadata: dict[str, Any]
     exact: bool = True
-    completion_mask: Bools | None = None
 
     @property
     def aborted(self) -> bool:
         """Whether a completion was aborted; an aborted completion may have no tokens."""
         return ABORTED in self.finish_reasons
-
-    @property
-    def policy_version(self) -> int:
-        """Version that sampled the oldest token."""
-        return int(self.version_spans[:, 1].min())
-
-    @property
-    def completions(self) -> list[Int32s]:
-        """Token ids of each completion, int32 [T]; views."""
-        ends = self.completion_lengths.cumsum().tolist()
-        return [self.completion_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

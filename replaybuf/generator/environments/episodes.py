@@ -26,11 +26,11 @@ from replaybuf.generator.engines import Sample, Sampler, Sampling
 from replaybuf.generator.environments.contract import Episode, MultiTurnEnvironment, Score, Turn, score_of
 from replaybuf.generator.environments.process_rewards import by_turn
 from replaybuf.generator.environments.scoring import Scores, columns_of, episode_fault
-from replaybuf.generator.fleet.publication import Piece, joined, pieces, remainder
+from replaybuf.generator.fleet.publication import continued, joined, pieces, remainder
 from replaybuf.generator.losses import Losses
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.threads import LoopThread, contained
-from replaybuf.wire.group import Bools
+from replaybuf.wire.pieces import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,9 @@ def _any_version(_: int) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Rollout:
-    """One finished rollout: `mask` bool [T], True for sampled tokens; `turn_ends`: tokens to the end of each turn."""
+    """One finished rollout; `turn_ends`: tokens to the end of each turn."""
 
     piece: Piece
-    mask: Bools
     turn_ends: list[int]
     score: Score
 
@@ -102,11 +101,10 @@ class Episodes:
         rollouts = await (losses or Losses()).gather_rest(playing, [1] * len(playing))
         turns = [len(rollout.turn_ends) for rollout in rollouts]
         sample = joined([rollout.piece for rollout in rollouts], first.metadata | {"turns": turns})
-        mask = np.concatenate([rollout.mask for rollout in rollouts])
         scores = columns_of(prompt, [rollout.score for rollout in rollouts])
         if scores.process_rewards:
             scores = by_turn(prompt, scores, [rollout.turn_ends for rollout in rollouts])
-        return dataclasses.replace(sample, completion_mask=mask), scores
+        return sample, scores
 
     async def _play_one(self, prompt: Prompt, begun: Piece, next_turn: _NextTurn, max_tokens: int) -> _Rollout:
         async def start() -> Episode:
@@ -117,35 +115,34 @@ class Episodes:
 
         episode: Episode = await self._run(prompt, "environment", start())
         try:
-            piece, mask, turn_ends = await self._turns(prompt, begun, next_turn, max_tokens, episode)
+            piece, turn_ends = await self._turns(prompt, begun, next_turn, max_tokens, episode)
             scored = await self._run(prompt, "reward", score())
         finally:
             closing = self._loop.start(_close(episode, prompt, self._timeout_s))
         # Nothing depends on `close` if the rollout failed or the generator ends: it is awaited only here.
         await asyncio.wrap_future(closing)
-        return _Rollout(piece, mask, turn_ends, scored)
+        return _Rollout(piece, turn_ends, scored)
 
     async def _turns(
         self, prompt: Prompt, piece: Piece, next_turn: _NextTurn, max_tokens: int, episode: Episode
-    ) -> tuple[Piece, Bools, list[int]]:
-        mask, turn_ends, turn = np.ones(len(piece), np.bool_), [len(piece)], piece
+    ) -> tuple[Piece, list[int]]:
+        turn_ends, turn = [len(piece)], piece
         while turn.finish_reason != LENGTH:
             reply = await self._run(prompt, "environment", episode.step(self._turn(turn)))
             if reply is None:
                 break
             answer = self._answer(prompt, reply, int(piece.spans[-1, 0]))
             if len(turn_ends) == self._max_turns:
-                return dataclasses.replace(piece, finish_reason=MAX_TURNS), mask, turn_ends
+                return dataclasses.replace(piece, finish_reason=MAX_TURNS), turn_ends
             if len(piece) + len(answer) >= max_tokens:
-                return dataclasses.replace(piece, finish_reason=LENGTH), mask, turn_ends
+                return dataclasses.replace(piece, finish_reason=LENGTH), turn_ends
             piece = piece.followed_by(answer)
             turn = await next_turn(piece)
-            piece = piece.followed_by(turn)
+            piece = continued(piece, turn)
             turn_ends.append(len(piece))
-            mask = np.concatenate([mask, np.zeros(len(answer), np.bool_), np.ones(len(turn), np.bool_)])
         if turn.finish_reason == LENGTH and hasattr(episode, "cut_off"):
             await self._run(prompt, "environment", episode.cut_off(self._turn(turn)))
-        return piece, mask, turn_ends
+        return piece, turn_ends
 
     def _turn(self, piece: Piece) -> Turn:
         ids = piece.token_ids.tolist()
@@ -158,7 +155,8 @@ class Episodes:
             detail = f"answered a turn with {reply!r}; it must be None, a text or ids below {vocab_size}, not empty"
             raise episode_fault("environment", "bad_answer", prompt, detail)
         spans = np.array([(version, 0, len(ids))], np.int32)
-        return Piece(np.array(ids, np.int32), np.zeros(len(ids), np.float32), spans, None)
+        unsampled = np.zeros(len(ids), np.bool_)
+        return Piece(np.array(ids, np.int32), np.zeros(len(ids), np.float32), spans, None, unsampled)
 
     async def _run(self, prompt: Prompt, what: str, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of the environment. Raises `RewardFault` (`<what>_raised`, `<what>_timeout`)."""

@@ -21,8 +21,8 @@ from replaybuf.generator.fleet.member import STALE, Member, ServerStatus, Shared
 from replaybuf.generator.fleet.publication import (
     SUPERSEDED,
     OnPublish,
-    Piece,
     ahead,
+    continued,
     finished,
     joined,
     pieces,
@@ -34,6 +34,7 @@ from replaybuf.generator.fleet.publication import (
 )
 from replaybuf.generator.losses import Losses
 from replaybuf.wire.group import Int32s
+from replaybuf.wire.pieces import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ class Fleet:
             so_far = np.concatenate([prompt_ids, piece.token_ids])
             sample, member = await self._sample(so_far, remainder(sampling, rollout, piece), avoid=member)
             (later,) = pieces(sample)
-            piece = piece.followed_by(later)
+            piece = continued(piece, later)
             requests, empty = requests + 1, 0 if len(later) else empty + 1
         return finished(piece), requests
 

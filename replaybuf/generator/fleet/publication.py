@@ -20,7 +20,7 @@ import numpy as np
 
 from replaybuf.errors import EngineFault
 from replaybuf.generator.engines.protocol import ABORTED, Sample, Sampling, derived_seed
-from replaybuf.wire.group import Float32s, Int32s
+from replaybuf.wire.pieces import Piece, join_pieces, merge_spans
 
 OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
 SUPERSEDED = "superseded"
@@ -67,63 +67,50 @@ def too_old(oldest: int, published: int | None, max_staleness: int | None) -> bo
     return published is not None and max_staleness is not None and published - oldest > max_staleness
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Consecutive tokens of one rollout, T >= 0 of them.
+def continued(piece: Piece, later: Piece) -> Piece:
+    """Join a piece with the tokens sampled next.
 
-    `token_ids` int32 [T]; `logprobs` float32 [T] in nats; `spans` int32 [k, 3]: version, first token, one past the
-    last, where neighbours differ in version; `finish_reason` after the last token.
+    Raises `EngineFault` (`superseded`) where the version falls: a rewind took back the weights of this piece.
     """
-
-    token_ids: Int32s
-    logprobs: Float32s
-    spans: Int32s
-    finish_reason: str | None
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def followed_by(self, later: Piece) -> Piece:
-        """Join with the tokens sampled next.
-
-        Raises `EngineFault` (`superseded`) where the version falls: a rewind took back the weights of this piece.
-        """
-        if len(self) and len(later) and later.spans[0, 0] < self.spans[-1, 0]:
-            raise EngineFault(
-                SUPERSEDED,
-                f"version {later.spans[0, 0]} would continue tokens of version {self.spans[-1, 0]}",
-                name="policy_version",
-                value=int(later.spans[0, 0]),
-                bound=int(self.spans[-1, 0]),
-            )
-        return Piece(
-            np.concatenate([self.token_ids, later.token_ids]),
-            np.concatenate([self.logprobs, later.logprobs]),
-            _merged(np.concatenate([self.spans, later.spans + np.array([0, len(self), len(self)], np.int32)])),
-            later.finish_reason,
+    if piece.version_falls(later):
+        raise EngineFault(
+            SUPERSEDED,
+            f"version {later.spans[0, 0]} would continue tokens of version {piece.spans[-1, 0]}",
+            name="policy_version",
+            value=int(later.spans[0, 0]),
+            bound=int(piece.spans[-1, 0]),
         )
+    return piece.followed_by(later)
 
 
 def pieces(sample: Sample) -> list[Piece]:
     """Split a sample into its n rollouts."""
     ends = np.cumsum(sample.completion_lengths)[:-1]
     ids, logprobs = np.split(sample.completion_ids, ends), np.split(sample.inference_logprobs, ends)
+    masks = None if sample.completion_mask is None else np.split(sample.completion_mask, ends)
     rollouts = sample.version_spans[:, 0]
     return [
-        Piece(ids[index], logprobs[index], _merged(sample.version_spans[rollouts == index, 1:]), reason)
+        Piece(
+            ids[index],
+            logprobs[index],
+            merge_spans(sample.version_spans[rollouts == index, 1:]),
+            reason,
+            None if masks is None else masks[index],
+        )
         for index, reason in enumerate(sample.finish_reasons)
     ]
 
 
 def joined(rollouts: Sequence[Piece], metadata: dict[str, Any]) -> Sample:
     """Join n >= 1 rollouts to a sample."""
-    spans = [np.insert(piece.spans, 0, index, axis=1) for index, piece in enumerate(rollouts)]
+    columns = join_pieces(rollouts)
     return Sample(
-        completion_ids=np.concatenate([piece.token_ids for piece in rollouts]),
-        completion_lengths=np.array([len(piece) for piece in rollouts], np.int32),
-        inference_logprobs=np.concatenate([piece.logprobs for piece in rollouts]),
-        version_spans=np.concatenate(spans).astype(np.int32),
-        finish_reasons=tuple(piece.finish_reason for piece in rollouts),
+        completion_ids=columns.completion_ids,
+        completion_lengths=columns.completion_lengths,
+        inference_logprobs=columns.inference_logprobs,
+        version_spans=columns.version_spans,
+        finish_reasons=columns.finish_reasons,
+        completion_mask=columns.completion_mask,
         metadata=metadata,
     )
 
@@ -145,14 +132,3 @@ def unfinished(piece: Piece, sampling: Sampling) -> bool:
 def finished(piece: Piece) -> Piece:
     """Return an ended rollout; one aborted at its maximum length has the finish reason `length`."""
     return dataclasses.replace(piece, finish_reason="length") if piece.finish_reason == ABORTED else piece
-
-
-def _merged(spans: Int32s) -> Int32s:
-    """Drop empty spans and merge neighbours of the same version; int32 [k, 3] to int32 [m, 3]."""
-    spans = spans[spans[:, 2] > spans[:, 1]]
-    if not len(spans):
-        return spans
-    starts = np.flatnonzero(np.append(True, spans[1:, 0] != spans[:-1, 0]))
-    merged = spans[starts]
-    merged[:, 2] = spans[np.append(starts[1:], len(spans)) - 1, 2]
-    return merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -14,7 +15,7 @@ from replaybuf.errors import EngineFault
 from replaybuf.generator.engines import Sample, Sampling
 from replaybuf.generator.fleet.publication import (
     OnPublish,
-    Piece,
+    continued,
     finished,
     joined,
     pieces,
@@ -24,6 +25,7 @@ from replaybuf.generator.fleet.publication import (
     too_old,
     unfinished,
 )
+from replaybuf.wire.pieces import Piece
 
 
 def piece_of(versions: list[int], *, first: int = 0, reason: str | None = "stop", finely: bool = False) -> Piece:
@@ -42,7 +44,7 @@ def sample_of(*rollouts: list[int], reasons: tuple[str, ...] | None = None, exac
     """Return a sample of rollouts, each given as the versions of its tokens."""
     reasons = reasons or ("stop",) * len(rollouts)
     made = joined([piece_of(one, reason=why) for one, why in zip(rollouts, reasons, strict=True)], {})
-    return Sample(**{name: getattr(made, name) for name in made.__slots__} | {"exact": exact})
+    return dataclasses.replace(made, exact=exact)
 
 
 def per_token(piece: Piece) -> list[int]:
@@ -65,7 +67,7 @@ def test_a_rollout_cut_anywhere_is_unchanged_when_joined(versions: list[int], cu
     ]
     whole = pieces(joined(parts[:1], {}))[0]
     for part in parts[1:]:
-        whole = whole.followed_by(part)
+        whole = continued(whole, part)
     assert whole.token_ids.tolist() == list(range(len(versions)))
     assert whole.logprobs.tolist() == [-float(token) for token in range(len(versions))]
     assert whole.logprobs.dtype == np.float32 and whole.spans.dtype == whole.token_ids.dtype == np.int32
@@ -87,7 +89,7 @@ def test_a_sample_split_and_joined_is_the_same_sample(rollouts: list[list[int]])
 def test_a_lower_version_cannot_continue_a_rollout() -> None:
     """A rewind took back the weights of the first tokens; their number now means other weights."""
     with pytest.raises(EngineFault) as caught:
-        piece_of([5, 6]).followed_by(piece_of([4]))
+        continued(piece_of([5, 6]), piece_of([4]))
     assert (caught.value.reason, caught.value.value, caught.value.bound) == ("superseded", 4, 6)
 
 

@@ -1,0 +1,27 @@
+"""Groups for producers with a generation loop of their own: from token ids, responses of servers, and environments.
+
+=================  ==============================================================
+`group_building`   groups from token ids, logprobs and rewards
+`responses`        turns from responses of OpenAI-compatible servers
+`reward_functions` rewards by functions with the signature of TRL
+`traces`           rollouts from traces of verifiers
+=================  ==============================================================
+"""
+
+from __future__ import annotations
+
+from replaybuf.client.producers.group_building import GroupBuilder, RolloutBuilder, group_builder
+from replaybuf.client.producers.responses import ServerTurn, read_turns
+from replaybuf.client.producers.reward_functions import Scored, call_rewards
+from replaybuf.client.producers.traces import add_trace
+
+__all__ = [
+    "GroupBuilder",
+    "RolloutBuilder",
+    "Scored",
+    "ServerTurn",
+    "add_trace",
+    "call_rewards",
+    "group_builder",
+    "read_turns",
+]
