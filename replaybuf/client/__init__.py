@@ -1,4 +1,4 @@
-"""Clients of a service: calls, batch readers, direct mode, and values per rollout and group from packed rows."""
+"""Clients of a service: calls, batch readers, builders of groups, direct mode, values per rollout of packed rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from replaybuf.client.client import AsyncClient, Backoff, Client
     from replaybuf.client.direct import DirectBodies
+    from replaybuf.client.producers import GroupBuilder, group_builder
     from replaybuf.client.reader import BatchReader, ReaderOptions, StepReader
     from replaybuf.client.unpack import GroupSum, RolloutKey, merge_sums, per_group, per_rollout, rollout_keys
 
@@ -17,10 +18,12 @@ __all__ = [
     "BatchReader",
     "Client",
     "DirectBodies",
+    "GroupBuilder",
     "GroupSum",
     "ReaderOptions",
     "RolloutKey",
     "StepReader",
+    "group_builder",
     "merge_sums",
     "per_group",
     "per_rollout",
@@ -30,6 +33,7 @@ __all__ = [
 _MODULES = {
     "client": ("AsyncClient", "Backoff", "Client"),
     "direct": ("DirectBodies",),
+    "producers": ("GroupBuilder", "group_builder"),
     "reader": ("BatchReader", "ReaderOptions", "StepReader"),
     "unpack": ("GroupSum", "RolloutKey", "merge_sums", "per_group", "per_rollout", "rollout_keys"),
 }

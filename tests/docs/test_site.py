@@ -14,7 +14,7 @@ import pytest
 from tests.command_lines import calls, options_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def anchors(page: Path) -> set[str]:
@@ -58,8 +58,9 @@ def test_shell_blocks_start_replaybuf_from_the_virtual_environment(page: Path) -
 
 def test_every_page_of_the_site_is_in_its_navigation() -> None:
     """A page without an entry cannot be found."""
-    navigation = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(navigation) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    navigation = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sorted(navigation) == sorted(str(path.relative_to(ROOT / "docs")) for path in pages)
 
 
 @pytest.mark.skipif(

@@ -16,7 +16,8 @@ TWO = ([3, 4, 5], [-0.25, -0.5, -1.0])
 
 
 def started(**fields: Any) -> GroupBuilder:
-    return group_builder([1, 2], **{"prompt_id": "p", "policy_version": 4, "group_id": "g"} | fields)
+    filled: dict[str, Any] = {"prompt_id": "p", "policy_version": 4, "group_id": "g"}
+    return group_builder([1, 2], **filled | fields)
 
 
 def turn(prompt_ids: list[int], token_ids: list[int], **fields: Any) -> ServerTurn:
