@@ -31,6 +31,7 @@ SHORT = {
     "file_queue": ["--steps", "25"],
     "generator": ["--rollouts", "4000", "--repeats", "2"],
     "spill": ["--rounds", "2", "--groups", "400"],
+    "tracing": ["--rounds", "1", "--groups", "1024"],
     "slots": ["--steps", "50", "--seeds", "3"],
 }
 """Benchmarks by file name, and the options that make them short."""

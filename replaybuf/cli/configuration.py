@@ -21,7 +21,7 @@ from replaybuf.errors import Invalid
 
 logger = logging.getLogger(__name__)
 
-GLOBAL_OPTIONS = ("config", "log-level", "log-format")
+GLOBAL_OPTIONS = ("config", "log-level", "log-format", "traces")
 """Options of every command."""
 
 
@@ -44,7 +44,7 @@ def global_flags(app: App, arguments: Sequence[str]) -> list[str]:
     for option in GLOBAL_OPTIONS:
         value = os.environ.get(f"REPLAYBUF_{command}_{option}".upper().replace("-", "_"))
         if value and not any(argument.partition("=")[0] == f"--{option}" for argument in arguments):
-            flags += [f"--{option}", value]
+            flags.append(f"--{option}={value}")
     return flags
 
 

@@ -23,6 +23,7 @@ from replaybuf.cli.configuration import global_flags, sources
 from replaybuf.errors import Invalid, ReplaybufError
 from replaybuf.logs import LogFormat, configure_logging
 from replaybuf.plugins import entry_points as plugins
+from replaybuf.tracing import spans
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +153,26 @@ def _run_command(
             show_env_var=False,
         ),
     ] = "text",
+    traces: Annotated[
+        bool,
+        Parameter(
+            help="Export OpenTelemetry spans as the OTEL_... variables say; needs replaybuf[otel].",
+            env_var="REPLAYBUF_TRACES",
+            show_env_var=False,
+            negative="",
+        ),
+    ] = False,
 ) -> object:
     configure_logging(log_level, log_format)
     app.config = sources(app, config)
     command, bound, unparsed = app.parse_args(tokens)
-    if config is not None and "reread" in unparsed:
-        return command(*bound.args, **bound.kwargs, reread=lambda: _parse_again(tokens, config))
-    return command(*bound.args, **bound.kwargs)
+    rereads = {"reread": lambda: _parse_again(tokens, config)} if config is not None and "reread" in unparsed else {}
+    if traces:
+        spans.enable(f"replaybuf-{command.__name__}", getattr(bound.arguments.get("options"), "run", None) or "")
+    try:
+        return command(*bound.args, **bound.kwargs, **rereads)
+    finally:
+        spans.disable()
 
 
 def _parse_again(tokens: tuple[str, ...], config: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -36,6 +37,7 @@ from replaybuf.client.calls import Exchange, HttpRequest, RunCalls
 from replaybuf.client.replies import error_of
 from replaybuf.client.transport import mounts_of, needs_certificates
 from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.tracing import spans
 from replaybuf.wire.config import check_run_name
 
 logger = logging.getLogger(__name__)
@@ -102,9 +104,9 @@ class _Servers:
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
 
-    def arguments(self, request: HttpRequest, address: str) -> dict[str, Any]:
+    def arguments(self, request: HttpRequest, address: str, tracing: spans.Headers) -> dict[str, Any]:
         """Return the arguments of `httpx.Client.request`."""
-        headers = {"content-type": request.media_type} if request.content else {}
+        headers = {"content-type": request.media_type, **tracing} if request.content else {**tracing}
         if request.accept is not None:
             headers["accept"] = request.accept
         return {
@@ -115,6 +117,10 @@ class _Servers:
             "headers": headers,
             "timeout": httpx.Timeout(self._timeout_s + request.wait_ms / 1000, connect=self._timeout_s),
         }
+
+    def span(self, request: HttpRequest, address: str) -> AbstractContextManager[spans.Headers]:
+        """Record a request; gives the headers to send with it."""
+        return spans.request(request.method, request.path, base_url(address) + self._path)
 
     def unreachable(self, request: HttpRequest, address: str, error: httpx.TransportError) -> ServiceUnavailable:
         """Return the error of a request that got no answer, with address and cause."""
@@ -285,11 +291,12 @@ class Client:
                 time.sleep(pause_s)
 
     def _try(self, request: HttpRequest, address: str) -> httpx.Response:
-        try:
-            reply = self._http.request(**self._servers.arguments(request, address))
-        except httpx.TransportError as error:
-            raise self._servers.unreachable(request, address, error) from error
-        return self._servers.checked(request, reply)
+        with self._servers.span(request, address) as tracing:
+            try:
+                reply = self._http.request(**self._servers.arguments(request, address, tracing))
+            except httpx.TransportError as error:
+                raise self._servers.unreachable(request, address, error) from error
+            return self._servers.checked(request, reply)
 
 
 class AsyncClient:
@@ -380,11 +387,12 @@ class AsyncClient:
                 await asyncio.sleep(pause_s)
 
     async def _try(self, request: HttpRequest, address: str) -> httpx.Response:
-        try:
-            reply = await self._http.request(**self._servers.arguments(request, address))
-        except httpx.TransportError as error:
-            raise self._servers.unreachable(request, address, error) from error
-        return self._servers.checked(request, reply)
+        with self._servers.span(request, address) as tracing:
+            try:
+                reply = await self._http.request(**self._servers.arguments(request, address, tracing))
+            except httpx.TransportError as error:
+                raise self._servers.unreachable(request, address, error) from error
+            return self._servers.checked(request, reply)
 
 
 def _log_pause(pause_s: float, error: ReplaybufError) -> None:

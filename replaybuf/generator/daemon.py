@@ -37,6 +37,8 @@ from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, PromptOrder
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.threads import contained, was_cancelled
+from replaybuf.kernel.tickets import prompt_key
+from replaybuf.tracing import spans
 from replaybuf.wire.contract import Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
 
@@ -204,7 +206,8 @@ class Daemon:
             await self._rest()
             await inflight.gather(lambda: self._free_slots, lambda: self.limit, last_s)
             if not inflight.stopping and await self._engines_ready():
-                await self._take_some()
+                with spans.operation("take tickets"):
+                    await self._take_some()
                 last_s = clock()
         inflight.no_more_tickets = True
         await inflight.notify()
@@ -265,6 +268,8 @@ class Daemon:
         job = self._inflight.add(ticket)
         if not self._inflight.stopping:  # otherwise it came with the last answer, and `return_all` returns it
             self._generating += 1
+            group_id = prompt_key(self._options.adapter, ticket.prompt_index)
+            job.span = spans.begin_group(group_id, attempt=ticket.attempt, producer=self._options.producer)
             job.task = self._tasks.create_task(self._make(job))
 
     # ------------------------------------------------------------------ groups
@@ -272,14 +277,15 @@ class Daemon:
     async def _make(self, job: Job) -> None:
         try:
             options = self._options
-            job.group = await self._maker.make(
-                job,
-                options.sampling,
-                request_seed_base=options.request_seed,
-                advantage=options.advantage,
-                metadata=options.metadata,
-                adapter=options.adapter,
-            )
+            with spans.within(job.span):
+                job.group = await self._maker.make(
+                    job,
+                    options.sampling,
+                    request_seed_base=options.request_seed,
+                    advantage=options.advantage,
+                    metadata=options.metadata,
+                    adapter=options.adapter,
+                )
             if self._stages is None:  # otherwise stages may still fail
                 self._failures.record_success()
         except EngineUnfit:

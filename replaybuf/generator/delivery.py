@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
 from replaybuf.generator.inflight import InFlight, Job
+from replaybuf.tracing import spans
 from replaybuf.wire.contract import AppendResult, Policy
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,10 @@ class Delivery:
         """Append groups, however long the service is away; return False where a stop comes first."""
         inflight, groups = self._inflight, [job.scored for job in jobs]
         try:
-            results = await inflight.retry("append", lambda: inflight.client.append(groups, compress=self._compress))
+            with spans.operation("append", [job.span for job in jobs]):
+                results = await inflight.retry(
+                    "append", lambda: inflight.client.append(groups, compress=self._compress)
+                )
         except RunFinished as error:
             logger.info("%d groups came too late: %s", len(jobs), error)
             inflight.no_more_tickets = True
@@ -141,6 +145,7 @@ class Delivery:
 
     def _count(self, job: Job, result: AppendResult) -> None:
         progress = self._inflight.progress
+        spans.end_group(job.span, result.status)
         if result.status == "stored":
             progress.record_stored(job.scored, asyncio.get_running_loop().time() - job.started_at_s)
         elif result.status == "duplicate":

@@ -17,6 +17,7 @@ from replaybuf.generator.inflight import Job
 from replaybuf.generator.losses import Losses
 from replaybuf.generator.progress import Durations
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
+from replaybuf.tracing import spans
 from replaybuf.wire.group import Group
 
 
@@ -86,7 +87,8 @@ class GroupMaker:
         self.scoring += 1
         began_s = clock()
         try:
-            scores = await scorer.score(prompt, self._tokenizer.decode(sample.completions))
+            with spans.part("score"):
+                scores = await scorer.score(prompt, self._tokenizer.decode(sample.completions))
         finally:
             self.scoring -= 1
             self._reward_s.add(clock() - began_s)

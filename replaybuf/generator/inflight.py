@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from replaybuf.client.client import AsyncClient, Backoff
 from replaybuf.errors import (
@@ -23,8 +23,12 @@ from replaybuf.errors import (
 )
 from replaybuf.generator.engines import Sampling
 from replaybuf.generator.progress import Progress
+from replaybuf.tracing import spans
 from replaybuf.wire.contract import Ticket, Tickets
 from replaybuf.wire.group import Group
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class Job:
 
     `rewound_to`: a rewind during the flight took back all later versions, so groups that hold them are lost.
     `sampled`: its completions are there. `begun_by`: newest version that can have sampled its first token, None =
-    unknown. `aborted`: why the group is not wanted any more.
+    unknown. `aborted`: why the group is not wanted any more. `span`: its trace, if spans are recorded.
     """
 
     ticket: Ticket
@@ -57,6 +61,7 @@ class Job:
     sampled: bool = False
     begun_by: int | None = None
     aborted: EngineFault | None = None
+    span: Span | None = None
 
     @property
     def started_at_s(self) -> float:
@@ -107,6 +112,7 @@ class InFlight:
         """Free the slots of groups that are stored or given up."""
         for job in jobs:
             self.jobs.pop(job.ticket.ticket, None)
+            spans.end_group(job.span, "given_up")  # unless it has ended with a better reason
         await self.notify()
 
     # ------------------------------------------------------------------ aborts
@@ -223,6 +229,7 @@ class InFlight:
     async def return_ticket(self, job: Job, reason: str, detail: str) -> None:
         """Return a ticket with its reason; a ticket that cannot be returned expires."""
         self.progress.given_back[reason] += 1
+        spans.end_group(job.span, reason)
         logger.warning("returning ticket %s: %s: %s", job.ticket.ticket, reason, detail)
         try:
             await self.client.return_ticket(job.ticket.ticket, f"{reason}: {detail}"[:_REASON_CHARS])

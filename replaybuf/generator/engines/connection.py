@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
+from replaybuf.tracing import spans
 
 T = TypeVar("T")
 
@@ -89,12 +90,15 @@ class Connection:
 
         Raises `EngineAway` (`engine_timeout`, `engine_away`, `engine_error`), `EngineUnfit`, `EngineFault`.
         """
-        headers = {"content-type": "application/json"} if content else None
+        headers = {"content-type": "application/json"} if content else {}
         self._session = self._session or self._new_session()
-        sent = self._session.request(method, self.url + path, data=content, headers=headers, allow_redirects=False)
         try:
-            async with asyncio.timeout(timeout_s), sent as response:
-                reply = Reply(response.status, await response.read())
+            with spans.subrequest(method, path, self.url) as tracing:
+                sent = self._session.request(
+                    method, self.url + path, data=content, headers={**headers, **tracing}, allow_redirects=False
+                )
+                async with asyncio.timeout(timeout_s), sent as response:
+                    reply = Reply(response.status, await response.read())
         except TimeoutError:
             detail = f"engine {self.url}{path} gave no answer within {timeout_s:g} s"
             raise EngineAway("engine_timeout", detail, name="engine", value=self.url, bound=timeout_s) from None

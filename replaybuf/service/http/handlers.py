@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import msgspec
@@ -42,6 +43,7 @@ from replaybuf.service.run.evaluations import list_evaluations, record_evaluatio
 from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.run import Run
 from replaybuf.service.turns import in_turns
+from replaybuf.tracing import spans
 from replaybuf.wire.browse import LedgerPage, PurgedDeadLetters
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
@@ -196,7 +198,9 @@ async def post_policy(request: Request) -> Response:
     """Publish a version."""
     run = await _led(request)
     body = await read_json(request, PolicyRequest)
-    return json_response(await run.session.publish(body.version, body.epoch, body.weights_uri, body.adapter))
+    step = body.version * run.journal.config.steps_per_publish - 1  # the last one trained into this version
+    with _span(run, "publish", step):
+        return json_response(await run.session.publish(body.version, body.epoch, body.weights_uri, body.adapter))
 
 
 async def post_attach(request: Request) -> Response:
@@ -214,14 +218,23 @@ async def get_batch(request: Request) -> Response:
     outcome = await run.batches.part(step, epoch, rank, wait_s(request), as_body=as_body, gone=gone)
     if isinstance(outcome, WaitingAnswer):
         return json_response(outcome, 202, {"Retry-After": "1"})
-    return await sending.answer(request, outcome)
+    with spans.batch("deliver", run.name, outcome.batch.record.generation, step, dp_rank=rank):
+        return await sending.answer(request, outcome)
 
 
 async def post_ack(request: Request) -> Response:
     """Count a step as trained."""
     run = await _led(request)
     body = await read_ack(request, request.app.state.decoders)
-    return json_response(await run.session.ack(number(request, STEP), body.epoch, body.feedback))
+    step = number(request, STEP)
+    with _span(run, "ack", step):
+        return json_response(await run.session.ack(step, body.epoch, body.feedback))
+
+
+def _span(run: Run, name: str, step: int) -> AbstractContextManager[object]:
+    """Record what happens to the batch of a step, if the current history has it."""
+    batch = run.state.batches.get(step)
+    return spans.batch(name, run.name, batch.generation if batch else None, step)
 
 
 async def post_checkpoint(request: Request) -> Response:

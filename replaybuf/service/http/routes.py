@@ -32,6 +32,7 @@ from replaybuf.service.http.requests import check_query
 from replaybuf.service.http.start_gate import StartGate
 from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.traffic import started
+from replaybuf.tracing import spans
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Application:
             request.state.caller = self._guard.check(request, call)
             if call.query is not None:
                 check_query(request, call.query)
-            with share:
+            with share, spans.answer(call.method, call.path, request.headers, request.path_params.get("run", "")):
                 response = await call.handler(request)
             status = response.status_code
         except ClientDisconnect:

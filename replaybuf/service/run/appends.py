@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -22,6 +23,7 @@ from replaybuf.service.run.spill import Spill
 from replaybuf.service.turns import Turn
 from replaybuf.store import AppendResult, PendingGroup
 from replaybuf.store.chunks import Chunk
+from replaybuf.tracing import spans
 from replaybuf.wire import contract
 
 
@@ -78,7 +80,7 @@ class Appends:
 
     async def _append(self, chunk: Sequence[Incoming]) -> list[contract.AppendResult]:
         results: dict[int, contract.AppendResult] = {}
-        taken, appended = Load(), []
+        taken, appended, began_ns = Load(), [], time.time_ns()
         await self._spill.make_room(self._entering.in_memory + sum(item.nbytes for item in chunk))
         try:
             async with self._history_lock.shared():
@@ -90,6 +92,7 @@ class Appends:
                 taken = sum(map(_load, entering), Load())
                 self._entering += taken
                 appended = await self._commit.append(entering, token)
+            spans.store_groups(self._journal.name, (one.group_id for one in appended if one.stored), began_ns)
             if appended:
                 self.used = True
                 await self._arrivals.settle()

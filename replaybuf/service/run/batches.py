@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 
@@ -36,6 +37,7 @@ from replaybuf.service.run.long_polls import LONGEST_WAIT_S, Gone, LongPolls, Ro
 from replaybuf.service.run.next_batch import NextBatch
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.turns import call_beside
+from replaybuf.tracing import spans
 from replaybuf.wire.browse import StepRecord
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
@@ -214,6 +216,7 @@ class Batches:
 
         `overdue`: the trainer has waited so long that the batch may be short.
         """
+        began_ns = time.time_ns()
         while True:
             await self._tickets.refresh()
             await self._eviction.of_unsettled()
@@ -243,8 +246,14 @@ class Batches:
                 self._keep(packed)
             else:
                 await self._pack(record, fetched)
+            await self._trace(record, began_ns)
             await self._eviction.evict()
             return None
+
+    async def _trace(self, record: BatchRecord, began_ns: int) -> None:
+        if spans.enabled():
+            run, groups = self._journal.name, [entry.group_id for entry in record.groups]
+            await call_beside(len(groups), spans.assemble, run, record.generation, record.step, groups, began_ns)
 
     async def _fetch(self, numbers: list[int]) -> FetchedGroups:
         journal = self._journal

@@ -1,0 +1,1 @@
+"""OpenTelemetry spans from a ticket to the ack of its group. Off by default: `spans` then does nothing."""
