@@ -28,11 +28,13 @@ function axis(values) {
   return { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: values ? 52 : 30, values };
 }
 
-// A panel with one chart. `onRange(low, high)` is called with the values of a selection, without values on a double click.
+// A panel with one chart. `onRange(low, high)` is called with the values of a selection, `onPick(value)` with that of a click.
 export class Chart {
-  constructor(spec, onRange) {
+  constructor(spec, onRange, onPick) {
     this.spec = spec;
     this.onRange = onRange;
+    this.onPick = onPick;
+    this.marks = [];
     this.plot = null;
     this.data = null;
     this.place = h("div", { role: "img" });
@@ -42,8 +44,9 @@ export class Chart {
     this.watch.observe(this.place);
   }
 
-  // Show columns; `x` are steps, or seconds since the epoch if `time`.
-  show(x, columns, time) {
+  // Show columns; `x` are steps, or seconds since the epoch if `time`. `marks` are values of x with a vertical line.
+  show(x, columns, time, marks = []) {
+    this.marks = marks;
     const data = [x, ...this.spec.series.map(([, read]) => read(columns))];
     this.data = data;
     const newest = this.spec.series.map(([name], place) => `${name} ${format(data[place + 1].at(-1))}`);
@@ -70,10 +73,11 @@ export class Chart {
       axes: [axis(null), axis((_, values) => values.map((value) => (Math.abs(value) >= 10000 ? count(value) : String(+value.toPrecision(4)))))],
       series: [{ label: time ? "time" : "step", value: (_, value) => (value === null ? "–" : time ? new Date(value * 1000).toLocaleString("sv") : String(value)) }, ...series],
       bands: this.spec.band ? [{ series: [1, 2], fill: `${color("--line-1")}22` }] : [],
-      cursor: { sync: { key: "console", filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.onRange() } },
-      hooks: { setSelect: [(plot) => this.select(plot)] },
+      cursor: { sync: { key: "console", filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => null } },
+      hooks: { setSelect: [(plot) => this.select(plot)], draw: [(plot) => this.drawMarks(plot)] },
     };
     this.plot = new uPlot(options, data, this.place);
+    this.listenToClicks(this.plot.over);
   }
 
   select(plot) {
@@ -82,6 +86,33 @@ export class Chart {
     const range = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     this.onRange(...range);
+  }
+
+  // A click ends every drag too: it picks a point only if the mouse did not move.
+  listenToClicks(over) {
+    let downAt = 0;
+    over.addEventListener("mousedown", (event) => (downAt = event.clientX));
+    over.addEventListener("click", (event) => {
+      const { idx } = this.plot.cursor;
+      if (Math.abs(event.clientX - downAt) < 4 && typeof idx === "number") this.onPick(this.plot.data[0][idx]);
+    });
+  }
+
+  drawMarks(plot) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.strokeStyle = color("--warn");
+    ctx.lineWidth = devicePixelRatio;
+    ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
+    for (const mark of this.marks) {
+      const x = Math.round(plot.valToPos(mark, "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
   }
 
   save() {

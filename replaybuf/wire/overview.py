@@ -15,6 +15,7 @@ class RunRow(Answer, frozen=True, kw_only=True):
     - `tokens_per_s`, `groups_per_s`, `steps_per_s`: trained tokens, stored groups, acked steps
     - `rewards`: mean reward of the newest steps, oldest first; `staleness`: mean of the newest batch
     - `idle_s`: since the newest batch or ack; `alarm`: why the share of failed prompts is exceeded
+    - `stands_still`: it is running, and `idle_s` is far longer than its steps take
     """
 
     run: str
@@ -39,6 +40,7 @@ class RunRow(Answer, frozen=True, kw_only=True):
     producers_known: int
     producers_gone: int
     alarm: str | None
+    stands_still: bool = False
 
 
 class Overview(Answer, frozen=True, kw_only=True):

@@ -139,14 +139,39 @@ def test_a_change_that_is_wrong_is_refused_with_the_reason(
 
 
 def test_two_operators_at_once_get_one_clear_answer_each(run: RunClient, open_page: OpenPage) -> None:
-    """One finished the run; the other's page follows and offers no pause any more."""
+    """One finished the run while the other was asked to confirm a pause: it does not happen, and the page says why."""
     run.put(batch={"groups_per_batch": 1})
     page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
     page.get_by_role("button", name="Pause", exact=True).click()
     run.http.patch(run.path, json={"state": "finished"}).raise_for_status()
     page.locator("dialog button.main").click()
-    page.locator("main [role=status]").filter(has_text="P").wait_for()
-    page.locator(".title .pill").filter(has_text=run.state()["state"]).wait_for()
+    page.locator("main p.bad", has_text="state: running → finished (operator)").wait_for()
+    page.locator(".title .pill.finished").wait_for()
+    assert run.state()["state"] == "finished"
+
+
+def test_values_that_somebody_else_changed_are_not_taken_back(run: RunClient, open_page: OpenPage) -> None:
+    """The strategy is sent as a whole: older values of the editor would undo the change of the other operator."""
+    run.put(batch={"groups_per_batch": 1}, strategy={"name": "replay", "options": {"max_uses": 2}})
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
+    editor = page.get_by_label("Edit the values")
+    page.wait_for_function("document.querySelector('#change').value !== ''")
+    other = {"strategy": {"name": "replay", "options": {"max_uses": 2, "max_staleness": 9}}}
+    run.http.patch(run.path, json=other).raise_for_status()
+    page.get_by_text("The run was changed after you read these values").wait_for()
+    assert "max_staleness" in page.locator("main p.warn").inner_text()
+    editor.fill(editor.input_value().replace('"max_uses": 2', '"max_uses": 3'))
+    page.get_by_role("button", name="Preview the change").click()
+    page.locator("main p.bad", has_text="Changed meanwhile: strategy.options.max_staleness").wait_for()
+    assert run.state()["strategy"]["options"]["max_uses"] == 2
+    page.get_by_role("button", name="Read again").click()
+    page.wait_for_function("document.querySelector('#change').value.includes('\"max_staleness\": 9')")
+    editor.fill(editor.input_value().replace('"max_uses": 2', '"max_uses": 3'))
+    page.get_by_role("button", name="Preview the change").click()
+    page.locator("dialog button.main").click()
+    page.get_by_text("Change the run: done.").wait_for()
+    options = run.state()["strategy"]["options"]
+    assert (options["max_uses"], options["max_staleness"]) == (3, 9)
 
 
 def test_a_run_is_created_in_the_console(service: ServeProcess, open_page: OpenPage, tmp_path: Path) -> None:

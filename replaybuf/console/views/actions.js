@@ -10,6 +10,7 @@ const CHANGEABLE = ["strategy", "filters", "limits"];
 export function openActions({ refreshNow }, run) {
   const result = h("p", { role: "status" });
   const editor = h("textarea", { id: "change", spellcheck: "false" });
+  const older = h("p", { class: "warn", role: "status" });
   const [resume, pause] = [button("Resume", () => change({ state: "running" }, "Resume the run", "Producers get tickets again and trainers get batches.")), button("Pause", () => change({ state: "paused" }, "Pause the run", "Producers get no tickets and trainers no batches until you resume it. Nothing is lost."))];
   const finish = button("Finish", () => change({ state: "finished" }, "Finish the run", "Trainers get the answer that the run is finished. Only a trainer that attaches at an earlier step could continue it."), "danger");
   const purge = button("Purge dead letters", purgeLetters, "danger");
@@ -21,40 +22,43 @@ export function openActions({ refreshNow }, run) {
       h("p", { class: "quiet" }, "These actions need a token with the role operator, where the service has tokens."),
       result,
       h("section", { class: "card" }, h("h2", {}, "State"), h("div", { class: "buttons" }, resume, pause, finish)),
-      h("section", { class: "card" }, h("h2", {}, "Strategy, filters and limits"), h("label", { for: "change" }, "Edit the values. Only what you change is sent, and you see the difference first."), editor, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
+      h("section", { class: "card" }, h("h2", {}, "Strategy, filters and limits"), h("label", { for: "change" }, "Edit the values. Only what you change is sent, and you see the difference first."), editor, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
       h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "Both delete bytes for ever."), h("div", { class: "buttons" }, purge, remove)),
     ],
     { refresh, period_ms: 3000 },
   );
   let config = null;
+  // Revisions of the run: of the values in the editor, and of the state that the page shows.
+  let [edited, shown] = [0, 0];
 
   async function refresh() {
     const status = await get(runPath(run));
     view.state.replaceChildren(pill(status.state));
     [resume.disabled, pause.disabled] = [status.state !== "paused", status.state !== "running"];
     [finish.disabled, remove.disabled, purge.disabled] = [status.state === "finished", status.state !== "finished", status.groups.dead_lettered === 0];
-    if (!config) show(status.config);
+    shown = status.revision;
+    if (!config) show(status);
+    else if (shown !== edited && !older.textContent) older.textContent = `The run was changed after you read these values: ${await changesSince(edited)}. Read again before you change them.`;
   }
 
   async function load() {
-    show((await get(runPath(run))).config);
+    show(await get(runPath(run)));
   }
 
-  function show(found) {
-    config = found;
+  function show({ config: found, revision }) {
+    [config, edited, older.textContent] = [found, revision, ""];
     editor.value = JSON.stringify(Object.fromEntries(CHANGEABLE.map((name) => [name, found[name]])), null, 2);
   }
 
   async function preview() {
     const changed = readChange();
     if (!changed) return;
-    const answer = await attempt(() => call("PATCH", runPath(run), { body: changed, query: { dry_run: "true" } }));
+    const answer = await attempt(() => call("PATCH", runPath(run), { body: changed, query: { dry_run: "true", if_revision: edited } }));
     if (!answer) return;
     const lines = differences(config, answer.config);
     if (!lines.length) return say("The service would change nothing: the values are the same.");
     const text = h("pre", { class: "change" }, lines.join("\n"));
-    await change(changed, "Change the run", "The change holds from the next batch that is not assembled yet. Groups that the new values forbid are evicted.", text);
-    await load();
+    await change(changed, "Change the run", "The change holds from the next batch that is not assembled yet. Groups that the new values forbid are evicted.", text, edited);
   }
 
   function readChange() {
@@ -68,10 +72,21 @@ export function openActions({ refreshNow }, run) {
     return changed.length ? Object.fromEntries(changed) : say("Nothing is changed in the text.");
   }
 
-  async function change(body, title, effect, more = null) {
+  // The change holds only for the state that the operator saw when the dialog opened.
+  async function change(body, title, effect, more = null, revision = shown) {
     if (!(await confirm(title, effect, more))) return;
-    if (await attempt(() => call("PATCH", runPath(run), { body }))) say(`${title}: done.`);
+    const answer = await attempt(() => call("PATCH", runPath(run), { body, query: { if_revision: revision } }));
+    if (answer) {
+      say(`${title}: done.`);
+      if (revision === edited) show(answer);
+    }
     refreshNow();
+  }
+
+  async function changesSince(revision) {
+    const { changes } = await get(runPath(run, "/history"), { points: 1 });
+    const newer = changes.filter((one) => one.entry > revision);
+    return newer.map((one) => one.lines.join(", ") + (one.by ? ` by ${one.by}` : "")).join("; ") || "unknown";
   }
 
   async function purgeLetters() {

@@ -1,10 +1,15 @@
 // What all pages of one run share: title, state, tabs.
 
-import { h } from "../dom.js";
+import { h, pill, update } from "../dom.js";
 
 const TABS = [["Run", ""], ["Rollouts", "/rollouts"], ["Ledger", "/ledger"], ["Problems", "/problems"], ["Act", "/act"]];
 
 export const runLink = (run, rest = "") => `#/runs/${encodeURIComponent(run)}${rest}`;
+
+// Show the state of a run beside its name: one that stands still is more than running.
+export function showState(view, row) {
+  update(view.state, pill(row.stands_still ? "stands_still" : row.state));
+}
 
 // The view of a page of a run: `parts` are below the tabs, `under` is the last crumb.
 export function runView(run, tab, parts, { under, ...others }) {

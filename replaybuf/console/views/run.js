@@ -1,19 +1,21 @@
 // One run: why nothing happens, its flow with live numbers, and charts over its steps.
 
-import { get, runPath } from "../api.js";
+import { find, get, runPath } from "../api.js";
 import { CHARTS, Chart, saveCsv } from "../charts.js";
-import { h, pill, update } from "../dom.js";
-import { age, count, decimal, explainReason, rate } from "../format.js";
-import { runLink, runView } from "./frame.js";
+import { diagnose, problemsOf } from "../diagnosis.js";
+import { h, update } from "../dom.js";
+import { age, count, decimal, rate } from "../format.js";
+import { describeChanges } from "./changes.js";
+import { runLink, runView, showState } from "./frame.js";
 
 const POINTS = 600;
 // The part of the flow that a reason is about.
 const PLACES = { producers: "Producers", trainer: "Trainer", operator: "Batches", nothing: "Batches" };
 
 export function openRun(_, run) {
-  const [state, flow, buffer, waits, drops] = [h("div", {}), h("ol", { class: "flow" }), h("div", {}), h("div", {}), h("div", {})];
-  const range = { first: null, last: null, time: false, columns: null };
-  const charts = CHARTS.map((spec) => new Chart(spec, zoom));
+  const [state, flow, buffer, waits, drops, changes] = [h("div", {}), h("ol", { class: "flow" }), h("div", {}), h("div", {}), h("div", {}), h("div", {})];
+  const range = { first: null, last: null, time: false, columns: null, changes: [] };
+  const charts = CHARTS.map((spec) => new Chart(spec, zoom, openStep));
   const note = h("span", { class: "quiet" });
   const axis = h("select", { "aria-label": "Axis", change: (event) => draw((range.time = event.target.value === "time")) }, h("option", { value: "step" }, "over steps"), h("option", { value: "time" }, "over time"));
   const reset = h("button", { type: "button", hidden: true, click: () => zoom() }, "Whole run");
@@ -21,7 +23,7 @@ export function openRun(_, run) {
   const bar = h("div", { class: "bar" }, axis, reset, all, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
   const grid = h("div", { class: "charts" }, charts.map((chart) => chart.node));
-  const view = runView(run, "Run", [state, h("h2", { class: "hidden" }, "Flow"), flow, h("div", { class: "columns" }, buffer, waits, drops), h("h2", {}, "Steps"), bar, empty, grid], { refresh, period_ms: 2000, close, repaint });
+  const view = runView(run, "Run", [state, h("h2", { class: "hidden" }, "Flow"), flow, h("div", { class: "columns" }, buffer, waits, drops), h("h2", {}, "Steps"), bar, empty, changes, grid], { refresh, period_ms: 2000, close, repaint });
   let drawn = "";
 
   function zoom(low, high) {
@@ -31,6 +33,12 @@ export function openRun(_, run) {
     reset.hidden = !bounded;
     drawn = "";
     refreshHistory();
+  }
+
+  function openStep(value) {
+    const { step, at_s } = range.columns;
+    const place = (range.time ? at_s : step).findLastIndex((one) => one <= value);
+    location.hash = runLink(run, `/steps/${step[Math.max(0, place)]}`);
   }
 
   function stepsBetween(low, high) {
@@ -43,30 +51,32 @@ export function openRun(_, run) {
 
   async function refresh() {
     const answer = await get(runPath(run, "/flow"));
-    update(view.state, pill(answer.row.state));
-    update(state, describeState(answer.row, run));
+    showState(view, answer.row);
+    update(state, describeState(answer.row, run, await findIdle(answer.row, run)));
     update(flow, describeFlow(answer, run));
     update(buffer, h("h2", {}, "Buffer, by version of the oldest token"), versions(answer.versions));
     update(waits, describeWaits(answer.waited_s));
-    const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last}`;
+    const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last} ${answer.ledger_entries}`;
     if (now !== drawn) await refreshHistory(now);
   }
 
   async function refreshHistory(now = "") {
     const history = await get(runPath(run, "/history"), { from_step: range.first, to_step: range.last, points: POINTS });
-    [drawn, range.columns] = [now, history.columns];
+    [drawn, range.columns, range.changes] = [now, history.columns, history.changes];
     draw();
+    update(changes, describeChanges(history, run));
     update(drops, describeDrops(history));
     const { steps } = history.columns;
     const merged = steps.some((each) => each > 1) ? `, up to ${Math.max(...steps)} steps per point` : "";
-    note.textContent = steps.length ? `steps ${history.columns.step[0]} to ${history.columns.step.at(-1) + steps.at(-1) - 1}${merged}. Drag over a chart for a range, double-click for the whole run.` : "";
+    note.textContent = steps.length ? `steps ${history.columns.step[0]} to ${history.columns.step.at(-1) + steps.at(-1) - 1}${merged}. Drag over a chart for a range, click for a step.` : "";
   }
 
   function draw() {
     const some = Boolean(range.columns?.step.length);
     [empty.hidden, grid.hidden, bar.hidden] = [some, !some, !some];
     if (!some) return;
-    for (const chart of charts) chart.show(range.time ? range.columns.at_s : range.columns.step, range.columns, range.time);
+    const marks = range.changes.map((change) => (range.time ? change.at_s : change.step));
+    for (const chart of charts) chart.show(range.time ? range.columns.at_s : range.columns.step, range.columns, range.time, marks);
   }
 
   function saveAll() {
@@ -84,39 +94,40 @@ export function openRun(_, run) {
   return view;
 }
 
-function describeState(row, run) {
-  const { waiting } = row;
-  if (row.state === "paused" && row.paused_reason !== "operator") return stopped("The run paused itself.", row.paused_reason, run);
-  if (row.alarm) return stopped("Too many prompts fail.", row.alarm, run);
-  if (!waiting) return h("div", { class: "state" }, h("strong", {}, "The next batch is ready."), h("p", {}, "The trainer can request it now."));
-  const [what, todo] = explainReason(waiting.reason);
-  const since = row.idle_s === null ? "since the run began" : `for ${age(row.idle_s)}`;
-  const amounts = ["groups", "tokens"].filter((name) => waiting.need[name]).map((name) => `${count(waiting.have[name])} of ${count(waiting.need[name])} ${name}`);
-  const missing = (waiting.missing ?? []).map((one) => `${one.name} was last seen ${age(one.last_seen_s)} ago`);
-  return h(
-    "div",
-    { class: "state waits" },
-    h("strong", {}, what),
-    h("p", {}, [`${waiting.reason}, no new batch or ack ${since}`, ...amounts, ...missing].join(" · ")),
-    waiting.detail && h("p", {}, waiting.detail),
-    h("p", { class: "quiet" }, todo),
-  );
+// Producers without an engine are a cause that only their heartbeats tell.
+async function findIdle(row, run) {
+  if (!row.stands_still || row.waiting?.blocked_on !== "producers") return [];
+  const known = await find(runPath(run, "/producers"));
+  return (known?.producers ?? []).filter((one) => !one.gone && (one.engines === 0 || one.held_back_by));
 }
 
-function stopped(what, why, run) {
-  return h("div", { class: "state stopped" }, h("strong", {}, what), h("p", {}, why), h("p", {}, h("a", { href: runLink(run, "/act") }, "Resume or change the run")));
+function describeState(row, run, idle) {
+  const { kind, what, details, todo, page } = diagnose(row);
+  const engines = idle.slice(0, 5).map((one) => `${one.name}: ${one.engines === 0 ? "no engine takes its requests" : `held back by ${one.held_back_by}`}`);
+  const problems = problemsOf(row);
+  return h(
+    "div",
+    { class: `state ${kind}` },
+    h("strong", {}, what),
+    h("p", {}, details.join(" · ")),
+    engines.map((line) => h("p", { class: "bad" }, line)),
+    row.waiting?.detail && h("p", {}, row.waiting.detail),
+    h("p", { class: "quiet" }, todo, page && " ", page && h("a", { href: runLink(run, page) }, page === "/act" ? "Act" : "Problems")),
+    problems > 0 && page !== "/problems" && h("p", {}, h("a", { class: "bad", href: runLink(run, "/problems") }, `${count(problems)} problems need a look`)),
+  );
 }
 
 function describeFlow(flow, run) {
   const { row } = flow;
-  const here = row.waiting ? PLACES[row.waiting.blocked_on] : "";
+  const { kind, place } = diagnose(row);
+  const here = place ?? (row.waiting ? PLACES[row.waiting.blocked_on] : "");
   const card = (name, big, ...lines) =>
-    h("li", { class: name === here ? "here" : null }, h("h3", {}, name), h("div", { class: "big" }, big), lines.map((line) => h("div", {}, line)), name === here && h("div", { class: "mark" }, "the run waits here"));
+    h("li", { class: name === here ? `here ${kind}` : null }, h("h3", {}, name), h("div", { class: "big" }, big), lines.map((line) => h("div", {}, line)), name === here && h("div", { class: "mark" }, "the run waits here"));
   return [
     card("Producers", count(row.producers_known), [`seen ${age(row.producers_last_seen_s)}`, row.producers_last_seen_s === null ? "" : " ago"].join(""), row.producers_gone ? h("a", { class: "bad", href: runLink(run, "/problems") }, `${row.producers_gone} gone`) : rate(row.groups_per_s, "groups/s")),
     card("Tickets", `${count(flow.tickets_out)} out`, flow.group_s ? `${age(flow.group_s)} from ticket to group` : "no group came by ticket yet"),
     card("Buffer", `${count(row.groups_live)} groups`, `${count(row.tokens_live)} tokens`, flow.stored_s === null ? "no group yet" : `newest ${age(flow.stored_s)} ago`),
-    card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${count(row.max_steps)} steps in all` : ""),
+    card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${count(row.max_steps)} steps in all` : "", row.step > 0 && [h("a", { href: runLink(run, `/steps/${row.step - 1}`) }, `step ${count(row.step - 1)}`), ", ", h("a", { href: runLink(run, `/rollouts?step=${row.step - 1}&order=reward&desc=false`) }, "its worst rewards")]),
     card("Trainer", row.trainer_last_seen_s === null ? "none" : rate(row.tokens_per_s, "tok/s"), row.trainer_last_seen_s === null ? "no trainer has attached" : `seen ${age(row.trainer_last_seen_s)} ago`, flow.step_s ? `${age(flow.step_s)} work per step` : ""),
     card("Published version", count(row.published_version), row.staleness === null ? "" : `mean staleness ${decimal(row.staleness, 2)}`),
   ];

@@ -1,17 +1,22 @@
 // All runs of the server, one row each.
 
 import { get } from "../api.js";
+import { diagnose } from "../diagnosis.js";
 import { h, pill, sparkline, update } from "../dom.js";
-import { age, count, decimal, explainReason, rate } from "../format.js";
+import { age, count, decimal, rate } from "../format.js";
 
 const SHOWN = 200;
-const order = { by: "run", down: false };
+const order = { by: "state", down: false };
 const filter = { text: "", state: "", all: false };
+
+// In the order of what needs a person.
+const STATES = ["stands_still", "paused", "running", "finished"];
+const stateOf = (row) => (row.stands_still ? "stands_still" : row.state);
 
 // Heading, class, value to sort by, cell.
 const COLUMNS = [
   ["Run", "", (row) => row.run, (row) => h("a", { href: `#/runs/${encodeURIComponent(row.run)}` }, row.run)],
-  ["State", "", (row) => row.state, (row) => pill(row.state)],
+  ["State", "", (row) => STATES.indexOf(stateOf(row)), (row) => pill(stateOf(row))],
   ["Step", "number", (row) => row.step, (row) => (row.max_steps ? `${count(row.step)} / ${count(row.max_steps)}` : count(row.step))],
   ["Version", "number", (row) => row.published_version, (row) => count(row.published_version)],
   ["Tokens/s", "number", (row) => row.tokens_per_s, (row) => count(row.tokens_per_s)],
@@ -36,10 +41,12 @@ function producers(row) {
 
 function why(row) {
   if (row.paused_reason && row.paused_reason !== "operator") return h("span", { class: "bad" }, row.paused_reason);
-  if (!row.waiting) return h("span", { class: "good" }, "ready");
   const since = row.idle_s === null ? "" : ` for ${age(row.idle_s)}`;
+  const diagnosis = diagnose(row);
+  if (row.stands_still) return [h("span", { class: "bad" }, diagnosis.what), h("span", { class: "quiet" }, ` ${row.waiting?.reason ?? "ready"}${since}`)];
+  if (!row.waiting) return h("span", { class: "good" }, "ready");
   const who = row.waiting.blocked_on === "nothing" ? "" : ` · ${row.waiting.blocked_on}`;
-  return h("span", { title: explainReason(row.waiting.reason).join(" ") }, `${row.waiting.reason}${since}${who}`);
+  return h("span", { title: [diagnosis.what, diagnosis.todo].join(" ") }, `${row.waiting.reason}${since}${who}`);
 }
 
 function heading([name, kind]) {
@@ -52,9 +59,9 @@ function heading([name, kind]) {
 function select(rows) {
   const text = filter.text.toLowerCase();
   const value = (COLUMNS.find(([name]) => name.toLowerCase() === order.by) ?? COLUMNS[0])[2];
-  const kept = rows.filter((row) => (!filter.state || row.state === filter.state) && `${row.run} ${row.strategy} ${row.waiting?.reason ?? ""}`.toLowerCase().includes(text));
+  const kept = rows.filter((row) => (!filter.state || stateOf(row) === filter.state) && `${row.run} ${row.strategy} ${row.waiting?.reason ?? ""}`.toLowerCase().includes(text));
   const sign = order.down ? -1 : 1;
-  return kept.sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0));
+  return kept.sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) || (a.run > b.run ? 1 : -1));
 }
 
 export function openRuns({ refreshNow }) {
@@ -63,7 +70,7 @@ export function openRuns({ refreshNow }) {
   const summary = h("p", { class: "quiet", role: "status" }, "Loading");
   const more = h("p", {});
   const search = h("input", { type: "search", placeholder: "Name, strategy or reason", "aria-label": "Search runs", value: filter.text });
-  const states = ["", "running", "paused", "finished"].map((state) => h("option", { value: state, selected: state === filter.state }, state || "any state"));
+  const states = ["", ...STATES].map((state) => h("option", { value: state, selected: state === filter.state }, state.replaceAll("_", " ") || "any state"));
   const state = h("select", { "aria-label": "State" }, states);
   search.addEventListener("input", () => paint((filter.text = search.value)));
   state.addEventListener("change", () => paint((filter.state = state.value)));
@@ -90,8 +97,8 @@ export function openRuns({ refreshNow }) {
     const left = rows.length - shown.length;
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");
     const speed = overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0);
-    const counted = `${rows.length} of ${overview.runs.length} runs · ${rate(speed, "tokens/s")} trained`;
-    update(summary, counted);
+    const still = overview.runs.filter((row) => row.stands_still).length;
+    update(summary, `${rows.length} of ${overview.runs.length} runs · ${rate(speed, "tokens/s")} trained`, still > 0 && h("span", { class: "bad" }, ` · ${count(still)} stand still`));
     document.getElementById("server").textContent = `${overview.version} · ${overview.durability}`;
   }
 

@@ -24,6 +24,10 @@ from replaybuf.wire.overview import Flow, History, Overview, RunRow, ShownChange
 
 REWARDS = 40
 """Newest rows whose rewards a sparkline shows."""
+STILL_STEPS = 10
+STILL_S = 30.0
+STILL_UNKNOWN_S = 300.0
+"""A run may be idle for so long, and for `STILL_STEPS`, before it stands still; without two acked steps for longer."""
 RATE_ROWS = 16
 """Newest acked rows that the rate of trained tokens covers."""
 VERSIONS = 12
@@ -66,7 +70,7 @@ def describe_row(run: Run) -> RunRow:
     """Describe a run in one row."""
     state, presence, measured = run.state, run.journal.presence, run.measured
     live, rows = state.pool.live_totals(), state.figures.rows
-    newest_s = max(rows[-1].at_s, rows[-1].acked_s) if rows else 0.0
+    idle_s = _age(run, max(rows[-1].at_s, rows[-1].acked_s)) if rows else None
     return RunRow(
         run=run.name,
         state=state.state,
@@ -84,13 +88,22 @@ def describe_row(run: Run) -> RunRow:
         rewards=[round(row.reward_mean, 5) for row in rows[-REWARDS:]],
         staleness=rows[-1].staleness if rows else None,
         waiting=run.state_cache.waits().run,
-        idle_s=_age(run, newest_s),
+        idle_s=idle_s,
         trainer_last_seen_s=presence.trainer_s if state.epoch else None,
         producers_last_seen_s=presence.producers_s,
         producers_known=presence.producers_known,
         producers_gone=len(presence.producers.list_gone()),
         alarm=explain_exceeded(state),
+        stands_still=state.state == "running" and stands_still(idle_s, rows[-RATE_ROWS:]),
     )
+
+
+def stands_still(idle_s: float | None, rows: Sequence[StepRow]) -> bool:
+    """Return whether a run is idle for far longer than its newest steps, `rows`, took; one without a batch never is."""
+    acked = [row for row in rows if row.acked_s]
+    steps = sum(row.steps for row in acked[1:])
+    bound_s = max(STILL_S, STILL_STEPS * (acked[-1].acked_s - acked[0].acked_s) / steps) if steps else STILL_UNKNOWN_S
+    return idle_s is not None and idle_s > bound_s
 
 
 async def describe_flow(run: Run) -> Flow:

@@ -1,0 +1,40 @@
+// What a run does now: works, waits for longer than usual, or stopped; why, and what a person can do.
+
+import { age, count, explainReason } from "./format.js";
+
+// A client that is silent for longer, and for most of the time that the run stands still, is the cause.
+const SILENT_S = 15;
+
+// Kind for the colour, what happens in a sentence, details, what to do, and where to look.
+export function diagnose(row) {
+  if (row.state === "finished") return { kind: "", what: "The run is finished.", details: [], todo: explainReason("finished")[1] };
+  if (row.state === "paused" && row.paused_reason !== "operator") return { kind: "stopped", what: "The run paused itself.", details: [row.paused_reason], todo: "Repair the cause, then resume the run.", page: "/act" };
+  if (row.alarm) return { kind: "stopped", what: "Too many prompts fail.", details: [row.alarm], todo: "The newest reasons are under Problems.", page: "/problems" };
+  if (row.state === "paused") return { kind: "waits", what: "An operator paused the run.", details: [`no new batch or ack ${since(row)}`], todo: "Resume it when the reason is gone.", page: "/act" };
+  const cause = row.stands_still ? silent(row) : null;
+  if (cause) return { kind: "stopped", ...cause, details: [`the run stands still ${since(row)}`, ...amounts(row.waiting)] };
+  if (!row.waiting) return { kind: row.stands_still ? "stopped" : "", what: "The next batch is ready.", details: [`no new batch or ack ${since(row)}`], todo: "The trainer can request it now." };
+  const [what, todo] = explainReason(row.waiting.reason);
+  const details = [row.waiting.reason, `no new batch or ack ${since(row)}`, ...amounts(row.waiting), ...missing(row.waiting)];
+  if (row.stands_still) return { kind: "stopped", what, details: ["the run stands still", ...details], todo, page: row.waiting.blocked_on === "producers" ? "/problems" : "" };
+  if (row.idle_s === null) return { kind: "waits", what, details, todo };
+  return { kind: "", what: "The run works.", details: [`The next batch waits: ${what}`, ...details], todo: "Such a wait is usual between two batches." };
+}
+
+// The client that the run waits for and that is silent.
+function silent(row) {
+  const dead = (seconds) => seconds !== null && seconds > Math.max(SILENT_S, 0.5 * (row.idle_s ?? 0));
+  const { trainer_last_seen_s: trainer, producers_last_seen_s: producers } = row;
+  if (row.waiting?.blocked_on !== "producers" && dead(trainer)) return { place: "Trainer", what: `The trainer is gone: no call for ${age(trainer)}.`, todo: "Look at its process and its log, then start it again. It resumes at its checkpoint and gets the same batches." };
+  if (row.waiting?.blocked_on === "producers" && dead(producers)) return { what: `The producers are gone: no call for ${age(producers)}.`, todo: "Look at their processes and logs, then start them again. Their tickets go to others.", page: "/problems" };
+  return null;
+}
+
+const since = (row) => (row.idle_s === null ? "since the run began" : `for ${age(row.idle_s)}`);
+
+const amounts = (waiting) => ["groups", "tokens"].filter((name) => waiting?.need[name]).map((name) => `${count(waiting.have[name])} of ${count(waiting.need[name])} ${name}`);
+
+const missing = (waiting) => (waiting.missing ?? []).map((one) => `${one.name} was last seen ${age(one.last_seen_s)} ago`);
+
+// How many things under Problems need a person.
+export const problemsOf = (row) => row.producers_gone + row.dead_lettered + (row.alarm ? 1 : 0);

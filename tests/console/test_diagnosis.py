@@ -1,0 +1,109 @@
+"""What a person finds in the console: a run that stands still and its cause, what a change did, the step of a point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import ClockedServe, RunClient
+from tests.conftest import group as make_group
+from tests.console.conftest import play
+
+OpenPage = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def stalled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunClient]:
+    """A run whose producers are gone and one whose trainer is gone, both for an hour; one that is new."""
+    folder = tmp_path_factory.mktemp("stalled")
+    server = ClockedServe(folder / "data", folder / "clock").start()
+    hungry, full, fresh = (RunClient(server.url, name) for name in ("hungry", "full", "a-new-run"))
+    play(hungry, 3)
+    play(full, 3)
+    full.append(*(make_group(f"more-{number}", 3) for number in range(4)))
+    server.put_forward(3600.0)
+    fresh.put(batch={"groups_per_batch": 1})
+    hungry.batch(3, hungry.attach(3))  # its trainer is alive and waits
+    yield hungry
+    for client in (hungry, full, fresh):
+        client.http.close()
+    server.end()
+
+
+def test_runs_that_stand_still_come_first_with_their_cause(stalled: RunClient, open_page: OpenPage) -> None:
+    """A person sees them without sorting, and can show these only."""
+    page = open_page(str(stalled.http.base_url))
+    page.get_by_text("2 stand still").wait_for()
+    names = page.locator("table.runs tbody tr td:first-child")
+    assert names.all_inner_texts() == ["full", "hungry", "a-new-run"]
+    page.get_by_label("State").select_option("stands_still")
+    assert names.all_inner_texts() == ["full", "hungry"]
+    assert "The trainer is gone: no call for 60 min." in page.locator("tbody tr").first.inner_text()
+
+
+@pytest.mark.parametrize(
+    ("run", "cause", "place"),
+    [
+        ("full", "The trainer is gone: no call for 60 min.", "Trainer"),
+        ("hungry", "The producers are gone: no call for 60 min.", "Producers"),
+    ],
+)
+def test_the_page_of_a_run_names_who_is_gone_and_what_to_do(
+    stalled: RunClient, open_page: OpenPage, run: str, cause: str, place: str
+) -> None:
+    """In the first line, and at its place in the flow."""
+    page = open_page(str(stalled.http.base_url), f"/runs/{run}")
+    page.locator(".state.stopped strong", has_text=cause).wait_for()
+    assert "start" in page.locator(".state").inner_text()
+    assert page.locator(".flow li.here.stopped h3").inner_text() == place
+    assert page.locator(".title .pill").inner_text() == "stands still"
+
+
+def test_a_change_is_marked_and_compared_with_the_steps_before(run: RunClient, open_page: OpenPage) -> None:
+    """Means over the steps before and after; the entry of the ledger is one click away."""
+    epoch = play(run, 4)
+    run.http.patch(run.path, json={"strategy": {"options": {"max_staleness": 5}}}).raise_for_status()
+    for step in range(4, 7):
+        run.append(*(make_group(f"h{step}-{number}", step) for number in range(4)))
+        run.train(epoch, range(step, step + 1))
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}")
+    change = page.locator(".changes li")
+    change.get_by_text("strategy.options.max_staleness: 2 → 5").wait_for()
+    heads = change.locator("thead th").all_inner_texts()
+    assert heads == ["mean of", "4 steps before", "3 steps after"]
+    assert change.locator("tbody tr", has_text="reward").count() == 1
+    change.get_by_role("link", name="step 4").click()
+    page.locator(".timeline strong", has_text="config").first.wait_for()
+
+
+def test_a_click_on_a_chart_opens_the_step(run: RunClient, open_page: OpenPage) -> None:
+    """And the card of the batches links to the last step and its worst rewards."""
+    play(run, 5)
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}")
+    page.get_by_role("link", name="its worst rewards").wait_for()
+    over = page.locator(".u-over").first
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    over.hover(position={"x": box["width"] - 2, "y": 20})
+    over.click(position={"x": box["width"] - 2, "y": 20})
+    page.get_by_role("heading", name="step 4").wait_for()
+    page.go_back()
+    page.get_by_role("link", name="its worst rewards").click()
+    page.locator("tbody tr").first.wait_for()
+    assert page.get_by_label("Step").input_value() == "4"
+    rewards = [float(cell.split(" ")[0]) for cell in page.locator("tbody tr td:nth-child(5)").all_inner_texts()]
+    assert len(rewards) == 4 and rewards == sorted(rewards)
+
+
+def test_a_usual_wait_is_no_alarm(run: RunClient, open_page: OpenPage) -> None:
+    """Every run waits between two batches."""
+    run.batch(3, play(run, 3))
+    flow = run.get("flow").json()
+    flow["row"] |= {"idle_s": 1.5, "stands_still": False}  # however slow this machine is
+    page = open_page(str(run.http.base_url))
+    page.route("**/flow", lambda route: route.fulfill(json=flow))
+    page.evaluate(f"location.hash = '#/runs/{run.run}'")
+    page.locator(".state strong", has_text="The run works.").wait_for()
+    assert page.locator(".state.waits, .state.stopped").count() == 0
