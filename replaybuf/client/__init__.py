@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from replaybuf.client.client import AsyncClient, Backoff, Client
     from replaybuf.client.direct import DirectBodies
-    from replaybuf.client.producers import GroupBuilder, group_builder
+    from replaybuf.client.producers import group_builder
     from replaybuf.client.reader import BatchReader, ReaderOptions, StepReader
+    from replaybuf.client.resume import attach_at
     from replaybuf.client.unpack import GroupSum, RolloutKey, merge_sums, per_group, per_rollout, rollout_keys
 
 __all__ = [
@@ -18,11 +19,11 @@ __all__ = [
     "BatchReader",
     "Client",
     "DirectBodies",
-    "GroupBuilder",
     "GroupSum",
     "ReaderOptions",
     "RolloutKey",
     "StepReader",
+    "attach_at",
     "group_builder",
     "merge_sums",
     "per_group",
@@ -33,8 +34,9 @@ __all__ = [
 _MODULES = {
     "client": ("AsyncClient", "Backoff", "Client"),
     "direct": ("DirectBodies",),
-    "producers": ("GroupBuilder", "group_builder"),
+    "producers": ("group_builder",),
     "reader": ("BatchReader", "ReaderOptions", "StepReader"),
+    "resume": ("attach_at",),
     "unpack": ("GroupSum", "RolloutKey", "merge_sums", "per_group", "per_rollout", "rollout_keys"),
 }
 

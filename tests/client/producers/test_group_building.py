@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaybuf.client import Client, GroupBuilder, group_builder
-from replaybuf.client.producers import ServerTurn
+from replaybuf.client import Client, group_builder
+from replaybuf.client.producers import GroupBuilder, ServerTurn
 from replaybuf.errors import GroupRejected
 from tests.conftest import RunClient, ServeProcess
 
