@@ -1,0 +1,44 @@
+"""Checkpoint folders of transformers that are complete and on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+STATE = "trainer_state.json"
+"""transformers writes this file last."""
+
+
+def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the newest complete checkpoint below `output_dir`, or None.
+
+    A trainer that was killed while it saved leaves a part of one behind, which
+    `transformers.trainer_utils.get_last_checkpoint` would return.
+    """
+    folders = Path(output_dir).glob("checkpoint-*")
+    found = {int(name[1]): folder for folder in folders if (name := _NAME.fullmatch(folder.name))}
+    for step in sorted(found, reverse=True):
+        if step_of(found[step]) == step:
+            return str(found[step])
+    return None
+
+
+def step_of(checkpoint: str | os.PathLike[str]) -> int | None:
+    """Return the number of steps done in a checkpoint, None if it is not complete."""
+    try:
+        return int(json.loads((Path(checkpoint) / STATE).read_bytes())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder and its files through to the disk."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

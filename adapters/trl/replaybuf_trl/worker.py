@@ -1,0 +1,227 @@
+"""The rollout worker: a thread that puts the batches of a run into TRL's queue, and the calls of its trainer.
+
+accelerate fetches the first micro-batch of step s + 1 before TRL trains the last one of step s, so the thread is one
+step ahead, and not more: the service serves batch s + 1 once step s - 1 is acked::
+
+    put s ── put s + 1 ── wait for the ack of s ── put s + 2 ── ...
+
+When the run is finished, the queue gets one step of fillers behind the last batch. TRL fetches some of them and trains
+none, because `ReplaybufCallback` ends the training after the last ack.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from replaybuf.client import BatchReader, Client, ReaderOptions
+from replaybuf.errors import Invalid, RunFinished, WrongStep
+from replaybuf.wire.batch import Batch
+from replaybuf.wire.contract import Attachment
+from replaybuf_trainer.retries import Retries
+from replaybuf_trl.layout import check_layout, check_look_ahead
+from replaybuf_trl.samples import filler_of, samples_of
+
+logger = logging.getLogger(__name__)
+
+LONG_POLL_MS = 1000
+CALL_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 15.0
+
+
+class Samples(queue.Queue[RolloutSample]):
+    """The queue that TRL reads. It translates policy versions to those that TRL counts, when TRL takes a sample.
+
+    TRL counts from 1 in each process. Its staleness bound must not drop what the run has chosen: a dropped sample would
+    shift all later ones to other steps. So a sample is at most `max_staleness` versions behind `version`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self.offset = 0
+        self.max_staleness = 0
+
+    def _get(self) -> RolloutSample:
+        sample = super()._get()
+        sample.model_version = max(sample.model_version + self.offset, self.version - self.max_staleness)
+        return sample
+
+
+class ReplaybufRolloutWorker:
+    """TRL's `RolloutWorkerProtocol` over a run. `url` may be several addresses with commas between.
+
+    `service_timeout_s`: how long each call is repeated while the service is away. On all processes of a training it may
+    be made; the first one alone uses it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        token: str | None = None,
+        *,
+        service_timeout_s: float = 300.0,
+        wait_ms: int = LONG_POLL_MS,
+    ) -> None:
+        self.run = run
+        self.rollout_buffer = Samples()
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.steps_per_publish = 1
+        self.ended_at: int | None = None
+        """Number of steps that the run has, once it is finished."""
+        self._client = Client(url, run, token, timeout_s=CALL_TIMEOUT_S, retry_for_s=service_timeout_s)
+        self._retries = Retries(service_timeout_s)
+        self._service_timeout_s = service_timeout_s
+        self._wait_ms = wait_ms
+        self._attached: Attachment | None = None
+        self._published: int | None = None
+        self._reader: BatchReader | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._acked = 0
+
+    # ------------------------------------------------------------------ calls of callback and weight transfer
+
+    def attach(self, args: AsyncGRPOConfig, step: int) -> None:
+        """Take the run over after `step` steps. Raises `Invalid` if TRL cannot train its batches, and `WrongStep`."""
+        status = self._client.get_run()
+        check_layout(args, status)
+        attached = self._retries.call(lambda: self._attach(step))
+        check_look_ahead(attached.look_ahead, status.strategy.name)
+        if self._client.get_run().state == "finished":
+            raise RunFinished(f"run {self.run} is finished after {step} steps; there is nothing left to train")
+        self.steps_per_publish = args.weight_sync_steps
+        self.rollout_buffer.max_staleness = args.max_staleness
+        self._attached, self._acked = attached, attached.step
+        logger.info("attached run=%s epoch=%d step=%d", self.run, attached.epoch, attached.step)
+
+    def _attach(self, step: int) -> Attachment:
+        try:
+            return self._client.attach(resume_step=step, reward_parts=True)
+        except WrongStep as error:
+            way_out = "give train(resume_from_checkpoint=...) a checkpoint of these steps, or use a new run"
+            detail = f"{error.detail}; {way_out}"
+            raise WrongStep(detail, name=error.name, value=error.value, bound=error.bound) from error
+
+    def ack(self, steps: int) -> None:
+        """Report that so many steps are trained, and let the thread fetch one more. Raises `Fenced`."""
+        self._client.ack(steps - 1, self.epoch)
+        with self._changed:
+            self._acked = steps
+            self._changed.notify_all()
+
+    def checkpoint(self, step: int, keep: int) -> None:
+        """Report that the checkpoint of `step` is on disk."""
+        self._client.checkpoint(step, self.epoch, keep=keep)
+
+    def publish(self, version: int, weights_uri: str | None) -> None:
+        """Announce a version that the engines have loaded."""
+        self._client.publish_policy(version, self.epoch, weights_uri)
+        self._published = version
+
+    def confirm(self) -> None:
+        """Ask once whether this trainer still has the run. Raises `Fenced`."""
+        self._client.publish_policy(self._published or 0, self.epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this trainer. Raises `Invalid` before `ReplaybufCallback` attached."""
+        if self._attached is None:
+            raise Invalid(
+                f"run {self.run} has no trainer yet; give AsyncGRPOTrainer(callbacks=[ReplaybufCallback(worker)])",
+                name="callbacks",
+            )
+        return self._attached.epoch
+
+    @property
+    def version(self) -> int:
+        """The policy version after the steps that are acked."""
+        return self._acked // self.steps_per_publish
+
+    # ------------------------------------------------------------------ TRL's protocol
+
+    def start(self) -> None:
+        """Start to fetch; TRL has sent the first weights. Raises `Invalid` if nobody published them."""
+        epoch = self.epoch
+        if self._published is None:
+            raise Invalid(
+                f"the weights are not published to run {self.run}, so its generators would wait for ever; give "
+                "AsyncGRPOTrainer(weight_transfer=ReplaybufWeightTransfer(worker, ...))",
+                name="weight_transfer",
+            )
+        self._thread = threading.Thread(target=self._work, args=(epoch,), name="replaybuf batches", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._retries.stop()
+        if self._reader is not None:
+            self._reader.stop()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def update_model_version(self, model_version: int) -> None:
+        """Take the version that TRL counts: it is the one that was published last."""
+        self.rollout_buffer.version = model_version
+        self.rollout_buffer.offset = model_version - (self._published or 0)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what ended the thread. A wait is healthy while the service answers why; the log has the reason."""
+        if self._failure is not None:
+            raise self._failure
+        if self._thread is None or not (self._thread.is_alive() or self.ended_at is not None):
+            raise RuntimeError(f"the worker of run {self.run} is not running: make a new trainer for each train()")
+
+    # ------------------------------------------------------------------ the thread
+
+    def _work(self, epoch: int) -> None:
+        try:
+            self._feed(epoch)
+        except Exception as error:  # noqa: BLE001  # check_health raises it in the trainer
+            self._failure = error
+
+    def _feed(self, epoch: int) -> None:
+        # Without prefetch: the reader must not ask for a step before the one that is two steps older is acked.
+        how = ReaderOptions(prefetch=False, wait_ms=self._wait_ms, service_timeout_s=self._service_timeout_s)
+        last: list[RolloutSample] = []
+        with BatchReader(self._client, epoch, self._acked, how) as self._reader:
+            while self._wait_for_ack(self._reader.step - 1):
+                began_s = time.monotonic()
+                batch = next(self._reader, None)
+                if batch is None:
+                    break
+                last = samples_of(batch)
+                self._report(batch, time.monotonic() - began_s)
+                for sample in last:
+                    self.rollout_buffer.put(sample)
+            if self._reader.finished:
+                self._end(self._reader.step, last)
+
+    def _wait_for_ack(self, steps: int) -> bool:
+        """Wait until so many steps are acked; return False once the worker stops."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._acked >= steps or self._retries.stopped)
+        return not self._retries.stopped
+
+    def _end(self, steps: int, last: list[RolloutSample]) -> None:
+        if not last:
+            raise RunFinished(f"run {self.run} finished after {steps} steps; there is nothing left to train")
+        self.ended_at = steps
+        for sample in last:
+            self.rollout_buffer.put(filler_of(sample))
+
+    def _report(self, batch: Batch, waited_s: float) -> None:
+        values = {"replaybuf/batch_wait_s": waited_s}
+        parts: Any = batch.meta.batch_reward_parts or {}
+        values |= {f"rewards/{name}": part.mean for name, part in parts.items()}
+        self.metrics_queue.put(values)

@@ -1,0 +1,40 @@
+"""A real service, a tiny model, and TRL on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import on_cpu
+import pytest
+import torch
+
+from replaybuf_trainer.models.tiny import character_tokenizer, new_model
+from tests.conftest import connect, own_service, run, service
+
+__all__ = ["connect", "own_service", "run", "service"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="random kill -9 of trainer, service and Valkey")
+    parser.addoption("--kill-seed", type=int, default=0, help="seed of their moments")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _on_cpu() -> None:
+    on_cpu.patch()
+    torch.set_num_threads(1)
+    logging.getLogger("replaybuf_trl").setLevel(logging.INFO)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny Qwen3 with random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    new_model(0).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    yield folder

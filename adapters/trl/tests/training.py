@@ -1,0 +1,135 @@
+"""A training of four groups of two rollouts per step, on groups that a test appends."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from on_cpu import digest_of, trained_rollouts
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from replaybuf_trl import ReplaybufCallback, ReplaybufRolloutWorker, ReplaybufWeightTransfer
+from tests.conftest import RunClient, group
+
+GROUPS, SIZE, STEPS = 4, 2, 6
+CONFIG: dict[str, Any] = {
+    "batch": {"groups_per_batch": GROUPS, "tokens_per_batch": None, "seq_len": 64},
+    "group_size": SIZE,
+    "max_steps": STEPS,
+    "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": STEPS}},
+}
+
+
+Groups = dict[str, dict[str, Any]]
+"""Groups as JSON, by name."""
+
+
+def fill(run: RunClient, steps: int = STEPS, **changes: Any) -> Groups:
+    """Create the run and append groups for so many steps; each has its own tokens and logprobs. Return them."""
+    response = run.put(**CONFIG | changes)
+    assert response.status_code == 201, response.text
+    groups: Groups = {}
+    for number in range(steps * GROUPS):
+        rng = np.random.default_rng(number)
+        made = group(f"g{number}", rollouts=SIZE, tokens=int(rng.integers(6, 20)))
+        for rollout in made["rollouts"]:
+            length = len(rollout["completion_ids"])
+            rollout["completion_ids"] = rng.integers(3, 98, length).tolist()
+            rollout["inference_logprobs"] = (-4.6 + rng.normal(0, 0.05, length)).tolist()
+            rollout["completion_mask"] = [1, *rng.integers(0, 2, length - 1).tolist()]
+        assert run.append(made)[0]["status"] == "stored"
+        groups[f"g{number}"] = made
+    return groups
+
+
+def make_trainer(
+    run: RunClient, model: Path, out: Path, *, callback: bool = True, transfer: bool = True, **args: Any
+) -> AsyncGRPOTrainer:
+    """Make a trainer on the run."""
+    worker = ReplaybufRolloutWorker(str(run.http.base_url), run.run, service_timeout_s=30.0)
+    keep = args.pop("keep", 50)
+    given = {
+        "token_budget": 0,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return Recorded(
+        model=str(model),
+        args=AsyncGRPOConfig(str(out), **given | args),
+        train_dataset=Dataset.from_dict({"prompt": ["not read"]}),
+        rollout_worker=worker,
+        weight_transfer=ReplaybufWeightTransfer(worker, str(model), weights_dir=out / "weights")
+        if transfer
+        else Nowhere(),
+        callbacks=[ReplaybufCallback(worker, keep)] if callback else [],
+    )
+
+
+class Recorded(AsyncGRPOTrainer):
+    """Records what it trains: `trained[step]` counts the digests of rollouts."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.trained: dict[int, Counter[str]] = {}
+        self.staleness: dict[int, float] = {}
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.trained.setdefault(self.state.global_step, Counter()).update(trained_rollouts(inputs))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if "sample/staleness_max" in logs:
+            self.staleness[self.state.global_step - 1] = logs["sample/staleness_max"]
+
+
+class Nowhere:
+    """A weight transfer of somebody else, who publishes nothing."""
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+    def send_weights(self, iterator: Iterator[Any]) -> None:
+        for _ in iterator:
+            pass
+
+
+def of_ledger(run: RunClient, step: int, groups: Groups) -> Counter[str]:
+    """What the ledger says that a step trained, in the digests of `Recorded`."""
+    response = run.get(f"batches/{step}/record")
+    assert response.status_code == 200, response.text
+    return Counter(
+        digest for used in response.json()["groups"] for digest in rollout_digests(groups[used["group_id"]]["rollouts"])
+    )
+
+
+def rollout_digests(rollouts: list[dict[str, Any]]) -> list[str]:
+    """Digests of the rollouts of a group, with the advantages of GRPO where it has none."""
+    rewards = np.array([rollout["reward"] for rollout in rollouts])
+    computed = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    digests = []
+    for rollout, advantage in zip(rollouts, computed.tolist(), strict=True):
+        ids, given = rollout["completion_ids"], rollout.get("advantage")
+        sampled = [place for place, one in enumerate(rollout.get("completion_mask") or [1] * len(ids)) if one]
+        logprobs = [rollout["inference_logprobs"][place] for place in sampled]
+        digests.append(digest_of([ids[place] for place in sampled], logprobs, advantage if given is None else given))
+    return digests
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of a weights file."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

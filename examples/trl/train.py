@@ -1,0 +1,63 @@
+"""Train with TRL's AsyncGRPOTrainer on the groups of `replaybuf generate`; start it again and it resumes.
+
+python examples/trl/train.py --model models/policy --engine http://127.0.0.1:8001
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from replaybuf import Client
+from replaybuf_trl import ReplaybufCallback, ReplaybufRolloutWorker, ReplaybufWeightTransfer, newest_checkpoint
+
+GROUPS, GROUP_SIZE = 16, 8
+
+
+def main() -> None:
+    """Create the run, unless it exists, and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", default="http://127.0.0.1:8900")
+    parser.add_argument("--run", default="trl")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--engine", action="append", default=[])
+    parser.add_argument("--output", default="trl-out")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--save-steps", type=int, default=10)
+    parser.add_argument("--cpu", action="store_true")
+    given = parser.parse_args()
+    with Client(given.url, given.run) as client:
+        batch = {"groups_per_batch": GROUPS, "tokens_per_batch": None, "seq_len": 128}
+        client.put_run({"batch": batch, "group_size": GROUP_SIZE, "max_steps": given.steps}, if_absent=True)
+    worker = ReplaybufRolloutWorker(given.url, given.run)
+    trainer = AsyncGRPOTrainer(
+        model=given.model,
+        args=AsyncGRPOConfig(
+            given.output,
+            token_budget=0,  # TRL's steps are the run's: 32 rollouts x 4 = 16 groups x 8
+            per_device_train_batch_size=GROUPS * GROUP_SIZE // 4,
+            gradient_accumulation_steps=4,
+            max_steps=given.steps,
+            save_steps=given.save_steps,
+            save_total_limit=2,
+            learning_rate=given.learning_rate,
+            gradient_checkpointing=False,
+            bf16=not given.cpu,
+            use_cpu=given.cpu,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["not read: the prompts are those of the generator"]}),
+        rollout_worker=worker,
+        weight_transfer=ReplaybufWeightTransfer(
+            worker, given.model, given.engine, weights_dir=f"{given.output}/weights"
+        ),
+        callbacks=[ReplaybufCallback(worker)],
+    )
+    trainer.train(resume_from_checkpoint=newest_checkpoint(given.output))
+
+
+if __name__ == "__main__":
+    main()
