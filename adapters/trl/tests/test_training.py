@@ -115,9 +115,11 @@ def test_a_trainer_that_another_one_replaced_ends(run: RunClient, model: Path, t
 def test_a_sampling_weight_is_part_of_the_advantage(run: RunClient) -> None:
     fill(run)
     batch = read_batch(run.batch(0, run.attach()).content)
-    (row,) = batch.micro_batches
-    weights = np.full(GROUPS * SIZE, 0.25, np.float32)
-    weighted = Batch(batch.meta, [dataclasses.replace(row, sampling_weights=weights)])
+    rows = [
+        dataclasses.replace(row, sampling_weights=np.full(len(row.rewards), 0.25, np.float32))
+        for row in batch.micro_batches
+    ]
+    weighted = Batch(batch.meta, rows)
     plain = [sample.advantage for sample in samples_of(batch)]
     assert sorted({round(advantage, 3) for advantage in plain}) == [-1.0, 1.0]
     assert [sample.advantage for sample in samples_of(weighted)] == [0.25 * advantage for advantage in plain]
