@@ -32,10 +32,12 @@ from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.groups import new_group
 from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.prompts.sources import read_prompts
-from replaybuf.lab.demo import pipeline
+from replaybuf.lab.demo import run_file
+from replaybuf.lab.demo.command import PROGRAM
 from replaybuf.lab.demo.folder import Folder
+from replaybuf.launch.plan import QUIET
 from replaybuf.launch.progress import LineReader, TrainerLine
-from replaybuf.launch.supervisor import Stop, Supervisor
+from replaybuf.launch.supervisor import Program, Stop, Supervisor
 from replaybuf.wire.contract import Attachment, Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.tokenizer import Tokenizer
@@ -71,7 +73,7 @@ def compare(steps: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         demo, queue = Folder(Path(scratch) / "demo"), Folder(Path(scratch) / "queue")
         options = ["--data-dir", str(demo.root), "--steps", str(steps), "--seed", str(seed)]
-        subprocess.run([*pipeline.PROGRAM, "demo", *options], check=True, timeout=DEMO_TIMEOUT_S)
+        subprocess.run([*PROGRAM, "demo", *options], check=True, timeout=DEMO_TIMEOUT_S)
         queue.create()
         queue.model.symlink_to(demo.model)
         asyncio.run(run_queue(queue, steps, seed))
@@ -95,14 +97,15 @@ async def run_queue(folder: Folder, steps: int, seed: int) -> None:
 
         async def whole() -> None:
             options = ["--model", str(folder.model), "--port", "0", "--threads", "1"]
-            engine = supervisor.start(
-                "engine", [*pipeline.PROGRAM, "engine", *options], environment=pipeline.CHILD_ENVIRONMENT
-            )
+            environment = {**QUIET, **run_file.CHILD_ENVIRONMENT}
+            command = [*PROGRAM, "engine", *options]
+            engine = supervisor.start(Program(name="engine", command=command, environment=environment))
             url = await supervisor.listening(engine, START_TIMEOUT_S)
             common = ["--root", str(folder.root), "--engine", url, "--steps", str(steps), "--seed", str(seed)]
             for part in ("produce", "train"):
                 command = [sys.executable, __file__, "--part", part, *common]
-                child = supervisor.start(part, command, environment=pipeline.CHILD_ENVIRONMENT, may_finish=True)
+                program = Program(name=part, command=command, environment=environment, may_finish=True)
+                child = supervisor.start(program)
             await supervisor.finished(child)
 
         stop = await supervisor.supervise(whole())
@@ -114,10 +117,10 @@ async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> Non
     """Generate the groups of every step and write them into the folder, one step ahead of the trainer."""
     tokenizer = Tokenizer(folder.model)
     prompts = Prompts(read_prompts(folder.prompts, tokenizer), seed=seed)
-    scorer = Scorer(load_environment(pipeline.ENVIRONMENT), timeout_s=30.0)
+    scorer = Scorer(load_environment(run_file.ENVIRONMENT), timeout_s=30.0)
     engine = VllmEngine(engine_url, timeout_s=60.0)
     await engine.prepare()
-    sampling = Sampling(n=pipeline.GROUP_SIZE, max_tokens=pipeline.MAX_NEW_TOKENS)
+    sampling = Sampling(n=run_file.GROUP_SIZE, max_tokens=run_file.MAX_NEW_TOKENS)
 
     async def generate(index: int) -> Group:
         prompt = prompts.at(index)
@@ -127,11 +130,11 @@ async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> Non
         return new_group(ticket, prompt, sample, scores, temperature=1.0, advantage="grpo", metadata={})
 
     for step in range(steps):
-        while published(folder) < step - pipeline.MAX_STALENESS:  # noqa: ASYNC110 - another process publishes
+        while published(folder) < step - run_file.MAX_STALENESS:  # noqa: ASYNC110 - another process publishes
             await asyncio.sleep(POLL_S)
-        first = step * pipeline.GROUPS_PER_BATCH
-        groups = await asyncio.gather(*(generate(first + n) for n in range(pipeline.GROUPS_PER_BATCH)))
-        put(batch_file(folder, step), bytes(one_rank_body(groups, step, pipeline.SEQ_LEN)))
+        first = step * run_file.GROUPS_PER_BATCH
+        groups = await asyncio.gather(*(generate(first + n) for n in range(run_file.GROUPS_PER_BATCH)))
+        put(batch_file(folder, step), bytes(one_rank_body(groups, step, run_file.SEQ_LEN)))
     await engine.aclose()
 
 
@@ -189,8 +192,8 @@ def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
         engines=(engine_url,),
         checkpoint_dir=folder.checkpoints,
         weights_dir=folder.weights,
-        wait_ms=pipeline.LONG_POLL_MS,
-        learning_rate=pipeline.LEARNING_RATE,
+        wait_ms=run_file.LONG_POLL_MS,
+        learning_rate=run_file.LEARNING_RATE,
         metrics_file=folder.train_metrics,
         seed=seed,
     )

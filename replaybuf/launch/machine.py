@@ -21,11 +21,15 @@ MODEL_FOLDERS = frozenset({("engine", "model"), ("train", "model")})
 TORCH_COMMANDS = ("engine", "train")
 
 
-def file_problems(where: str, command: str, values: Mapping[str, Any], folder: Path) -> list[str]:
-    """List missing input files of one command. `folder`: where relative paths start."""
+def file_problems(
+    where: str, command: str, values: Mapping[str, Any], folder: Path, made_later: Path | None = None
+) -> list[str]:
+    """List missing input files of one command, but none in `made_later`. `folder`: where relative paths start."""
     problems = []
     for key in sorted(INPUTS & values.keys()):
         path = folder / str(values[key])
+        if made_later is not None and path.is_relative_to(made_later):
+            continue
         if _is_path(command, key, str(values[key])) and not path.exists():
             hint = "; `replaybuf init-model --out DIR` makes a small one" if (command, key) in MODEL_FOLDERS else ""
             problems.append(f"{where}.{key} is {str(values[key])!r}: {path} does not exist{hint}")

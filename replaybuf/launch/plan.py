@@ -70,6 +70,11 @@ class Plan:
         """Folder of the logs."""
         return self.data_dir / "logs"
 
+    @property
+    def console(self) -> str:
+        """Address of the run's page in the console; empty if the service has no TCP port."""
+        return f"{self.url}/#/runs/{self.run}" if self.url.startswith("http") else ""
+
     def programs(self) -> Iterator[Program]:
         """Yield all programs in the order of their start."""
         yield self.service

@@ -48,9 +48,23 @@ KeysT = TypeVar("KeysT", bound=Keys)
 
 
 class Planner:
-    """Builder of one plan. `folder`: of the file; relative paths start there."""
+    """Builder of one plan. `folder`: of the file; relative paths start there.
 
-    def __init__(self, tables: Mapping[str, Any], folder: Path, *, has_token: bool = False) -> None:
+    `program`: the words that run a command of replaybuf; `made_later`: folder that may be missing until the service
+    runs.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, Any],
+        folder: Path,
+        *,
+        has_token: bool = False,
+        program: Sequence[str] = PROGRAM,
+        made_later: Path | None = None,
+    ) -> None:
+        self._words = tuple(program)
+        self._made_later = made_later
         self.problems = problems_of(dict(tables))
         self._tables = tables
         self._folder = folder.resolve()
@@ -232,7 +246,7 @@ class Planner:
         known = options.options_of(command)
         missing = [key for key, option in known.items() if option.required and not values.get(key)]
         self.problems += [f"{where}.{key} is missing: {known[key].help}" for key in missing if key != "engine"]
-        self.problems += file_problems(where, command, values, self._folder)
+        self.problems += file_problems(where, command, values, self._folder, self._made_later)
         if missing:  # a missing engine is a problem between sections
             return None
         try:
@@ -243,7 +257,7 @@ class Planner:
         own = keys or self._own(ProcessKeys, self._sound_table(where, {}))
         return Program(
             name=name,
-            command=[*PROGRAM, command, *options.words(command, values)],
+            command=[*self._words, command, *options.words(command, values)],
             environment={**QUIET, **options.secrets(command, values), **own.env},
             folder=self._folder,
             may_finish=may_finish,

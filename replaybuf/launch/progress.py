@@ -27,6 +27,12 @@ RECENT_LINES = 4
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
+class StalenessLine(msgspec.Struct, frozen=True):
+    """Loss tokens of one step whose rollouts had one staleness."""
+
+    loss_tokens: float = 0.0
+
+
 class TrainerLine(msgspec.Struct, frozen=True, kw_only=True):
     """One step in the trainer's metrics file; `time` in seconds since the epoch, `wait_reasons` seconds by reason."""
 
@@ -39,26 +45,51 @@ class TrainerLine(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int = 0
     wait_s: float = 0.0
     wait_reasons: dict[str, float] = {}
+    by_staleness: dict[str, StalenessLine] = {}
     train_s: float = 0.0
     publish_s: float = 0.0
     time: float = 0.0
 
 
 class GeneratorLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens that the generator has made since its start; `time` in seconds since the epoch."""
+    """Tokens that the generator has made since its start; `time` in seconds since the epoch.
+
+    `waiting`: why it did less than it could at that moment; None where it did not wait.
+    """
 
     time: float = 0.0
     generated_tokens: int = 0
+    waiting: str | None = None
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """Completions of one held-out problem: the greedy one, and those sampled at T = 1; each right or not."""
+
+    prompt: str
+    answer: str | None
+    greedy: str
+    greedy_right: bool
+    sampled: list[str]
+    sampled_right: list[bool]
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Accuracy on the held-out problems, 0..1: of `samples` completions per problem at T = 1, and of a greedy one."""
+    """Accuracy on the held-out problems, 0..1: of `samples` completions per problem at T = 1, and of a greedy one.
+
+    `..._error`: standard error over the problems; `..._by_problem`: accuracy by problem id. None and empty: not
+    measured.
+    """
 
     step: int
     problems: int
     samples: int
     sampled: float
+    sampled_error: float | None = None
+    sampled_by_problem: dict[str, float] = {}
     greedy: float | None = None
+    greedy_error: float | None = None
+    greedy_by_problem: dict[str, float] = {}
+    examples: list[Example] = []
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,15 +195,18 @@ class Phases:
 class Progress:
     """Everything known now. The event loop owns it; `state` is the state of the run as JSON.
 
-    `total_steps` None: the run has no end. `with_accuracy`: the session measures it itself.
+    `total_steps` None: the run has no end. `with_accuracy`: the session measures it itself. `console`: address of the
+    run's page. `share`: part of the current phase that is done, 0..1, where that is known.
     """
 
     total_steps: int | None
     seed: int = 0
     title: str = "replaybuf"
+    console: str = ""
     with_accuracy: bool = True
     phases: Phases = dataclasses.field(default_factory=Phases)
     note: str = ""
+    share: float | None = None
     steps: dict[int, TrainerLine] = dataclasses.field(default_factory=dict)
     first_step: int = 0
     generated: list[GeneratorLine] = dataclasses.field(default_factory=list)
@@ -257,6 +291,10 @@ class Progress:
         seconds = sum(line.wait_s for line in self.lines)
         total_s = (seconds + sum(line.train_s + line.publish_s for line in self.lines)) or 1.0
         return Waiting(seconds, seconds / total_s, {reason: s / total_s for reason, s in by_reason.most_common()})
+
+    def held_back(self) -> Counter[str]:
+        """Count the generator's reports in which it waited, by reason."""
+        return Counter(line.waiting for line in self.generated if line.waiting not in (None, "finished"))
 
     def group_counts(self) -> GroupCounts:
         """Return the groups of the run by what became of them."""

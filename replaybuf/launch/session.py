@@ -3,7 +3,8 @@
 ::
 
     service ─► PUT run ─► engines ─► evaluation ─► trainer, generators ─► evaluation ─► stop
-                                     (new run)                            (trainer done)
+                      │              (new run)                  │         (trainer done) │
+                      └ prepare       measure_before            └ measure_during         └ measure_after, conclude
 
 The session trains and decides nothing: it starts processes and reads the state of the run and the metrics files. All
 that must survive is in the data folder, so the next session continues the run.
@@ -38,12 +39,20 @@ SILENCE_S = 10.0
 
 
 class Session:
-    """One session of a plan. `run` returns what stopped it early, or None at the end of the training."""
+    """One session of a plan. `run` returns what stopped it early, or None at the end of the training.
+
+    A subclass adds work of its own in the methods without an underscore.
+    """
+
+    command = "up"
 
     def __init__(self, plan: Plan, view: View, *, lock: int, token: str | None = None) -> None:
         """`lock`: file descriptor that the guard keeps open; `token`: of the role operator."""
         self.progress = Progress(
-            total_steps=plan.config.max_steps, title=f"replaybuf up · run {plan.run}", with_accuracy=False
+            total_steps=plan.config.max_steps,
+            title=f"replaybuf {self.command} · run {plan.run}",
+            console=plan.console,
+            with_accuracy=False,
         )
         self._plan = plan
         self._view = view
@@ -56,6 +65,37 @@ class Session:
         for reader in self._generator_lines:
             reader.new_lines()
         self.progress.first_step = self.progress.done_steps
+        self._resumed = self.progress.first_step > 0
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def nothing_to_start(self, status: RunStatus) -> bool:
+        """Return whether the run needs no processes any more."""
+        return status.state == "finished"
+
+    async def prepare(self, supervisor: Supervisor) -> None:
+        """Do what engines need; the service runs already."""
+
+    async def measure_before(self, supervisor: Supervisor, status: RunStatus) -> None:
+        """Evaluate before the training."""
+        if self._plan.evaluate_at_start and status.step == 0:
+            await self._evaluate(supervisor)
+
+    async def measure_during(self) -> None:
+        """Measure while the training goes on; cancelled at its end."""
+
+    async def measure_after(self, supervisor: Supervisor) -> None:
+        """Evaluate after the training."""
+        if self._plan.evaluate_at_end:
+            await self._evaluate(supervisor)
+
+    def look(self) -> None:
+        """Update the progress, once a second."""
+
+    async def conclude(self) -> None:
+        """Do what needs the service after all measurements; the view is updated no more."""
+
+    # ------------------------------------------------------------------ script
 
     async def run(self) -> Stop | None:
         """Run all processes; all of them have ended when this returns."""
@@ -74,26 +114,32 @@ class Session:
         async with asyncio.TaskGroup() as background:
             poller = background.create_task(self._poll(supervisor))
             status = await self._create_run(supervisor)
-            if status.state == "finished":
+            if self.nothing_to_start(status):
                 self._view.event(f"run {self._plan.run} is finished; there is nothing to start")
             else:
+                await self.prepare(supervisor)
+                self.enter("starting")
                 await self._start_engines(supervisor)
-                if self._plan.evaluate_at_start and status.step == 0:
-                    await self._evaluate(supervisor)
+                await self.measure_before(supervisor, status)
+                during = background.create_task(self.measure_during())
                 await self._train(supervisor, status)
-                if self._plan.evaluate_at_end:
-                    await self._evaluate(supervisor)
+                during.cancel()
+                await self.measure_after(supervisor)
+            self._read_processes(supervisor)
             poller.cancel()
+            await self.conclude()
 
     async def _create_run(self, supervisor: Supervisor) -> RunStatus:
         """Start the service, and create the run unless an earlier session did."""
         plan = self._plan
-        self._enter("starting", f"waiting for the service at {plan.url}")
+        self.enter("starting", f"waiting for the service at {plan.url}")
         supervisor.start(plan.service)
-        async with self._client_for(plan.start_timeout_s) as client:
+        async with self.client(plan.start_timeout_s) as client:
             await client.put_run(plan.config, if_absent=True)  # an operator may have changed it by PATCH
             status = await client.get_run()
         self._view.event(f"service at {plan.url}, run {plan.run} at step {status.step}")
+        if plan.console:
+            self._view.event(f"console of this run: {plan.console}")
         stored = msgspec.convert(status.config, RunConfig)
         for field in differing_fields(plan.config, stored):
             self._view.event(f"run.{field} differs in the service, which keeps its value; change it with PATCH")
@@ -124,10 +170,10 @@ class Session:
         program = self._plan.evaluation
         if program is None:
             return
-        self._enter("evaluation", "sampling held-out prompts")
+        self.enter("evaluation", "sampling held-out prompts")
         child = supervisor.start(program)
         await supervisor.finished(child)
-        async with self._client_for(HTTP_TIMEOUT_S) as client:
+        async with self.client(HTTP_TIMEOUT_S) as client:
             for result in await client.list_evaluations(1):
                 figures = f"reward {result.reward_mean:.3f} over {result.rollouts} completions"
                 self._view.event(f"evaluation {result.name} of version {result.version}: {figures}")
@@ -135,7 +181,7 @@ class Session:
     async def _train(self, supervisor: Supervisor, status: RunStatus) -> None:
         """Start trainer and generators; return when the trainer is done."""
         plan = self._plan
-        self._enter(TRAINING)
+        self.enter(TRAINING)
         trainer = supervisor.start(plan.trainer) if plan.trainer else None
         if trainer is None:
             for line in plan.trainer_lines():
@@ -155,12 +201,13 @@ class Session:
 
     async def _until(self, condition: Callable[[RunStatus], bool]) -> None:
         """Wait for a state of the run; the service may be restarted meanwhile."""
-        async with self._client_for(0.0) as client:
+        async with self.client(0.0) as client:
             # Another process changes the state.
             while (status := await _or_none(client.get_run())) is None or not condition(status):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
-    def _client_for(self, retry_for_s: float) -> AsyncClient:
+    def client(self, retry_for_s: float) -> AsyncClient:
+        """Return a client of the run that repeats failed calls for `retry_for_s`."""
         plan = self._plan
         return AsyncClient(plan.url, plan.run, self._token, timeout_s=HTTP_TIMEOUT_S, retry_for_s=retry_for_s)
 
@@ -168,7 +215,7 @@ class Session:
 
     async def _poll(self, supervisor: Supervisor) -> None:
         """Update progress and view once a second."""
-        async with self._client_for(0.0) as client:
+        async with self.client(0.0) as client:
             while True:
                 self._read_metrics()
                 status = await _or_none(client.get_run())
@@ -177,21 +224,27 @@ class Session:
                 elif self.progress.state:
                     self.progress.note = "the service does not answer; it is restarted"
                 self._read_processes(supervisor)
+                self.look()
                 self._view.update(self.progress)
                 await asyncio.sleep(POLL_S)
 
     def _read_metrics(self) -> None:
-        if self._trainer_lines:
-            self.progress.add_steps(self._trainer_lines.new_lines())
+        lines = self._trainer_lines.new_lines() if self._trainer_lines else []
+        if self._resumed and lines:
+            self._resumed = False
+            self.progress.first_step = lines[0].step
+            self._view.event(f"trainer resumed at step {lines[0].step}, its newest checkpoint")
+        self.progress.add_steps(lines)
         for reader in self._generator_lines:
             self.progress.generated += reader.new_lines()
 
     def _read_processes(self, supervisor: Supervisor) -> None:
         alive = [child for child in supervisor.children if not child.exited.done()]
         found = [state for child in alive for state in process_states(child.name, child.pid)]
-        self.progress.add_processes([*found, *process_states("up", os.getpid())[:1]])
+        self.progress.add_processes([*found, *process_states(self.command, os.getpid())[:1]])
 
-    def _enter(self, phase: str, note: str = "") -> None:
+    def enter(self, phase: str, note: str = "") -> None:
+        """Begin a phase, and show it."""
         self.progress.phases.enter(phase)
         self.progress.note = note
         self._view.update(self.progress)

@@ -31,6 +31,7 @@ class View:
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._started = time.monotonic()
         self._next_summary_s = 0.0
+        self._closed = False
 
     def __enter__(self) -> Self:
         if self._live:
@@ -38,8 +39,13 @@ class View:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the panel; later updates show nothing."""
         if self._live:
             self._live.stop()
+        self._closed = True
 
     def event(self, text: str) -> None:
         """Print one line with the time since the start."""
@@ -49,6 +55,8 @@ class View:
 
     def update(self, progress: Progress) -> None:
         """Redraw the panel, or print a summary if the last one is old enough."""
+        if self._closed:
+            return
         if self._live:
             self._live.update(panel(progress), refresh=True)
             return
@@ -73,7 +81,7 @@ def summary(progress: Progress) -> str:
         f"step {_steps(progress)}",
         f"reward {_recent_reward(progress)}" if progress.steps else "",
         f"accuracy {_accuracy(progress)}" if progress.with_accuracy else "",
-        f"staleness {_staleness(progress)}",
+        f"staleness {_staleness(progress)}" if progress.steps else "",
         f"buffer {_buffer(progress)}",
         _speed(progress),
         f"waited {_waiting(progress)}",
@@ -98,30 +106,37 @@ def _bar(progress: Progress) -> RenderableType:
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True, justify="right")
-    ending, left = progress.note, progress.seconds_left()
-    if progress.phases.current == TRAINING:
-        ending = f"{_steps(progress)} steps"
-        ending += "" if left is None else f", {clock(left)} left"
-    total = progress.total_steps
-    bar = ProgressBar(total=total, completed=min(progress.done_steps, total or 0), pulse=total is None)
+    training, left = progress.phases.current == TRAINING, progress.seconds_left()
+    share, ending = progress.share, progress.note
+    if training:
+        share = None if progress.total_steps is None else progress.done_steps / progress.total_steps
+        ending = f"{_steps(progress)} steps" + ("" if left is None else f", {clock(left)} left")
+    bar = ProgressBar(total=1.0, completed=min(share or 0.0, 1.0), pulse=share is None)
     row.add_row(Text(progress.phases.current or "starting", style="bold"), bar, Text(ending))
     return row
 
 
 def _figures(progress: Progress) -> RenderableType:
+    """Return the figures that are known, each with its name."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     rewards = sparkline([line.reward_mean for line in progress.lines])
     before = progress.before
     start = f" (before: {percent(before.sampled)}, {percent(before.greedy)})" if before else ""
-    table.add_row("reward", f"{_recent_reward(progress)}  {rewards}")
-    if progress.with_accuracy:
+    if progress.console:
+        table.add_row("console", Text(progress.console if progress.state else "opens with the service", style="cyan"))
+    if progress.steps:
+        table.add_row("reward", f"{_recent_reward(progress)}  {rewards}")
+    if progress.with_accuracy and progress.evaluations:
         table.add_row("accuracy", _accuracy(progress) + start)
-    table.add_row("staleness", _staleness(progress))
-    table.add_row("buffer", f"{_buffer(progress)}; {_counts(progress)}")
-    table.add_row("speed", _speed(progress))
-    table.add_row("trainer waited", _waiting(progress))
+    if progress.steps:
+        table.add_row("staleness", _staleness(progress))
+    if progress.state and (progress.steps or progress.phases.current == TRAINING):
+        table.add_row("buffer", f"{_buffer(progress)}; {_counts(progress)}")
+        table.add_row("speed", _speed(progress))
+        table.add_row("trainer waited", _waiting(progress))
+        table.add_row("generator waited", _held_back(progress))
     return table
 
 
@@ -181,3 +196,11 @@ def _waiting(progress: Progress) -> str:
         return f"now: {now['reason']}, blocked on {now['blocked_on']}" if now else "0%"
     reasons = ", ".join(f"{reason} {share:.0%}" for reason, share in waiting.by_reason.items() if share >= 0.005)
     return f"{waiting.share:.0%}" + (f" ({reasons})" if reasons else "")
+
+
+def _held_back(progress: Progress) -> str:
+    reports, held_back = len(progress.generated), progress.held_back()
+    if not reports:
+        return "-"
+    reasons = ", ".join(f"{reason} {count / reports:.0%}" for reason, count in held_back.most_common())
+    return f"{held_back.total() / reports:.0%} of its {reports:,} reports" + (f" ({reasons})" if reasons else "")

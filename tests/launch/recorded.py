@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from replaybuf.launch.processes import ProcessState
-from replaybuf.launch.progress import Evaluation, GeneratorLine, Progress, TrainerLine
+from replaybuf.launch.progress import Evaluation, Example, GeneratorLine, Progress, StalenessLine, TrainerLine
 
 STEPS = 10
+PROBLEMS = 200
 
 
 def recorded_progress() -> Progress:
@@ -21,6 +22,7 @@ def recorded_progress() -> Progress:
             staleness_max=1 if step else 0,
             wait_s=0.25,
             wait_reasons={"too_few_groups": 0.2},
+            by_staleness={"1" if step else "0": StalenessLine(2000.0)},
             train_s=0.6,
             publish_s=0.15,
             time=1000.0 + step,
@@ -28,10 +30,13 @@ def recorded_progress() -> Progress:
         for step in range(STEPS)
     )
     recorded.generated = [
-        GeneratorLine(time=1000.0 + second, generated_tokens=3000 * second) for second in range(STEPS)
+        GeneratorLine(
+            time=1000.0 + second, generated_tokens=3000 * second, waiting="rate_limited" if second % 2 else None
+        )
+        for second in range(STEPS)
     ]
     for step, sampled, greedy in ((0, 0.25, 0.8), (4, 0.4, None), (10, 0.625, 0.85)):
-        recorded.add_evaluation(Evaluation(step=step, problems=200, samples=4, sampled=sampled, greedy=greedy))
+        recorded.add_evaluation(recorded_evaluation(step, sampled, greedy))
     recorded.state = {
         "step": STEPS,
         "groups": {
@@ -52,3 +57,32 @@ def recorded_progress() -> Progress:
         ]
     )
     return recorded
+
+
+def recorded_evaluation(step: int, sampled: float, greedy: float | None) -> Evaluation:
+    """200 problems, of which the first ones are solved always and the others never; the first one as an example."""
+    example = Example(
+        prompt="abc>",
+        answer="cba",
+        greedy="cba" if step else "cb",
+        greedy_right=step > 0,
+        sampled=["cba", "<b>"],
+        sampled_right=[True, False],
+    )
+    return Evaluation(
+        step=step,
+        problems=PROBLEMS,
+        samples=4,
+        sampled=sampled,
+        sampled_error=0.03,
+        sampled_by_problem=solved(sampled),
+        greedy=greedy,
+        greedy_error=None if greedy is None else 0.025,
+        greedy_by_problem={} if greedy is None else solved(greedy),
+        examples=[] if greedy is None else [example],
+    )
+
+
+def solved(share: float) -> dict[str, float]:
+    """Return a score of 1 for the first problems and 0 for the others."""
+    return {str(problem): float(problem < share * PROBLEMS) for problem in range(PROBLEMS)}

@@ -166,6 +166,7 @@ def test_a_signal_stops_all_in_order_and_up_again_continues(run: Run) -> None:
     assert (code, left(processes)) == (130, [])
     assert "stopped: stopped by Ctrl-C" in output
     assert f"continue with: {sys.executable} -m replaybuf up {run.file}" in output
+    assert f"console of this run: http://127.0.0.1:{run.port}/#/runs/up" in output
     exits = re.findall(r"exited name=(\w+)", (run.logs / "up.log").read_text())
     assert exits == ["trainer", "small", "service", "guard"]
     run.fault.unlink()

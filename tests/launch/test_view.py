@@ -64,6 +64,7 @@ def test_a_terminal_gets_the_panel_redrawn_in_place(progress: Progress) -> None:
 
 def test_the_panel_shows_all_figures(progress: Progress) -> None:
     progress.phases.enter(TRAINING)
+    progress.console = "http://127.0.0.1:1/#/runs/demo"
     console = Console(width=110, record=True, file=io.StringIO())
     console.print(panel(progress))
     text = console.export_text()
@@ -75,15 +76,42 @@ def test_the_panel_shows_all_figures(progress: Progress) -> None:
         "20 groups, 2,500 tokens; stored 350, used 320, dropped 10",
         "generated 3,000 tok/s, trained 4,000 tok/s",
         "25% (too_few_groups 20%, fetching 5%)",
+        "50% of its 10 reports (rate_limited 50%)",
+        "http://127.0.0.1:1/#/runs/demo",
     ):
         assert expected in text
     assert re.search(r"train +12 +running +8 s +400 MB +500 MB", text)
 
 
+def test_before_the_training_the_panel_has_no_empty_figures() -> None:
+    """During the warm start it shows how far that is, and where the console is."""
+    progress = Progress(seed=0, total_steps=5, console="http://127.0.0.1:1/#/runs/demo", share=0.5)
+    progress.phases.enter("warm start")
+    progress.note = "step 100: sampled accuracy 0.125"
+    console = Console(width=110, record=True, file=io.StringIO())
+    console.print(panel(progress))
+    text = console.export_text()
+    assert "warm start" in text and "step 100: sampled accuracy 0.125" in text and "opens with the service" in text
+    for name in ("reward", "staleness", "buffer", "speed", "waited"):
+        assert name not in text
+
+
+def test_a_closed_view_shows_nothing_more(progress: Progress) -> None:
+    """The report is printed below the last event, and no panel comes after it."""
+    out = io.StringIO()
+    view = View(Console(file=out, force_terminal=True, width=100))
+    with view:
+        view.update(progress)
+        view.close()
+        shown = len(out.getvalue())
+        view.update(progress)
+    assert len(out.getvalue()) == shown
+
+
 def test_missing_values_are_shown_as_dashes() -> None:
     progress = Progress(seed=0, total_steps=5)
     Console(file=io.StringIO()).print(panel(progress))
-    assert summary(progress).startswith("step 0/5 | accuracy -")
+    assert summary(progress).startswith("step 0/5 | accuracy - | buffer -")
 
 
 def test_a_sparkline_spans_lowest_to_highest() -> None:
@@ -104,7 +132,7 @@ def test_a_run_without_an_end_shows_its_step_alone_and_why_it_waits() -> None:
     counts = {"stored": 0, "live": 0, "in_batches": 0, "retired": 0, "dead_lettered": 0, "evicted": {}, "rejected": {}}
     progress.state = {"step": 7, "waiting": waiting, "groups": counts, "tokens": {"live": 0}}
     progress.phases.enter(TRAINING)
-    assert summary(progress).startswith("step 7 | staleness - | buffer 0 groups, 0 tokens")
+    assert summary(progress).startswith("step 7 | buffer 0 groups, 0 tokens")
     console = Console(width=110, record=True, file=io.StringIO())
     console.print(panel(progress))
     text = console.export_text()

@@ -13,6 +13,7 @@ from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.environments import check_prompts, load_environment, score_of
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import read_prompts
+from replaybuf.lab.demo import folder
 from replaybuf.wire.tokenizer import Tokenizer
 from replaybuf_trainer import warm_start
 from replaybuf_trainer.models.tiny import CHARACTERS, character_tokenizer, new_model
@@ -61,6 +62,12 @@ def test_every_printable_character_is_one_token_and_comes_back() -> None:
     assert len(ids) == len(text)
     assert len(tokenizer) == len(set(ids)) + 3 == 98
     assert tokenizer.decode(ids) == text
+
+
+def test_the_console_of_the_demo_has_the_same_tokenizer(tmp_path: Path) -> None:
+    """The demo's service starts before there is a model, so the file is in the package; copy it after a change."""
+    character_tokenizer().save_pretrained(tmp_path)
+    assert (folder.CHARACTERS / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
 
 
 def test_an_unknown_character_is_rejected() -> None:

@@ -4,12 +4,13 @@
 
     DATA/
       demo.json        seed and number of steps, written first; marks the folder as a demo
+      run.toml         the run with its hyperparameters, as `replaybuf up` reads it
       lock             locked while a demo, or its guard, is alive
       model/           initial model, prompts.jsonl, held_out.jsonl
-      serve/           data of the service: the embedded Valkey and its append-only file
+      service/         data of the service: the embedded Valkey and its append-only file
       checkpoints/     checkpoints of the trainer
       weights/         weights that the trainer publishes to the engine
-      metrics/         train.jsonl, generate.jsonl, evaluations.jsonl, sessions.jsonl
+      metrics/         trainer.jsonl, generator.jsonl, evaluations.jsonl, sessions.jsonl
       logs/            NAME.log, one per process
       report.json, report.png, report.html
 """
@@ -24,12 +25,15 @@ from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
+from cyclopts.types import Port
 
 from replaybuf.errors import Conflict, Invalid
 from replaybuf.launch.lock import lock_folder
 from replaybuf.program import command_line
 
 DEFAULT_DATA_DIR = Path(".replaybuf/demo")
+CHARACTERS = Path(__file__).with_name("characters")
+"""Folder with the tokenizer of the demo's model, for a console that is open before there is a model."""
 DEFAULT_SEED, DEFAULT_STEPS = 0, 300
 
 
@@ -47,6 +51,10 @@ class DemoOptions:
     """Continue the demo in the data folder with the same seed and number of steps."""
     overwrite: Annotated[bool, Parameter(negative="")] = False
     """Delete the demo in the data folder first."""
+    port: Port | None = None
+    """Port of the service and its console; by default a free port."""
+    keep_open: bool | None = None
+    """Leave service and console open after the report, until Enter or Ctrl-C. The default is yes in a terminal."""
 
     def check(self) -> None:
         """Raise `Invalid` for values out of bounds and for contradictions."""
@@ -76,21 +84,23 @@ class Folder:
         self.root = root
         self.request = root / "demo.json"
         self.unfinished_request = root / "demo.part"
+        self.run_file = root / "run.toml"
         self.lock = root / "lock"
         self.model = root / "model"
         self.prompts = self.model / "prompts.jsonl"
         self.held_out = self.model / "held_out.jsonl"
-        self.serve = root / "serve"
+        self.service = root / "service"
         self.checkpoints = root / "checkpoints"
         self.weights = root / "weights"
         self.logs = root / "logs"
-        self.train_metrics = root / "metrics" / "train.jsonl"
-        self.generate_metrics = root / "metrics" / "generate.jsonl"
+        self.train_metrics = root / "metrics" / "trainer.jsonl"
+        self.generator_metrics = root / "metrics" / "generator.jsonl"
         self.evaluations = root / "metrics" / "evaluations.jsonl"
         self.sessions = root / "metrics" / "sessions.jsonl"
         self.report_json = root / "report.json"
         self.report_png = root / "report.png"
         self.report_html = root / "report.html"
+        self.reports = (self.report_html, self.report_png, self.report_json)
 
     def create(self) -> None:
         """Create the folders that the demo itself writes to."""

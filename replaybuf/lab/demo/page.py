@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
+from typing import Any
 
-from replaybuf.lab.demo.report import Report, accuracy_rows, figure_rows, headline
+from replaybuf.lab.demo.findings import findings, headline
+from replaybuf.lab.demo.report import Report, accuracy_rows, figure_rows
+from replaybuf.lab.demo.summary import HEADING, example_rows
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -27,6 +30,7 @@ img { width: 100%; height: auto; border: 1px solid #e4e8ec; border-radius: 8px; 
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid #e4e8ec; vertical-align: top; }
 th { color: #6b7785; font-weight: 500; white-space: nowrap; }
+.examples td { font-family: ui-monospace, monospace; font-size: .85rem; white-space: pre-wrap; }
 li { margin: .35rem 0; }
 footer { color: #6b7785; font-size: .9rem; margin: 2.5rem 0; }
 </style>
@@ -34,14 +38,20 @@ footer { color: #6b7785; font-size: .9rem; margin: 2.5rem 0; }
 <body>
 <h1>$headline</h1>
 <p class="lead">replaybuf demo, seed $seed: GRPO after a short supervised warm start, one step off-policy</p>
-<img alt="Reward, held-out accuracy, staleness and the trainer's time over the steps"
+<img alt="Reward, held-out accuracy, staleness, waits, the trainer's time and tokens per second over the steps"
   src="data:image/png;base64,$picture">
-<h2>Accuracy on held-out problems</h2>
+<h2>What was measured</h2>
+<ul>$findings</ul>
+<h2>Accuracy on held-out problems, ± one standard error over the problems</h2>
 <div class="scroll"><table>$accuracy</table></div>
+<h2>Completions before and after</h2>
+<p class="lead">$examples_note</p>
+<div class="scroll"><table class="examples">$examples</table></div>
 <h2>Figures</h2>
 <div class="scroll"><table>$figures</table></div>
-<h2>How to read this</h2>
-<ul>$notes</ul>
+<h2>Hyperparameters</h2>
+<div class="scroll"><table>$hyperparameters</table></div>
+<p class="lead">They are those of <code>run.toml</code> in the folder of the demo.</p>
 <footer>$footer</footer>
 </body>
 </html>
@@ -51,6 +61,7 @@ footer { color: #6b7785; font-size: .9rem; margin: 2.5rem 0; }
 def write_page(report: Report, picture: Path, path: Path) -> None:
     """Write the report as HTML with the picture in it."""
     heading, *body = accuracy_rows(report)
+    examples = example_rows(report)
     cores = "" if report.cores is None else f"{report.cores} cores, "
     text = PAGE.substitute(
         seed=report.seed,
@@ -60,10 +71,28 @@ def write_page(report: Report, picture: Path, path: Path) -> None:
         figures="".join(
             f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in figure_rows(report)
         ),
-        notes="".join(f"<li>{html.escape(note)}</li>" for note in report.notes),
+        findings="".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings(report)),
+        examples_note=html.escape(_examples_note(report, len(examples))),
+        examples=_row(HEADING, "th") + "".join(_row(row, "td") for row in examples),
+        hyperparameters="".join(
+            f"<tr><th>{html.escape(part)}</th><td>{html.escape(_joined(values))}</td></tr>"
+            for part, values in report.hyperparameters.items()
+        ),
         footer=html.escape(cores + ", ".join(f"{name} {number}" for name, number in report.versions.items())),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _examples_note(report: Report, count: int) -> str:
+    first = report.evaluations[0]
+    return (
+        f"The first {count} of {first.problems} held-out problems, which are in random order: nobody selected them. "
+        f"Greedy is the likeliest completion, sampled are {first.samples} at temperature 1."
+    )
+
+
+def _joined(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 def _row(cells: Iterable[str], tag: str) -> str:

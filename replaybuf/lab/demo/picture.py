@@ -1,4 +1,4 @@
-"""Picture of a demo: reward, held-out accuracy, staleness and the trainer's time over the steps."""
+"""Picture of a demo: reward, held-out accuracy, staleness, waits, the trainer's time and tokens per second."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.lab.demo.report import Report, headline
+from replaybuf.lab.demo.findings import GENERATOR_WAITS, TRAINER_WAITS, headline
+from replaybuf.lab.demo.report import Report
 from replaybuf.launch.text import percent
 
 Floats = npt.NDArray[np.float64]
 
 WINDOW_STEPS = 15
+SHOWN_SHARE = 0.0005
+"""Smaller shares of waiting are not drawn."""
+MOST_BARS = 6
 INK, QUIET, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 BLUE, ORANGE, GREEN, RED, LIGHT = "#2563a8", "#d97a1d", "#2f8f5b", "#c2413b", "#a9c4e2"
 STYLE = {
@@ -38,80 +42,114 @@ STYLE = {
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write the picture as PNG, 1800 x 1200 pixels."""
+    """Write the picture as PNG, 1800 x 1725 pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # optional, and slow to import
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
     with context(STYLE):
-        figure = Figure(figsize=(12, 8), dpi=150, facecolor="white")
+        figure = Figure(figsize=(12, 11.5), dpi=150, facecolor="white")
         FigureCanvasAgg(figure)
-        axes = figure.subplots(2, 2)
-        _reward(axes[0, 0], report)
-        _accuracy(axes[0, 1], report)
-        _staleness(axes[1, 0], report)
-        _time(axes[1, 1], report)
-        for axis in axes.flat:
-            axis.set_xlabel("step")
-            axis.set_xlim(0, max(report.steps, 1))
-        figure.suptitle(headline(report), x=0.06, y=0.975, ha="left", fontsize=15, fontweight="bold")
+        axes = figure.subplots(3, 2)
+        _waits(axes[1, 1], report)
+        for axis, panel in zip(axes.flat, (_reward, _accuracy, _staleness, None, _time, _speed), strict=True):
+            if panel is not None:
+                panel(axis, report)
+                axis.set_xlabel("step")
+                axis.set_xlim(0, max(report.steps, 1))
+        figure.suptitle(headline(report, "\n"), x=0.06, y=0.988, ha="left", fontsize=13, fontweight="bold")
         subtitle = f"seed {report.seed}: GRPO, one step off-policy, after a short supervised warm start"
-        figure.text(0.06, 0.925, subtitle, color=QUIET)
-        figure.subplots_adjust(left=0.06, right=0.98, top=0.86, bottom=0.07, hspace=0.34, wspace=0.16)
+        figure.text(0.06, 0.932, subtitle, color=QUIET)
+        figure.subplots_adjust(left=0.06, right=0.98, top=0.895, bottom=0.05, hspace=0.38, wspace=0.16)
         figure.savefig(path)
 
 
 def rolling(values: Sequence[float], window: int = WINDOW_STEPS) -> Floats:
     """Return the mean of up to `window` values around each value; same length."""
+    return np.array([part.mean() for part in _windows(values, window)])
+
+
+def rolling_error(values: Sequence[float], window: int = WINDOW_STEPS) -> Floats:
+    """Return the standard error of each rolling mean; 0 for a single value."""
+    return np.array(
+        [part.std(ddof=1) / len(part) ** 0.5 if len(part) > 1 else 0.0 for part in _windows(values, window)]
+    )
+
+
+def _windows(values: Sequence[float], window: int) -> list[Floats]:
     array = np.asarray(values, np.float64)
-    sums = np.concatenate([[0.0], np.cumsum(array)])
-    index = np.arange(len(array))
-    low = np.maximum(0, index - window // 2)
-    high = np.minimum(len(array), index + window // 2 + 1)
-    smooth: Floats = (sums[high] - sums[low]) / (high - low)
-    return smooth
+    return [array[max(0, i - window // 2) : i + window // 2 + 1] for i in range(len(array))]
 
 
 def _reward(axis: Any, report: Report) -> None:
     curve = report.curve
+    mean, error = rolling(curve.reward), rolling_error(curve.reward)
     axis.set_title("Reward of the trained batch")
-    axis.plot(curve.step, curve.reward, color=LIGHT, linewidth=1)
-    axis.plot(curve.step, rolling(curve.reward), color=BLUE, linewidth=2.2, label=f"mean of {WINDOW_STEPS} steps")
+    axis.plot(curve.step, curve.reward, color=LIGHT, linewidth=1, label="a batch")
+    axis.fill_between(curve.step, mean - error, mean + error, color=BLUE, alpha=0.2, linewidth=0)
+    axis.plot(curve.step, mean, color=BLUE, linewidth=2.2, label=f"mean of {WINDOW_STEPS} steps ± standard error")
     axis.legend(loc="lower right")
 
 
 def _accuracy(axis: Any, report: Report) -> None:
-    axis.set_title("Accuracy on held-out problems")
-    sampled = [(one.step, one.sampled) for one in report.evaluations]
-    greedy = [(one.step, one.greedy) for one in report.evaluations if one.greedy is not None]
+    axis.set_title("Accuracy on held-out problems, ± standard error")
+    sampled = [(one.step, one.sampled, one.sampled_error or 0.0) for one in report.evaluations]
+    greedy = [(one.step, one.greedy, one.greedy_error or 0.0) for one in report.evaluations if one.greedy is not None]
     # the label of the first point is below a rising line, so that they do not overlap
-    _line(axis, sampled, first_label_y=-18, color=BLUE, marker="o", label="sampled, T = 1")
-    _line(axis, greedy, first_label_y=9, color=ORANGE, marker="s", label="greedy")
+    _line(axis, sampled, first_label_y=-24, color=BLUE, marker="o", label="sampled, T = 1")
+    _line(axis, greedy, first_label_y=15, color=ORANGE, marker="s", label="greedy")
     axis.set_ylim(0, 1.08)
     axis.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
     axis.legend(loc="lower right")
 
 
 def _line(
-    axis: Any, points: Sequence[tuple[int, float]], *, first_label_y: int, color: str, marker: str, label: str
+    axis: Any, points: Sequence[tuple[int, float, float]], *, first_label_y: int, color: str, marker: str, label: str
 ) -> None:
-    """Draw a line through points, with labels at the first and last point; `first_label_y`: offset in points."""
-    axis.plot(*zip(*points, strict=True), color=color, marker=marker, label=label, linewidth=2, clip_on=False, zorder=3)
+    """Draw a line through (step, value, error), and label its ends; `first_label_y`: offset in points."""
+    steps, values, errors = zip(*points, strict=True)
+    style = {"marker": marker, "linewidth": 2, "capsize": 3, "clip_on": False, "zorder": 3}
+    axis.errorbar(steps, values, errors, color=color, label=label, **style)
     text = {"textcoords": "offset points", "color": color, "weight": "bold"}
-    axis.annotate(percent(points[0][1]), points[0], (0, first_label_y), ha="left", **text)
-    axis.annotate(percent(points[-1][1]), points[-1], (0, 9), ha="right", **text)
+    axis.annotate(percent(values[0]), (steps[0], values[0]), (0, first_label_y), ha="left", **text)
+    axis.annotate(percent(values[-1]), (steps[-1], values[-1]), (0, 15), ha="right", **text)
 
 
 def _staleness(axis: Any, report: Report) -> None:
-    curve = report.curve
-    axis.set_title("Staleness at use, in policy versions")
-    axis.plot(curve.step, curve.staleness_max, color=RED, linewidth=1, label="largest of a batch")
-    axis.fill_between(curve.step, curve.staleness_mean, color=LIGHT, alpha=0.6, linewidth=0)
-    axis.plot(curve.step, curve.staleness_mean, color=BLUE, linewidth=1.8, label="mean of a batch")
-    top = max(1, report.staleness.max)
-    axis.set_ylim(0, top + 0.35)
-    axis.set_yticks(range(top + 1))
-    axis.legend(loc="lower right")
+    curve, allowed = report.curve, report.hyperparameters.get("run", {}).get("max_staleness")
+    stale = report.groups.dropped.get("too_stale", 0)
+    bound = "" if allowed is None else f"; at most {allowed} allowed"
+    axis.set_title(f"Age of the trained tokens, in versions{bound}")
+    shares = [np.array(share) for share in curve.staleness_shares.values()]
+    colors = [LIGHT, BLUE, ORANGE, RED, INK]
+    labels = [f"{age} (in all {percent(report.staleness_shares[age])})" for age in curve.staleness_shares]
+    if shares:
+        axis.stackplot(curve.step, *shares, labels=labels, colors=colors[: len(shares)], alpha=0.85, step="mid")
+        axis.legend(loc="upper right", ncols=3, fontsize=9)
+    axis.text(0.02, 0.93, f"{stale:,} groups dropped as too stale", transform=axis.transAxes, fontsize=9)
+    axis.set_ylim(0, 1.25)
+    axis.set_yticks([0, 0.5, 1.0], ["0%", "50%", "100%"])
+
+
+def _waits(axis: Any, report: Report) -> None:
+    """Draw a bar for every reason of trainer and generator, longest first."""
+    axis.set_title("Who waited, and for whom")
+    trainer = [("trainer", reason, share, TRAINER_WAITS) for reason, share in report.waiting.by_reason.items()]
+    generator = report.generator_waiting.by_reason
+    held_back = [("generator", reason, share, GENERATOR_WAITS) for reason, share in generator.items()]
+    bars = sorted((bar for bar in trainer + held_back if bar[2] >= SHOWN_SHARE), key=lambda bar: -bar[2])[:MOST_BARS]
+    axis.set_xlim(0, 1)
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
+    axis.set_xlabel("share of the trainer's time, and of the generator's reports")
+    axis.set_ylim(MOST_BARS - 0.3, -0.7)
+    axis.set_yticks([])
+    axis.grid(axis="y", visible=False)
+    for row, (who, reason, share, explained) in enumerate(bars):
+        axis.barh(row + 0.2, share, height=0.35, color=ORANGE if who == "trainer" else GREEN)
+        whom = explained.get(reason, "").partition(":")[0]
+        axis.text(0.005, row - 0.2, f"{who}: {percent(share)} {whom} [{reason}]", va="center", fontsize=9.5)
+    if not bars:
+        axis.text(0.02, 1, "Neither trainer nor generator waited.")
 
 
 def _time(axis: Any, report: Report) -> None:
@@ -123,3 +161,17 @@ def _time(axis: Any, report: Report) -> None:
     axis.set_ylabel("seconds")
     axis.set_ylim(0, float(np.sum(layers, axis=0).max(initial=0.01)) * 1.35)
     axis.legend(loc="upper right", ncols=3, fontsize=9, handlelength=1.2, columnspacing=1.2)
+
+
+def _speed(axis: Any, report: Report) -> None:
+    curve = report.curve
+    axis.set_title("Tokens per second")
+    for rates, color, label in (
+        (curve.trained_tokens_per_s, BLUE, "trained, with prompts"),
+        (curve.generated_tokens_per_s, GREEN, "generated"),
+    ):
+        known = [(step, rate) for step, rate in zip(curve.step, rates, strict=True) if rate is not None]
+        if known:
+            axis.plot([step for step, _ in known], rolling([rate for _, rate in known]), color=color, label=label)
+            axis.legend(loc="lower right")
+    axis.set_ylim(bottom=0)

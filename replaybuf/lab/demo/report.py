@@ -7,22 +7,24 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+import numpy as np
+import numpy.typing as npt
 
 from replaybuf.errors import NotFound
+from replaybuf.lab.demo.changes import Change, paired_change, window_change
 from replaybuf.launch.progress import (
     KILLED,
     SESSION_EVERY_S,
     Evaluation,
+    GeneratorLine,
     GroupCounts,
     Progress,
     Session,
     Staleness,
+    StalenessLine,
     TrainerLine,
     Waiting,
 )
@@ -46,31 +48,50 @@ class Accuracy(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Figures of each step, lists of equal length; seconds for `wait_s`, `train_s`, `publish_s`."""
+    """Figures of each step, lists of equal length; seconds for `wait_s`, `train_s`, `publish_s`.
+
+    `staleness_shares`: share of the loss tokens by staleness. Rates of a step are over the time since the step before;
+    None where that is not known.
+    """
 
     step: list[int]
     reward: list[float]
     staleness_mean: list[float]
     staleness_max: list[int]
+    staleness_shares: dict[str, list[float]]
     wait_s: list[float]
     train_s: list[float]
     publish_s: list[float]
+    trained_tokens_per_s: list[float | None]
+    generated_tokens_per_s: list[float | None]
+
+
+class GeneratorWaiting(msgspec.Struct, frozen=True):
+    """Reports of the generator, and the share of them in which it waited, in all and by reason, 0..1."""
+
+    reports: int
+    share: float
+    by_reason: dict[str, float]
 
 
 class Report(msgspec.Struct, frozen=True):
     """One demo, from its first start to its end, resumes included (`sessions`: number of starts).
 
-    `steps`: as the service counts them; `curve`: the steps in the trainer's metrics file. `wall_s` and `phases` sum
-    all sessions; `killed` sessions ended by `kill -9` and lack their last seconds. `peak_memory_bytes`: largest
-    resident size of each process; `cpu_s`: its processor seconds.
+    `steps`: as the service counts them; `curve`: the steps in the trainer's metrics file. `changes`: accuracy and
+    reward with their errors. `staleness_shares`: share of the trained tokens by staleness. `hyperparameters` by part.
+    `wall_s` and `phases` sum all sessions; `killed` sessions ended by `kill -9` and lack their last seconds.
+    `peak_memory_bytes`: largest resident size of each process; `cpu_s`: its processor seconds.
     """
 
     seed: int
     steps: int
     wall_s: float
     accuracy: Accuracy
+    changes: dict[str, Change]
     staleness: Staleness
+    staleness_shares: dict[str, float]
     waiting: Waiting
+    generator_waiting: GeneratorWaiting
     phases: dict[str, float]
     peak_memory_bytes: dict[str, int]
     cpu_s: dict[str, float]
@@ -78,14 +99,14 @@ class Report(msgspec.Struct, frozen=True):
     trained_tokens: int
     evaluations: list[Evaluation]
     curve: Curve
+    hyperparameters: dict[str, dict[str, Any]]
     sessions: int
     killed: int
     cores: int | None
     versions: dict[str, str]
-    notes: tuple[str, ...]
 
 
-def build_report(progress: Progress, sessions: Sequence[Session]) -> Report:
+def build_report(progress: Progress, sessions: Sequence[Session], hyperparameters: dict[str, dict[str, Any]]) -> Report:
     """Return the report of a finished demo. Raises `NotFound` if the accuracy was not measured."""
     before, after, lines = progress.before, progress.after, progress.lines
     if before is None or before.greedy is None or after is None or after.greedy is None:
@@ -100,54 +121,113 @@ def build_report(progress: Progress, sessions: Sequence[Session]) -> Report:
         steps=progress.state["step"],
         wall_s=round(sum(phases.values()), 2),
         accuracy=Accuracy(Pair(before.sampled, after.sampled), Pair(before.greedy, after.greedy)),
+        changes=_changes(before, after, [line.reward_mean for line in lines]),
         staleness=progress.staleness(),
+        staleness_shares=_staleness_shares(lines),
         waiting=progress.waiting(),
+        generator_waiting=_generator_waiting(progress),
         phases=_rounded(phases),
         peak_memory_bytes=dict(peaks),
         cpu_s=_rounded(cpu_s),
         groups=progress.group_counts(),
         trained_tokens=sum(line.tokens for line in lines),
         evaluations=progress.evaluations,
-        curve=_curve(lines),
+        curve=_curve(lines, progress.generated),
+        hyperparameters=hyperparameters,
         sessions=len(sessions),
         killed=sum(session.outcome == KILLED for session in sessions),
         cores=os.cpu_count(),
         versions={"replaybuf": version("replaybuf"), "python": platform.python_version()},
-        notes=_notes(before, after),
     )
 
 
-def headline(report: Report) -> str:
-    """Return the result in one sentence."""
-    sampled, greedy = report.accuracy.sampled, report.accuracy.greedy
-    return (
-        f"sampled accuracy {percent(sampled.before)} → {percent(sampled.after)}, "
-        f"greedy {percent(greedy.before)} → {percent(greedy.after)}, "
-        f"{report.steps} steps in {clock(report.wall_s)}"
+def _changes(before: Evaluation, after: Evaluation, rewards: Sequence[float]) -> dict[str, Change]:
+    """Return the changes that could be computed, by name."""
+    gains = [
+        {name: score - greedy[name] for name, score in sampled.items() if name in greedy}
+        for sampled, greedy in ((one.sampled_by_problem, one.greedy_by_problem) for one in (before, after))
+    ]
+    found = {
+        "sampled": paired_change(before.sampled_by_problem, after.sampled_by_problem),
+        "greedy": paired_change(before.greedy_by_problem, after.greedy_by_problem),
+        "sampled - greedy": paired_change(*gains),
+        "reward": window_change(rewards),
+    }
+    return {name: change for name, change in found.items() if change is not None}
+
+
+def _staleness_shares(lines: Sequence[TrainerLine]) -> dict[str, float]:
+    tokens = Counter[str]()
+    for line in lines:
+        tokens.update({age: one.loss_tokens for age, one in line.by_staleness.items()})
+    return {age: count / tokens.total() for age, count in sorted(tokens.items())}
+
+
+def _generator_waiting(progress: Progress) -> GeneratorWaiting:
+    reports, held_back = len(progress.generated), progress.held_back()
+    shares = {reason: count / reports for reason, count in held_back.most_common()}
+    return GeneratorWaiting(reports, sum(shares.values()), shares)
+
+
+def _curve(lines: Sequence[TrainerLine], generated: Sequence[GeneratorLine]) -> Curve:
+    totals = [sum(one.loss_tokens for one in line.by_staleness.values()) or 1.0 for line in lines]
+    ages = sorted({age for line in lines for age in line.by_staleness}, key=int)
+    return Curve(
+        step=[line.step for line in lines],
+        reward=[line.reward_mean for line in lines],
+        staleness_mean=[line.staleness_mean for line in lines],
+        staleness_max=[line.staleness_max for line in lines],
+        staleness_shares={
+            age: [
+                line.by_staleness.get(age, StalenessLine()).loss_tokens / total
+                for line, total in zip(lines, totals, strict=True)
+            ]
+            for age in ages
+        },
+        wait_s=[line.wait_s for line in lines],
+        train_s=[line.train_s for line in lines],
+        publish_s=[line.publish_s for line in lines],
+        trained_tokens_per_s=rates_at([line.time for line in lines], np.cumsum([line.tokens for line in lines])),
+        generated_tokens_per_s=_generated_rates(lines, generated),
     )
+
+
+def _generated_rates(lines: Sequence[TrainerLine], generated: Sequence[GeneratorLine]) -> list[float | None]:
+    """Return the tokens per second that were generated in the time of each step."""
+    times = np.array([line.time for line in lines])
+    if len(generated) < 2:
+        return [None] * len(lines)
+    counts = np.array([line.generated_tokens for line in generated], np.float64)
+    made = np.concatenate([[0.0], np.cumsum(np.maximum(np.diff(counts), 0))])  # a restarted generator counts from 0
+    reported = [line.time for line in generated]
+    rates = rates_at(times.tolist(), np.interp(times, reported, made))
+    return [rate if reported[0] <= time <= reported[-1] else None for rate, time in zip(rates, times, strict=True)]
+
+
+def rates_at(times: Sequence[float], totals: npt.NDArray[Any]) -> list[float | None]:
+    """Return the growth per second of a running total between neighbours; the first has none."""
+    passed, grown = np.diff(times), np.diff(totals)
+    return [None, *(float(more / s) if s > 0 else None for more, s in zip(grown, passed, strict=True))][: len(times)]
 
 
 def accuracy_rows(report: Report) -> list[list[str]]:
-    """Return the accuracy as rows of cells, heading first, with one column for each evaluation."""
+    """Return the accuracy with its errors as rows of cells, heading first, with one column for each evaluation."""
     last = report.steps
     when = {one.step: f"step {one.step}" if one.step < last else "after" for one in report.evaluations} | {0: "before"}
     return [
         ["held-out accuracy", *(when[one.step] for one in report.evaluations)],
-        ["sampled, T = 1", *(percent(one.sampled) for one in report.evaluations)],
-        ["greedy", *(percent(one.greedy) for one in report.evaluations)],
+        ["sampled, T = 1", *(_with_error(one.sampled, one.sampled_error) for one in report.evaluations)],
+        ["greedy", *(_with_error(one.greedy, one.greedy_error) for one in report.evaluations)],
     ]
 
 
 def figure_rows(report: Report) -> list[tuple[str, str]]:
     """Return name and text of each figure."""
-    groups, waiting = report.groups, report.waiting
-    reasons = {reason: share for reason, share in waiting.by_reason.items() if share >= 0.0005}
+    groups = report.groups
     dropped = {reason: count for reason, count in groups.dropped.items() if count}
     killed = f", {report.killed} killed: up to {SESSION_EVERY_S:g} s of each are not counted" if report.killed else ""
     return [
         ("wall time", f"{clock(report.wall_s)} ({_joined(report.phases, clock)})"),
-        ("staleness", f"mean {report.staleness.mean:.2f}, max {report.staleness.max}"),
-        ("trainer waited", f"{percent(waiting.share)} of its steps' time{_in_brackets(reasons, percent)}"),
         (
             "groups",
             f"{groups.stored:,} stored, {groups.used:,} used, {sum(dropped.values()):,} dropped"
@@ -160,52 +240,8 @@ def figure_rows(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def print_report(console: Console, report: Report, paths: Sequence[object]) -> None:
-    """Print the figures, the notes and the paths of the files."""
-    heading, *body = accuracy_rows(report)
-    accuracy = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for position, name in enumerate(heading):
-        accuracy.add_column(name, justify="right" if position else "left", header_style="dim")
-    for row in body:
-        accuracy.add_row(*row)
-    figures = Table.grid(padding=(0, 2))
-    figures.add_column(style="dim", no_wrap=True)
-    figures.add_column()
-    for name, text in figure_rows(report):
-        figures.add_row(name, text)
-    console.print(Group(Text(headline(report), style="bold"), accuracy, Text(), figures, Text()))
-    for note in report.notes:
-        console.print(f"- {note}", style="dim", highlight=False)
-    console.print()
-    for path in paths:
-        console.print(str(path), highlight=False, soft_wrap=True)
-
-
-def _notes(before: Evaluation, after: Evaluation) -> tuple[str, ...]:
-    """Return what a reader must know to judge the figures."""
-    sampled, greedy = after.sampled - before.sampled, after.greedy - before.greedy  # type: ignore[operator]
-    return (
-        "The model did not start from nothing: before any reinforcement learning, a short supervised warm start on "
-        f"the training problems brought its sampled accuracy on the held-out problems to {percent(before.sampled)}. "
-        "Everything after that comes from rewards only.",
-        f"Sampled accuracy (temperature 1) changed by {100 * sampled:+.1f} points, greedy accuracy (temperature 0) by "
-        f"{100 * greedy:+.1f} points: if sampled accuracy gains more, reinforcement learning has mostly sharpened "
-        "what the model could already do.",
-        "Accuracy is the share of completions that get full marks from the environment's own scorer, on held-out "
-        "problems that are never trained on.",
-    )
-
-
-def _curve(lines: Sequence[TrainerLine]) -> Curve:
-    return Curve(
-        step=[line.step for line in lines],
-        reward=[line.reward_mean for line in lines],
-        staleness_mean=[line.staleness_mean for line in lines],
-        staleness_max=[line.staleness_max for line in lines],
-        wait_s=[line.wait_s for line in lines],
-        train_s=[line.train_s for line in lines],
-        publish_s=[line.publish_s for line in lines],
-    )
+def _with_error(share: float | None, error: float | None) -> str:
+    return percent(share) if share is None or error is None else f"{100 * share:.1f} ± {100 * error:.1f}%"
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from replaybuf.lab.demo.report import Report, build_report
 from replaybuf.launch.progress import Progress, Session
 from tests.launch.recorded import recorded_progress
+
+HYPERPARAMETERS: dict[str, dict[str, Any]] = {
+    "run": {"strategy": "one-step-off-policy", "max_staleness": 1},
+    "trainer": {"learning_rate": 1e-4},
+}
 
 
 @pytest.fixture
@@ -39,4 +46,4 @@ def sessions() -> list[Session]:
 @pytest.fixture
 def report(progress: Progress, sessions: list[Session]) -> Report:
     """The report of that demo."""
-    return build_report(progress, sessions)
+    return build_report(progress, sessions, HYPERPARAMETERS)

@@ -52,8 +52,10 @@ def init_model(options: dict[str, str]) -> None:
         {
             "prompt": word,
             "prompt_id": word,
+            "answer": word[::-1],
             "metadata": {
                 "reasoning_gym": {
+                    "partial_credit": False,
                     "dataset": "spell_backward",
                     "entry": {"question": word, "answer": word[::-1], "metadata": {"word": word}},
                 }
@@ -116,8 +118,7 @@ class Answers(BaseHTTPRequestHandler):
 
 def engine(options: dict[str, str]) -> None:
     """Serve requests until the end."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    print(f"listening on http://127.0.0.1:{server.server_port}", flush=True)
+    server = ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Answers)
     server.serve_forever()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -10,20 +11,30 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
+from rich.console import Console
 
+from replaybuf.cli.up import UpOptions, run_up
+from replaybuf.errors import Invalid
+from replaybuf.lab.demo.command import PROGRAM
+from replaybuf.lab.demo.folder import Folder, Request
+from replaybuf.lab.demo.run_file import read_plan, write_run_file
 from replaybuf.launch.supervisor import STOP_WITHIN_S
 from tests.waiting import eventually
 
-STEPS = 20
+STEPS = 10
 STANDINS = Path(__file__).with_name("standins.py")
 COMMAND = (
     "import sys; from pathlib import Path; from rich.console import Console\n"
     "from replaybuf.lab.demo.command import run_demo; from replaybuf.lab.demo.folder import DemoOptions\n"
-    "root, steps, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ['--resume']\n"
-    "sys.exit(run_demo(Console(width=200), DemoOptions(data_dir=root, steps=steps, resume=resume),\n"
+    "root, steps, words = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]\n"
+    "resume, keep_open = '--resume' in words, True if '--keep-open' in words else None\n"
+    "options = DemoOptions(data_dir=root, steps=steps, resume=resume, keep_open=keep_open)\n"
+    "sys.exit(run_demo(Console(width=200), options,\n"
     f"                  program=(sys.executable, {str(STANDINS)!r})))"
 )
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -38,6 +49,7 @@ def start(tmp_path: Path) -> Start:
         environment = {**os.environ, **behaviour}
         return subprocess.Popen(
             [sys.executable, "-c", COMMAND, str(tmp_path / "demo"), str(STEPS), *options],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -47,10 +59,16 @@ def start(tmp_path: Path) -> Start:
     return start_demo
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for the end; return exit code and output."""
-    output, _ = process.communicate(timeout=60)
+def finished(process: subprocess.Popen[str], typed: str | None = None) -> tuple[int, str]:
+    """Type something and wait for the end; return exit code and output."""
+    output, _ = process.communicate(typed, timeout=110)
     return process.returncode, output
+
+
+def state_of(console: str) -> dict[str, Any]:
+    """Ask the service of a console for the run that the console shows."""
+    state: dict[str, Any] = httpx.get(console.replace("#", "v1"), timeout=30).raise_for_status().json()
+    return state
 
 
 def count_hangs(log: Path) -> int:
@@ -60,7 +78,7 @@ def count_hangs(log: Path) -> int:
 
 def training(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]:
     """Wait until the stand-in trainer hangs; return every process of the demo."""
-    log = root / "logs" / "train.log"
+    log = root / "logs" / "trainer.log"
 
     printed = count_hangs(log)
 
@@ -79,28 +97,78 @@ def left(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Proce
     return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_demo_shows_the_warm_start_and_reports_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
-    """The last log line of the warm start is shown while it runs. Then: exit code 0, the accuracy, all three files."""
-    process = start(init_model="waits")
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """Read the output up to a line with `words`; return it."""
     if process.stdout is None:
         raise RuntimeError("no pipe")
     seen = []
     for line in process.stdout:
         seen.append(line)
-        if "warm start: step 10: sampled accuracy 0.100" in line:
-            break
+        if words in line:
+            return "".join(seen)
+    raise AssertionError("".join(seen))
+
+
+def test_a_demo_shows_the_warm_start_and_reports_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
+    """The console is open during the warm start, whose last log line is shown, and after the report until Enter.
+
+    Then: exit code 0, the accuracy, all three files, the command that opens the console again, no process.
+    """
+    process = start("--keep-open", init_model="waits")
+    output = read_until(process, "console of this run:")
+    console = output.split()[-1]
+    output += read_until(process, "warm start: step 10: sampled accuracy 0.100")
+    assert httpx.get(console).text.startswith("<!doctype html>")
+    assert state_of(console)["waiting"]["reason"] == "no_producers"
     (tmp_path / "demo" / "go").touch()
-    code, rest = finished(process)
-    output = "".join(seen) + rest
-    assert code == 0, output
-    assert "warm start: step 10" in seen[-1]
+    output += read_until(process, f"the console stays open: {console}")
+    assert state_of(console)["state"] == "finished"
+    processes = psutil.Process(process.pid).children(recursive=True)
+    code, rest = finished(process, "\n")
+    output += rest
+    assert (code, left(processes, 1.0)) == (0, []), output
+    assert f"open the console again: {sys.executable} -m replaybuf serve --data-dir {tmp_path / 'demo'}" in output
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert report["accuracy"] == {"sampled": {"before": 0.5, "after": 0.5}, "greedy": {"before": 1.0, "after": 1.0}}
     assert (report["steps"], report["sessions"]) == (STEPS, 1)
     for name in ("report.json", "report.png", "report.html"):
         assert str(tmp_path / "demo" / name) in output
     assert "this is not RL" in output
-    assert {"serve", "valkey", "engine", "demo"} <= report["peak_memory_bytes"].keys()
+    assert "Sampled accuracy (temperature 1) did not change measurably: from 50.0 to 50.0 %" in " ".join(output.split())
+    assert report["evaluations"][-1]["examples"][0] == {
+        "prompt": "abc",
+        "answer": "cba",
+        "greedy": "cba",
+        "greedy_right": True,
+        "sampled": ["cba", "aaa", "cba", "aaa"],
+        "sampled_right": [True, False, True, False],
+    }
+    assert {"service", "valkey", "engine", "demo"} <= report["peak_memory_bytes"].keys()
+
+
+def test_the_file_of_a_demo_is_one_that_up_accepts(tmp_path: Path) -> None:
+    """With the model in place, `up --dry-run` finds no problem, and its run is that of the demo."""
+    folder = Folder(tmp_path)
+    folder.create()
+    write_run_file(folder, Request(seed=3, steps=7))
+    folder.model.mkdir()
+    folder.prompts.touch()
+    shown = io.StringIO()
+    assert run_up(Console(file=shown, width=1000), folder.run_file, UpOptions(dry_run=True)) == 0
+    assert "max_steps" not in shown.getvalue() and "replaybuf train --url http://127.0.0.1:" in shown.getvalue()
+    plan, _ = read_plan(folder, 8123, PROGRAM)
+    assert (plan.config.max_steps, plan.config.seed, plan.config.group_size) == (7, 3, 8)
+    assert plan.console == "http://127.0.0.1:8123/#/runs/demo"
+
+
+def test_a_broken_file_of_a_demo_is_named_with_its_problems(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.create()
+    write_run_file(folder, Request(seed=0, steps=7))
+    text = folder.run_file.read_text()
+    folder.run_file.write_text(text.replace("group_size = 8", "group_size = 0").replace("wait_ms", "wait_s"))
+    with pytest.raises(Invalid, match=r"run\.toml cannot be used: run\.group_size .*; trainer\.wait_s is not a key"):
+        read_plan(folder, None, PROGRAM)
 
 
 @pytest.mark.timeout(240)  # four starts of the demo; 60 s on a loaded machine
@@ -111,8 +179,9 @@ def test_a_demo_resumes_after_a_dead_child_and_after_kill_9(start: Start, tmp_pa
     """
     code, output = finished(start(train="dies"))
     assert code == 1
-    assert "demo stopped: train (pid " in output
-    assert "exited with code 7" in output
+    assert "restart 3 of 3 in 0.8 s" in output
+    assert "demo stopped: trainer (pid " in output
+    assert "exited with code 7 after 3 restarts" in output
     assert "  weights are not finite" in output
     assert f"continue with: {sys.executable} -m replaybuf demo --resume --data-dir {tmp_path / 'demo'}" in output
 

@@ -12,9 +12,11 @@ import pytest
 from rich.console import Console
 
 from replaybuf.errors import NotFound
+from replaybuf.lab.demo.findings import findings
 from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw, rolling
-from replaybuf.lab.demo.report import Report, build_report, figure_rows, print_report
+from replaybuf.lab.demo.report import Report, build_report, figure_rows
+from replaybuf.lab.demo.summary import print_report
 from replaybuf.launch.progress import KILLED, Progress, Session, append_line, read_sessions
 
 
@@ -28,31 +30,38 @@ def test_report_json_has_the_names_others_read(report: Report) -> None:
     }
     assert sorted(document) == [
         "accuracy",
+        "changes",
         "cores",
         "cpu_s",
         "curve",
         "evaluations",
+        "generator_waiting",
         "groups",
+        "hyperparameters",
         "killed",
-        "notes",
         "peak_memory_bytes",
         "phases",
         "seed",
         "sessions",
         "staleness",
+        "staleness_shares",
         "steps",
         "trained_tokens",
         "versions",
         "waiting",
         "wall_s",
     ]
+    staleness = document["curve"].pop("staleness_shares")
+    assert staleness == {"0": [1.0] + [0.0] * 9, "1": [0.0] + [1.0] * 9}
     assert sorted(document["curve"]) == [
+        "generated_tokens_per_s",
         "publish_s",
         "reward",
         "staleness_max",
         "staleness_mean",
         "step",
         "train_s",
+        "trained_tokens_per_s",
         "wait_s",
     ]
     assert {len(column) for column in document["curve"].values()} == {10}
@@ -70,6 +79,10 @@ def test_figures_are_those_that_were_measured(report: Report) -> None:
     assert (report.groups.stored, report.groups.used, report.groups.live) == (350, 320, 20)
     assert report.groups.dropped == {"too_stale": 10}
     assert report.trained_tokens == 40_000
+    assert report.staleness_shares == pytest.approx({"0": 0.1, "1": 0.9})
+    assert (report.generator_waiting.reports, report.generator_waiting.by_reason) == (10, {"rate_limited": 0.5})
+    assert report.curve.trained_tokens_per_s == [None] + [4000.0] * 9
+    assert report.curve.generated_tokens_per_s == [None] + [3000.0] * 9
 
 
 def test_the_number_of_steps_comes_from_the_service_if_a_line_is_lost(
@@ -77,40 +90,29 @@ def test_the_number_of_steps_comes_from_the_service_if_a_line_is_lost(
 ) -> None:
     """A trainer that is killed after the ack leaves no line for its step."""
     del progress.steps[4]
-    report = build_report(progress, sessions)
+    report = build_report(progress, sessions, {})
     assert (report.steps, len(report.curve.step)) == (10, 9)
 
 
 def test_a_demo_without_measured_accuracy_has_no_report(progress: Progress, sessions: list[Session]) -> None:
     progress.evaluations.pop()
     with pytest.raises(NotFound, match="not measured"):
-        build_report(progress, sessions)
+        build_report(progress, sessions, {})
 
 
-def test_the_printed_report_has_result_figures_notes_and_paths(report: Report) -> None:
-    console = Console(width=200, record=True, file=io.StringIO())
+def test_the_printed_report_has_result_figures_findings_and_paths(report: Report) -> None:
+    console = Console(width=500, record=True, file=io.StringIO())
     print_report(console, report, ["out/report.html"])
     text = console.export_text()
-    assert "sampled accuracy 25.0% → 62.5%, greedy 80.0% → 85.0%, 10 steps in 0:25" in text
-    assert re.search(r"sampled, T = 1 +25\.0% +40\.0% +62\.5%", text)
-    assert re.search(r"greedy +80\.0% +- +85\.0%", text)
-    assert "25.0% of its steps' time (too_few_groups 20.0%, fetching 5.0%)" in text
+    assert "sampled accuracy 25.0% → 62.5% (+37.5 ± 3.4), greedy accuracy 80.0% → 85.0% (+5.0 ± 1.5), 10 steps" in text
+    assert re.search(r"sampled, T = 1 +25\.0 ± 3\.0% +40\.0 ± 3\.0% +62\.5 ± 3\.0%", text)
+    assert re.search(r"greedy +80\.0 ± 2\.5% +- +85\.0 ± 2\.5%", text)
+    assert re.search(r"abc> +cba +cb\s✗ +cba\s✓ +cba\s✓, <b>\s✗", text)
     assert "350 stored, 320 used, 10 dropped (too_stale 10), 20 left" in text
     assert "serve 90 MB, train 500 MB" in text
     assert "serve 5 s, train 8 s" in text
     assert "out/report.html" in text
-    assert all(note[:80] in text for note in report.notes)
-
-
-def test_the_notes_name_the_measured_accuracy(report: Report) -> None:
-    """The warm start ends near its target, not at it."""
-    assert "brought its sampled accuracy on the held-out problems to 25.0%" in report.notes[0]
-    assert "changed by +37.5 points, greedy accuracy (temperature 0) by +5.0 points" in report.notes[1]
-    evaluations = [msgspec.structs.replace(report.evaluations[0], sampled=0.312), report.evaluations[-1]]
-    progress = Progress(seed=7, total_steps=10, evaluations=evaluations)
-    progress.state = {"step": 10, "groups": {"stored": 0, "live": 0, "in_batches": 0, "retired": 0}}
-    progress.state["groups"] |= {"evicted": {}, "rejected": {}, "dead_lettered": 0}
-    assert "to 31.2%." in build_report(progress, []).notes[0]
+    assert all(sentence in text for sentence in findings(report))
 
 
 def test_a_killed_session_counts_with_its_last_line(
@@ -122,23 +124,29 @@ def test_a_killed_session_counts_with_its_last_line(
     ]
     for session in (*killed, sessions[1]):
         append_line(tmp_path / "sessions.jsonl", session)
-    report = build_report(progress, read_sessions(tmp_path / "sessions.jsonl"))
+    report = build_report(progress, read_sessions(tmp_path / "sessions.jsonl"), {})
     assert (report.sessions, report.killed, report.phases, report.cpu_s["serve"]) == (2, 1, {"training": 9.0}, 6.0)
     assert ("starts", "2, 1 killed: up to 5 s of each are not counted") in figure_rows(report)
 
 
 def test_the_picture_is_a_png_of_the_promised_size(report: Report, tmp_path: Path) -> None:
-    """1800 x 1200 pixels, read from the file's own header."""
+    """1800 x 1725 pixels, read from the file's own header."""
     path = tmp_path / "report.png"
     draw(report, path)
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (1800, 1200)
+    assert (int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")) == (1800, 1725)
 
 
 def test_the_picture_of_a_single_step_can_be_drawn(report: Report, tmp_path: Path) -> None:
     curve = msgspec.structs.replace(
-        report.curve, **{name: getattr(report.curve, name)[:1] for name in report.curve.__struct_fields__}
+        report.curve,
+        staleness_shares={"0": [1.0]},
+        **{
+            name: getattr(report.curve, name)[:1]
+            for name in report.curve.__struct_fields__
+            if name != "staleness_shares"
+        },
     )
     draw(msgspec.structs.replace(report, steps=1, curve=curve), tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000
@@ -153,6 +161,8 @@ def test_the_page_needs_no_other_file(report: Report, tmp_path: Path) -> None:
     assert not re.search(r"https?://|@import|url\(|<script|<link", page)
     assert "sampled accuracy 25.0% → 62.5%" in page
     assert "supervised warm start" in page
+    assert "strategy one-step-off-policy, max_staleness 1" in page and "learning_rate 0.0001" in page
+    assert "&lt;b&gt;" in page and "<b>" not in page, "what a model wrote is text"
 
 
 def test_smoothing_keeps_the_length_and_a_constant() -> None:

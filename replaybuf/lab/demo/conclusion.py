@@ -1,0 +1,56 @@
+"""The end of a demo: write the report, print it, and leave the console open until somebody presses Enter."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+from rich.console import Console
+
+from replaybuf.lab.demo.folder import Folder
+from replaybuf.lab.demo.page import write_page
+from replaybuf.lab.demo.picture import draw
+from replaybuf.lab.demo.report import Report, build_report
+from replaybuf.lab.demo.run_file import list_hyperparameters
+from replaybuf.lab.demo.summary import print_report
+from replaybuf.launch.ending import print_line
+from replaybuf.launch.plan import Plan
+from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, read_sessions
+
+
+async def conclude(console: Console, folder: Folder, plan: Plan, progress: Progress, *, keep_open: bool | None) -> None:
+    """Write and print the report; then wait for Enter if `keep_open`, or if it is None and this is a terminal."""
+    report = await asyncio.to_thread(write_report, folder, progress)
+    print_report(console, report, folder.reports)
+    if (sys.stdin.isatty() and sys.stdout.isatty()) if keep_open is None else keep_open:
+        print_line(console, f"the console stays open: {plan.console}")
+        print_line(console, "press Enter, or Ctrl-C, to stop all processes")
+        console.file.flush()
+        await enter_pressed()
+
+
+def write_report(folder: Folder, progress: Progress) -> Report:
+    """Write all files of the report, the one that marks the demo as finished last."""
+    progress.generated = LineReader(folder.generator_metrics, GeneratorLine).new_lines()  # of all sessions
+    report = build_report(progress, read_sessions(folder.sessions), list_hyperparameters(folder))
+    draw(report, folder.report_png)
+    write_page(report, folder.report_png, folder.report_html)
+    folder.report_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    return report
+
+
+async def enter_pressed() -> None:
+    """Wait for a line on standard input; where nobody can type, wait until a signal cancels this."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        loop.add_reader(sys.stdin.fileno(), ready.set)
+    except (OSError, ValueError):  # closed, or a file such as /dev/null
+        await asyncio.Event().wait()
+    try:
+        await ready.wait()
+        typed = sys.stdin.readline()
+    finally:
+        loop.remove_reader(sys.stdin.fileno())
+    if not typed:  # the end of a pipe
+        await asyncio.Event().wait()

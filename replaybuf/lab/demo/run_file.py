@@ -1,0 +1,174 @@
+"""The file of the demo's run, `DATA/run.toml`: what `replaybuf up` reads, and all hyperparameters of the demo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from string import Template
+from typing import Any
+
+import msgspec
+from safetensors import safe_open
+
+from replaybuf.errors import Invalid
+from replaybuf.lab.demo.folder import CHARACTERS, Folder, Request
+from replaybuf.launch.file import read_file
+from replaybuf.launch.options import options_of
+from replaybuf.launch.plan import Plan
+from replaybuf.launch.planning import Planner
+
+RUN = "demo"
+TASK = "spell_backward"
+ENVIRONMENT = "reasoning-gym"
+TARGET_ACCURACY = 0.25
+GROUP_SIZE = 8
+GROUPS_PER_BATCH = 32
+SEQ_LEN = 128
+MAX_NEW_TOKENS = 8
+MAX_STALENESS = 1
+LEARNING_RATE = 1e-4
+LONG_POLL_MS = 1000
+"""Long-poll of the trainer: a step of the demo is shorter than a polling pause."""
+
+TRAINER_OPTIONS = (
+    "loss",
+    "learning_rate",
+    "warm_up_steps",
+    "schedule",
+    "clip_norm",
+    "dtype",
+)
+GENERATOR_OPTIONS = ("environment", "temperature", "max_tokens", "seed_requests")
+CHILD_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # each process needs one core; more threads only compete
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    # glibc reuses buffers of some MB instead of returning them to the system and requesting them again each time.
+    "MALLOC_MMAP_THRESHOLD_": "268435456",
+    "MALLOC_TRIM_THRESHOLD_": "268435456",
+    "MALLOC_TOP_PAD_": "16777216",
+}
+
+FILE = Template("""\
+# The run of `replaybuf demo`, in the form that `replaybuf up` reads. To start a run of your own, copy this file and the
+# folder model/, and change the file. `replaybuf config schema` prints all keys.
+
+data_dir = "."                       # everything that the run writes
+start_timeout_s = 60
+stop_timeout_s = 2
+
+[run]
+name = "$run"
+group_size = $group_size                       # completions per problem
+max_steps = $steps
+seed = $seed
+advantage = "grpo"
+batch = { groups_per_batch = $groups, tokens_per_batch = $tokens, seq_len = $seq_len }
+strategy = { name = "one-step-off-policy", options = { max_staleness = $staleness } }
+tickets = { ttl_s = 20, max_attempts = 10 }   # many times the time of a group
+
+[service]
+port = 0                             # a free port
+tokenizer = $characters
+env = $env
+
+[[engines]]
+name = "engine"
+port = 0
+model = "model"
+threads = 1
+env = $env
+
+[generator]
+environment = "$environment"
+prompts = "model/prompts.jsonl"
+max_tokens = $max_tokens
+seed_requests = true
+report_every_s = 1.0
+env = $env
+
+[trainer]
+model = "model"
+learning_rate = $learning_rate
+wait_ms = $wait_ms
+seed = $seed
+env = $env
+
+[restarts]                           # of a process that dies
+most = 3
+first_pause_s = 0.2
+""")
+
+
+def write_run_file(folder: Folder, request: Request) -> None:
+    """Write the file of a new demo."""
+    folder.run_file.write_text(
+        FILE.substitute(
+            run=RUN,
+            seed=request.seed,
+            steps=request.steps,
+            group_size=GROUP_SIZE,
+            groups=GROUPS_PER_BATCH,
+            tokens=GROUPS_PER_BATCH * GROUP_SIZE * SEQ_LEN,
+            seq_len=SEQ_LEN,
+            staleness=MAX_STALENESS,
+            environment=ENVIRONMENT,
+            max_tokens=MAX_NEW_TOKENS,
+            learning_rate=LEARNING_RATE,
+            wait_ms=LONG_POLL_MS,
+            characters=_quoted(str(CHARACTERS)),
+            env="{ " + ", ".join(f"{name} = {_quoted(value)}" for name, value in CHILD_ENVIRONMENT.items()) + " }",
+        )
+    )
+
+
+def read_plan(folder: Folder, port: int | None, program: Sequence[str]) -> tuple[Plan, dict[str, Any]]:
+    """Return the plan of the run file, and its tables. `port`: of the service, in place of the file's.
+
+    The plan may name the model before it exists. Raises `Invalid` with all problems of the file.
+    """
+    tables = read_file(folder.run_file)
+    if port is not None:
+        tables["service"] = {**tables.get("service", {}), "port": port}
+    planner = Planner(tables, folder.root, program=program, made_later=folder.root.resolve() / folder.model.name)
+    plan = planner.plan()
+    if plan is None:
+        problems = "; ".join(planner.problems)
+        detail = f"{folder.run_file} cannot be used: {problems}"
+        raise Invalid(detail, name="--data-dir", value=str(folder.root))
+    return plan, tables
+
+
+def list_hyperparameters(folder: Folder) -> dict[str, dict[str, Any]]:
+    """Return what a reader needs to repeat the run, by part: values of the file, and defaults that matter."""
+    tables = read_file(folder.run_file)
+    run, generator, trainer = tables["run"], tables["generator"], tables["trainer"]
+    strategy, batch = run.get("strategy", {}), run["batch"]
+    return {
+        "model": {"task": TASK, **_model_shape(folder), "warm start to sampled accuracy": TARGET_ACCURACY},
+        "run": {
+            "strategy": strategy.get("name"),
+            **strategy.get("options", {}),
+            "advantage": run.get("advantage"),
+            "group_size": run.get("group_size"),
+            **batch,
+            "max_steps": run.get("max_steps"),
+            "seed": run.get("seed"),
+        },
+        "trainer": {name: trainer.get(name, options_of("train")[name].default) for name in TRAINER_OPTIONS},
+        "generator": {name: generator.get(name, options_of("generate")[name].default) for name in GENERATOR_OPTIONS},
+    }
+
+
+def _model_shape(folder: Folder) -> dict[str, Any]:
+    """Return architecture and number of parameters of the model; nothing if its files do not tell."""
+    config, weights = folder.model / "config.json", folder.model / "model.safetensors"
+    if not (config.is_file() and weights.is_file()):
+        return {}
+    with safe_open(weights, framework="numpy") as tensors:
+        count = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return {"architecture": msgspec.json.decode(config.read_bytes()).get("model_type"), "parameters": count}
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()  # a TOML string, too
