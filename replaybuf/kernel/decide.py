@@ -314,8 +314,9 @@ def decide_ack(
     feedback: dict[str, Any] | None,
     priorities: dict[int, float],
     now_s: float,
+    waited_s: dict[str, float] | None = None,
 ) -> AckRecord | None:
-    """Decide that a step is trained; None if it was acked before. `priorities` by group number.
+    """Decide that a step is trained; None if it was acked before. `priorities` by group number, `waited_s` by reason.
 
     Raises `WrongStep` out of order or for a batch that was never served.
     """
@@ -325,7 +326,8 @@ def decide_ack(
         raise WrongStep(f"step is {step}; {why}", name="step", value=step, bound=state.step)
     if step < state.step:
         return None
-    return AckRecord(step=step, epoch=epoch, feedback=feedback, priorities=priorities, at_s=now_s)
+    waited = waited_s or {}
+    return AckRecord(step=step, epoch=epoch, feedback=feedback, priorities=priorities, at_s=now_s, waited_s=waited)
 
 
 def read_priorities(given: Any, batch: BatchRecord) -> dict[int, float]:

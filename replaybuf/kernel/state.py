@@ -267,6 +267,7 @@ class RunState:
         for reason, numbers in record.numbers.items():
             rows = self.index.rows_of(numbers)
             self.pool.dead_letter(rows, reason, self.versions_at(self.next_step, rows), record.at_s)
+            self.figures.drop(reason, len(rows))
 
     def _add_columns(self, record: ColumnsRecord) -> None:
         self.pool.add_columns(record.groups)
@@ -319,6 +320,7 @@ class RunState:
 
     def _evict(self, rows: npt.NDArray[np.int64], reason: str, record: EvictRecord | RewindRecord) -> None:
         self.pool.evict(rows, reason, record.step, self.versions_at(record.step, rows), record.at_s)
+        self.figures.drop(reason, len(rows))
 
     def _rewind(self, record: RewindRecord) -> None:
         lost = sorted(step for step in self.batches if step >= record.step)

@@ -7,8 +7,8 @@ stays visible and its newest part keeps every step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from replaybuf.kernel.changes import Changes
 from replaybuf.kernel.index import Index
-from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, DeadLetterRecord, EvictRecord, RewindRecord
+from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, RewindRecord
+
+T = TypeVar("T", int, float)
 
 MOST_ROWS = 4096
 """About 0.7 MB in memory and 0.4 MB in a snapshot."""
@@ -31,6 +33,7 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
     - `staleness`, `uses`, `age_s`: means over its groups; `age_s` from stored to batch
     - `longest`: tokens of the longest rollout; `fill`: share of the budget
     - `stored`: number of the newest group stored before it; `dropped`: groups since the batch before, by reason
+    - `waited`: seconds that the trainer waited from the ack before to its own ack, by reason
     """
 
     step: int
@@ -53,6 +56,7 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
     fill: float = 1.0
     stored: int = 0
     dropped: dict[str, int] = {}
+    waited: dict[str, float] = {}
 
     @property
     def last(self) -> int:
@@ -76,26 +80,34 @@ _MEANS = (
 
 
 class StepFigures(msgspec.Struct):
-    """Rows by ascending step, the groups dropped since the newest batch, by reason, and the newest changes."""
+    """Rows by ascending step, the groups dropped since the newest batch, by reason, and the newest changes.
+
+    `newest_s`: time of the newest ledger record.
+    """
 
     rows: list[StepRow] = []
     pending: dict[str, int] = {}
     changes: Changes = msgspec.field(default_factory=Changes)
+    newest_s: float = 0.0
 
     def apply(self, entry: int, record: AnyRecord) -> None:
         """Fold ledger entry `entry`, which is no batch."""
+        self.newest_s = record.at_s or self.newest_s
         match record:
             case AckRecord():
                 place = bisect_right(self.rows, record.step, key=lambda row: row.step) - 1
                 if place >= 0 and record.step <= self.rows[place].last:
-                    self.rows[place].acked_s = record.at_s
-            case EvictRecord() | DeadLetterRecord():
-                for reason, numbers in record.numbers.items():
-                    self.pending[reason] = self.pending.get(reason, 0) + len(numbers)
+                    row = self.rows[place]
+                    row.acked_s, row.waited = record.at_s, _sum([row.waited, record.waited_s])
             case RewindRecord():
                 self.changes.add_rewind(entry, record)
                 if record.on_resume == "resample":
                     self.rows = [row for row in self.rows if row.last < record.step]
+
+    def drop(self, reason: str, groups: int) -> None:
+        """Count dropped groups."""
+        if groups:
+            self.pending[reason] = self.pending.get(reason, 0) + groups
 
     def between(self, first: int | None, last: int | None, points: int) -> list[StepRow]:
         """Return rows with steps from `first` to `last`, merged to at most `points`; None = no bound."""
@@ -110,6 +122,7 @@ class StepFigures(msgspec.Struct):
         if record.at_s and len(rows):
             _add_stored(made, index, self.rows[-1].stored if self.rows else 0)
         self.rows.append(made)
+        self.newest_s = record.at_s or self.newest_s
         self.pending = {}
         if len(self.rows) > MOST_ROWS:
             older = self.rows[: MOST_ROWS // 2]
@@ -120,7 +133,7 @@ class StepFigures(msgspec.Struct):
 
 
 def merge(rows: Sequence[StepRow]) -> StepRow:
-    """Merge neighbours into one row: means per step, extremes, and the sum of drops."""
+    """Merge neighbours into one row: means per step, extremes, and sums of drops and waits."""
     steps, newest = sum(row.steps for row in rows), rows[-1]
     means = {name: sum(getattr(row, name) * row.steps for row in rows) / steps for name in _MEANS}
     return StepRow(
@@ -133,9 +146,19 @@ def merge(rows: Sequence[StepRow]) -> StepRow:
         staleness_max=max(row.staleness_max for row in rows),
         longest=max(row.longest for row in rows),
         stored=newest.stored,
-        dropped=dict(sum((Counter(row.dropped) for row in rows), Counter())),
+        dropped=_sum([row.dropped for row in rows]),
+        waited=_sum([row.waited for row in rows]),
         **means,
     )
+
+
+def _sum(counted: Sequence[dict[str, T]]) -> dict[str, T]:
+    """Add up numbers by reason."""
+    total: dict[str, T] = {}
+    for one in counted:
+        for reason, number in one.items():
+            total[reason] = total[reason] + number if reason in total else number
+    return total
 
 
 def _row_of(

@@ -147,12 +147,16 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
 
 
 class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):
-    """A step was trained. `priorities`: what the learner gave its groups, by number, for strategies that go by it."""
+    """A step was trained. `priorities`: what the learner gave its groups, by number, for strategies that go by it.
+
+    `waited_s`: seconds that the trainer waited since the ack before, by reason, as its leader counted them.
+    """
 
     step: int
     epoch: int
     feedback: dict[str, Any] | None = None
     priorities: dict[int, float] = {}
+    waited_s: dict[str, float] = {}
 
 
 class EvictRecord(Record, frozen=True, kw_only=True, tag="EVICT"):

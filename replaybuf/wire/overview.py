@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from replaybuf.wire.contract import Answer, WaitingAnswer
 
@@ -14,6 +14,7 @@ class RunRow(Answer, frozen=True, kw_only=True):
 
     - `tokens_per_s`, `groups_per_s`, `steps_per_s`: trained tokens, stored groups, acked steps
     - `rewards`: mean reward of the newest steps, oldest first; `staleness`: mean of the newest batch
+    - `waiting_s`: since `waiting` has this reason; after a restart of the server at least
     - `idle_s`: since the newest batch or ack; `alarm`: why the share of failed prompts is exceeded
     - `stands_still`: it is running, and `idle_s` is far longer than its steps take
     """
@@ -34,6 +35,7 @@ class RunRow(Answer, frozen=True, kw_only=True):
     rewards: list[float]
     staleness: float | None
     waiting: WaitingAnswer | None
+    waiting_s: float | None = None
     idle_s: float | None
     trainer_last_seen_s: float | None
     producers_last_seen_s: float | None
@@ -71,6 +73,7 @@ class Flow(Answer, frozen=True, kw_only=True):
     - `versions`: groups that the buffer holds, newest version first
     - `ledger_entries`: number of the newest ledger record
     - `waited_s`: seconds that trainers waited, by reason, since this server started
+    - `step_waited_s`: part of it since the newest ack; `step_dropped`: groups dropped since the newest batch, by reason
     - `stored_s`, `batch_s`, `ack_s`: seconds since the newest one; null = none
     """
 
@@ -82,6 +85,8 @@ class Flow(Answer, frozen=True, kw_only=True):
     versions: list[VersionCounts]
     ledger_entries: int
     waited_s: dict[str, float]
+    step_waited_s: dict[str, float] = field(default_factory=dict)
+    step_dropped: dict[str, int] = field(default_factory=dict)
     stored_s: float | None
     batch_s: float | None
     ack_s: float | None
@@ -107,7 +112,8 @@ class ShownChange(Struct, frozen=True):
 class History(Answer, frozen=True, kw_only=True):
     """Figures per step as columns of equal length. A row covers `steps` steps from `step` on, with means per step.
 
-    `columns`: `step`, `steps`, `at_s`, `acked_s`, and figures of the batch; `dropped`: groups by reason, per row.
+    `columns`: `step`, `steps`, `at_s`, `acked_s`, and figures of the batch; `dropped`: groups by reason, per row;
+    `waited`: seconds that the trainer waited, by reason, per row.
     `changes`: the newest changes of configuration and state, and rewinds, oldest first.
     """
 
@@ -116,4 +122,5 @@ class History(Answer, frozen=True, kw_only=True):
     last_step: int | None
     columns: dict[str, Column]
     dropped: dict[str, Column]
+    waited: dict[str, Column] = field(default_factory=dict)
     changes: list[ShownChange]

@@ -211,7 +211,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     `revision`: number of the ledger entry with this configuration, for `if_revision` of a change.
 
     `trainer` is null before the first attach, `failed_prompts` without `tickets.max_failed_share`, `spill` without a
-    spill folder and on a follower.
+    spill folder and on a follower. `waiting_s`: seconds since `waiting` has this reason; after a restart at least.
     """
 
     run: str
@@ -238,6 +238,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     producers: ProducersPresence = ProducersPresence()
     failed_prompts: FailedRule | None = None
     spill: SpillStatus | None = None
+    waiting_s: float | None = None
     revision: int = 0
     config: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/RunConfig"})]
 

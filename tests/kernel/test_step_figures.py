@@ -91,14 +91,39 @@ def test_rows_are_bounded_and_the_newest_keep_every_step(monkeypatch: pytest.Mon
     assert (rows[0].step, rows[-1].last, rows[-1].steps) == (0, 99, 1)
 
 
+def test_waits_count_for_the_step_that_was_acked_after_them() -> None:
+    """A redelivered step adds the waits of its second time; another step has its own."""
+    run = Run()
+    run.store(0, 0)
+    run.batch(1)
+    run.apply(AckRecord(step=0, epoch=1, waited_s={"no_groups": 2.0, "too_few_groups": 0.5}))
+    run.batch(2)
+    run.apply(AckRecord(step=1, epoch=1))
+    run.rewind(0, "redeliver")
+    run.apply(AckRecord(step=0, epoch=2, waited_s={"too_few_groups": 1.0}))
+    assert [row.waited for row in run.state.figures.rows] == [{"no_groups": 2.0, "too_few_groups": 1.5}, {}]
+
+
+def test_groups_of_a_lost_version_count_as_dropped() -> None:
+    """A rewind evicts them without a record of its own."""
+    run = Run()
+    run.store(0, 0, 1)
+    run.train(1)
+    run.rewind(0, "resample")
+    assert run.state.figures.pending == {"lost_lineage": 1}
+
+
 def test_merged_rows_have_means_extremes_and_sums() -> None:
     """A row of three steps weighs three times as much as a row of one."""
-    first = StepRow(step=0, steps=3, reward_mean=1.0, reward_min=0.5, reward_max=1.0, dropped={"a": 1})
+    first = StepRow(
+        step=0, steps=3, reward_mean=1.0, reward_min=0.5, reward_max=1.0, dropped={"a": 1}, waited={"w": 1.5}
+    )
     second = StepRow(step=3, reward_mean=0.0, reward_min=0.0, reward_max=0.75, dropped={"a": 2, "b": 1}, acked_s=9.0)
+    second.waited = {"w": 2.0}
     merged = merge([first, second])
     assert (merged.step, merged.steps, merged.last, merged.acked_s) == (0, 4, 3, 9.0)
     assert (merged.reward_mean, merged.reward_min, merged.reward_max) == (0.75, 0.0, 1.0)
-    assert merged.dropped == {"a": 3, "b": 1}
+    assert (merged.dropped, merged.waited) == ({"a": 3, "b": 1}, {"w": 3.5})
 
 
 @pytest.mark.parametrize(

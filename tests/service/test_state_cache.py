@@ -8,6 +8,7 @@ import pytest
 from replaybuf.kernel.index import ENTRY
 from replaybuf.kernel.selection import PRODUCER_SILENCE_S
 from replaybuf.lab.simulate.virtual import VirtualRun
+from replaybuf.service.clock import Clock
 from replaybuf.service.presence import Presence
 from replaybuf.service.report.state_cache import WAITS_KEPT_S, StateCache
 from replaybuf.wire.config import BatchSpec
@@ -21,14 +22,21 @@ class Looked:
 
     def __init__(self) -> None:
         self.run = VirtualRun(run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=2)), ranks=1)
-        self.cache = StateCache("r", self.run.state, self.run.book, self.run.selector, lambda: self.run.now_s)
         self.asked = 0
-        self._why_waiting = self.run.selector.why_waiting
-        self.run.selector.why_waiting = self._count  # type: ignore[method-assign]
+        self.why_takes_s = 0.0
+        self.cache = self.cache_of(self.run)
 
-    def _count(self) -> WaitingAnswer | None:
-        self.asked += 1
-        return self._why_waiting()
+    def cache_of(self, run: VirtualRun) -> StateCache:
+        """Return the cache of a run, whose strategy is counted."""
+        why_waiting = run.selector.why_waiting
+
+        def count() -> WaitingAnswer | None:
+            self.asked += 1
+            run.now_s += self.why_takes_s
+            return why_waiting()
+
+        run.selector.why_waiting = count  # type: ignore[method-assign]
+        return StateCache("r", run.state, run.book, run.selector, Clock(*2 * (lambda: run.now_s,)))
 
     def state(self) -> RunStatus:
         """Look at the state."""
@@ -42,7 +50,7 @@ class Looked:
     def store(self) -> None:
         """Store a group without a ticket."""
         entry = np.zeros(1, ENTRY)
-        entry["prompt_index"] = -1
+        entry["prompt_index"], entry["arrival_s"] = -1, self.run.now_s
         entry["tokens"], entry["rollouts"], entry["longest_tokens"], entry["frame_bytes"] = 8, 2, 4, 100
         self.run.append(entry)
 
@@ -91,3 +99,36 @@ def test_the_strategy_is_asked_again_after_a_short_time(looked: Looked) -> None:
     looked.run.now_s = 50.0
     looked.reason()
     assert looked.asked == 3
+
+
+def test_a_look_after_each_change_finds_when_the_reason_began(looked: Looked) -> None:
+    """Nobody asks while groups trickle in; a look without a change asks nobody either."""
+    looked.run = VirtualRun(run_config(batch=BatchSpec(tokens_per_batch=None, groups_per_batch=9)), ranks=1)
+    looked.cache = looked.cache_of(looked.run)
+    for _ in range(4):
+        looked.store()
+        for _ in range(5):
+            looked.cache.look()
+        looked.run.now_s += 60.0
+    assert looked.asked == 4
+    assert (looked.reason(), looked.state().waiting_s) == ("too_few_groups", 240.0)
+
+
+def test_a_batch_that_is_ready_waits_for_nothing(looked: Looked) -> None:
+    looked.store()
+    assert looked.state().waiting_s == 0.0
+    looked.store()
+    assert (looked.reason(), looked.state().waiting_s) == (None, None)
+
+
+def test_looks_rest_after_an_expensive_one(looked: Looked) -> None:
+    """A strategy that takes 0.1 s is not asked again for 4.9 s, although groups arrive."""
+    looked.why_takes_s = 0.1
+    looked.store()
+    looked.cache.look()
+    asked_s = looked.run.now_s
+    while looked.asked == 1:
+        looked.store()
+        looked.run.now_s += 0.5
+        looked.cache.look()
+    assert asked_s + 4.9 <= looked.run.now_s <= asked_s + 5.5

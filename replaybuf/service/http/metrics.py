@@ -77,7 +77,7 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
     for reason, count in sorted((run.side_state.rejected + state.totals.evicted + state.totals.dead_lettered).items()):
         text.add("groups_dropped", count, name, reason)
     for reason in REASONS:
-        text.add("waiting_seconds", run.batches.waited_s.get(reason, 0.0), name, reason)
+        text.add("waiting_seconds", run.batches.waits.total_s.get(reason, 0.0), name, reason)
     for age, count in _by_staleness(state.totals.used_staleness):
         text.add("groups_used_by_staleness", count, name, age)
     for outcome in OUTCOMES:

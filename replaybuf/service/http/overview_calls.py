@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,7 +37,7 @@ FROM_STEP = Number("from_step")
 TO_STEP = Number("to_step")
 POINTS = Number("points", 500, 1, 4096)
 HISTORY_PARAMETERS = (FROM_STEP, TO_STEP, POINTS)
-_PLAIN = tuple(name for name in StepRow.__struct_fields__ if name != "dropped")
+_PLAIN = tuple(name for name in StepRow.__struct_fields__ if name not in ("dropped", "waited"))
 
 
 async def get_overview(request: Request) -> Response:
@@ -88,6 +89,7 @@ def describe_row(run: Run) -> RunRow:
         rewards=[round(row.reward_mean, 5) for row in rows[-REWARDS:]],
         staleness=rows[-1].staleness if rows else None,
         waiting=run.state_cache.waits().run,
+        waiting_s=run.state_cache.waiting_s(),
         idle_s=idle_s,
         trainer_last_seen_s=presence.trainer_s if state.epoch else None,
         producers_last_seen_s=presence.producers_s,
@@ -121,7 +123,11 @@ async def describe_flow(run: Run) -> Flow:
         step_s=measured.step_s,
         versions=versions,
         ledger_entries=state.entries,
-        waited_s={reason: round(seconds, 3) for reason, seconds in sorted(run.batches.waited_s.items()) if seconds},
+        waited_s={
+            reason: round(seconds, 3) for reason, seconds in sorted(run.batches.waits.total_s.items()) if seconds
+        },
+        step_waited_s=run.batches.waits.of_step_s(),
+        step_dropped=state.figures.pending,
         stored_s=_age(run, float(arrivals[-1])) if len(arrivals) else None,
         batch_s=_age(run, rows[-1].at_s) if rows else None,
         ack_s=_age(run, max(row.acked_s for row in rows[-RATE_ROWS:])) if rows else None,
@@ -152,12 +158,16 @@ def describe_history(run: Run, rows: Sequence[StepRow]) -> History:
         first_step=all_rows[0].step if all_rows else None,
         last_step=all_rows[-1].last if all_rows else None,
         columns=columns,
-        dropped={
-            reason: [row.dropped.get(reason, 0) for row in rows]
-            for reason in sorted({reason for row in rows for reason in row.dropped})
-        },
+        dropped=_by_reason([row.dropped for row in rows]),
+        waited=_by_reason([row.waited for row in rows]),
         changes=[ShownChange(*msgspec.structs.astuple(change)) for change in run.state.figures.changes.newest],
     )
+
+
+def _by_reason(counted: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
+    """Turn numbers by reason of each row into one column per reason."""
+    reasons = sorted({reason for one in counted for reason in one})
+    return {reason: [round(one.get(reason, 0), 3) for one in counted] for reason in reasons}
 
 
 def _rates(rows: Sequence[StepRow]) -> tuple[list[float | None], list[float | None], list[float | None]]:

@@ -135,6 +135,7 @@ def render_run_state(
     presence: Presence,
     spill: SpillStatus | None,
     waits: WaitingAnswer | None,
+    waiting_s: float | None,
     adapters_wait: Mapping[str, WaitingAnswer | None],
 ) -> RunStatus:
     """Render `GET /v1/runs/{run}`."""
@@ -169,6 +170,7 @@ def render_run_state(
         histograms=index.run.histograms,
         coverage=coverage(state, book),
         waiting=waits,
+        waiting_s=waiting_s,
         adapters=adapters,
         checkpoints=state.checkpoints,
         oldest_step=state.oldest_step,

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable
 
 import msgspec
@@ -20,6 +20,7 @@ from replaybuf.kernel.history import BatchState
 from replaybuf.kernel.queries import entry_of_batch, find_batch_status, find_group_state
 from replaybuf.kernel.selection import Selector
 from replaybuf.kernel.step_wait import StepWait
+from replaybuf.kernel.trainer_waits import TrainerWaits
 from replaybuf.kernel.waiting import BLOCKED_ON
 from replaybuf.service.bodies.assembly import (
     FetchedGroups,
@@ -33,7 +34,7 @@ from replaybuf.service.bodies.bodies import Bodies, Part
 from replaybuf.service.bodies.record import describe_batch
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
-from replaybuf.service.run.long_polls import LONGEST_WAIT_S, Gone, LongPolls, Round, Waiter
+from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.next_batch import NextBatch
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.turns import call_beside
@@ -58,10 +59,10 @@ _Answer = PackedBatch | WaitingAnswer
 
 
 class Batches:
-    """Batches of one run. `waited_s`: seconds that trainers waited, by reason."""
+    """Batches of one run, and how long trainers waited for them."""
 
     def __init__(self, journal: Journal, selector: Selector, eviction: Eviction, tickets: Tickets) -> None:
-        self.waited_s: defaultdict[str, float] = defaultdict(float)
+        self.waits = TrainerWaits()
         self._journal = journal
         self._state = journal.state
         self._selector = selector
@@ -71,7 +72,6 @@ class Batches:
         self._packed: OrderedDict[int, PackedBatch] = OrderedDict()
         self.next_batch = NextBatch(journal, selector, self._bodies)
         self._packing = asyncio.Lock()
-        self._last_wait: tuple[str, float] | None = None
         self._polls = LongPolls(journal)
         self._step_wait = StepWait()
         self._alarm: asyncio.TimerHandle | None = None
@@ -187,7 +187,7 @@ class Batches:
     @property
     def waited_for_others_s(self) -> float:
         """Seconds that trainers waited for anybody but themselves."""
-        return sum(s for reason, s in self.waited_s.items() if BLOCKED_ON[reason] != "trainer")
+        return sum(s for reason, s in self.waits.total_s.items() if BLOCKED_ON[reason] != "trainer")
 
     def _account_wait(self, step: int, outcome: object) -> None:
         """Count the time since the last waiting answer under the reason of that answer.
@@ -197,17 +197,13 @@ class Batches:
         reason = outcome.reason if isinstance(outcome, WaitingAnswer) else None
         if step != self._state.step and reason != "awaiting_ack":
             return
-        now = self._journal.clock.monotonic()
-        if self._last_wait:
-            last_reason, since_s = self._last_wait
-            self.waited_s[last_reason] += max(0.0, min(now - since_s, LONGEST_WAIT_S))
-        self._last_wait = (reason, now) if reason else None
+        self.waits.answer(reason, self._journal.clock.monotonic())
 
     def forget(self) -> None:
         """Drop what was packed for the trainer before."""
         self._packed.clear()
         self.next_batch.drop()
-        self._last_wait = None
+        self.waits.forget_last()
 
     # ------------------------------------------------------------------ assembling
 

@@ -77,7 +77,7 @@ class Run:
         self.cursors = Cursors(journal)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
         self.trimming = Trimming(journal)
-        self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock.monotonic)
+        self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
         self.lease = LeaseTimer()
         self.durability = "strict"
         self._direct_writes_until_s = -math.inf
@@ -167,6 +167,7 @@ class Run:
 
     async def tick(self) -> None:
         """Do what time requires: expire tickets, finish a used-up run, delete freed payloads, trim."""
+        self.state_cache.look()
         if not self.journal.leading:
             return
         await self.arrivals.settle()

@@ -107,16 +107,17 @@ class Session:
     async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> AckedStep:
         """Count a step as trained, once. Raises `WrongStep` out of order or for a batch that was never served."""
         check_metadata("feedback", feedback or {})
-        journal, state = self._journal, self._state
+        journal, state, waits = self._journal, self._state, self._batches.waits
         async with journal.decision():
             journal.check_epoch(epoch)
             priorities: dict[int, float] = {}
             if feedback and "priorities" in feedback and step == state.step and step in state.batches:
                 batch = await journal.batch_record(state.batches[step].entry)
                 priorities = await call_beside(len(batch.groups), read_priorities, feedback["priorities"], batch)
-            record = decide_ack(state, step, epoch, feedback, priorities, journal.clock.wall())
+            record = decide_ack(state, step, epoch, feedback, priorities, journal.clock.wall(), waits.of_step_s())
             if record:
                 await journal.append(record)
+                waits.end_step()
                 self._rates.record_ack(
                     journal.clock.monotonic(),
                     waited_s=self._batches.waited_for_others_s,
