@@ -1,6 +1,7 @@
 """The command line with clocks that a test changes: `python -m`, with `$CLOCK_FILE`.
 
-The file holds two numbers: seconds by which both clocks are ahead, and seconds by which the wall clock has jumped.
+The file holds two numbers: seconds by which both clocks are ahead, and seconds by which the wall clock has jumped. Two
+more numbers stop both clocks: what the wall clock and the other one show without these seconds.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from replaybuf.service.clock import Clock
 from replaybuf.service.host import Service
 
 
-def _offsets_s() -> tuple[float, float]:
-    passed, jumped = Path(os.environ["CLOCK_FILE"]).read_text().split()
-    return float(passed), float(jumped)
+def _clocks_s() -> tuple[float, float]:
+    passed, jumped, *stopped = map(float, Path(os.environ["CLOCK_FILE"]).read_text().split())
+    wall, monotonic = stopped or (time.time(), time.monotonic())
+    return wall + passed + jumped, monotonic + passed
 
 
 def wall_s() -> float:
     """Return the wall clock."""
-    return time.time() + sum(_offsets_s())
+    return _clocks_s()[0]
 
 
 def monotonic_s() -> float:
     """Return the clock that does not jump."""
-    return time.monotonic() + _offsets_s()[0]
+    return _clocks_s()[1]
 
 
 if __name__ == "__main__":

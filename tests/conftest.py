@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
@@ -148,13 +149,14 @@ class ServeProcess:
 
 
 class ClockedServe(ServeProcess):
-    """A service with a clock that tests advance, so that they need not wait."""
+    """A service with a clock that tests advance, so that they need not wait; `stopped`: nothing else advances it."""
 
     module = "tests.clocked"
 
-    def __init__(self, data_dir: Path, clock: Path) -> None:
+    def __init__(self, data_dir: Path, clock: Path, *, stopped: bool = False) -> None:
         super().__init__(data_dir)
         self.environment["CLOCK_FILE"] = str(clock)
+        self._stopped = f" {time.time()} {time.monotonic()}" if stopped else ""
         self._clock, self._passed_s, self._jumped_s = clock, 0.0, 0.0
         self.put_forward(0.0)
 
@@ -170,7 +172,7 @@ class ClockedServe(ServeProcess):
 
     def _write(self) -> None:
         scratch = self._clock.with_suffix(".new")
-        scratch.write_text(f"{self._passed_s} {self._jumped_s}")
+        scratch.write_text(f"{self._passed_s} {self._jumped_s}{self._stopped}")
         scratch.rename(self._clock)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import time
 from collections.abc import Callable
 
 from replaybuf.client.client import Client
@@ -33,14 +32,13 @@ class MeasuredRates:
 
 
 class Play:
-    """One run: slots that generate and a trainer. `put_forward` lets the service's clock jump by so many seconds."""
+    """One run: slots that generate and a trainer. `put_forward` advances the service's clock, which is stopped."""
 
     def __init__(self, client: Client, supply: Supply, steps: int, put_forward: Callable[[float], None]) -> None:
         self._client = client
         self._supply = supply
         self._steps = steps
         self._put_forward = put_forward
-        self._began_s = time.time()
         self._forward_s = 0.0
         self._now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -68,10 +66,9 @@ class Play:
         heapq.heappush(self._events, (self._now_s + seconds, next(self._order), happens))
 
     def _set_clock(self) -> None:
-        """Make the service's time the run's: subtract the real time of the calls."""
-        wanted_s = self._now_s - (time.time() - self._began_s)
-        self._put_forward(wanted_s - self._forward_s)
-        self._forward_s = wanted_s
+        """Make the service's time the run's."""
+        self._put_forward(self._now_s - self._forward_s)
+        self._forward_s = self._now_s
 
     def _ask(self) -> None:
         """Let everybody ask who waits: a batch that leaves may make room for tickets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +56,31 @@ def real_figures(url: str, name: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClockedServe]:
+    """A service on which no time passes during a call, however busy the machine is."""
+    folder = tmp_path_factory.mktemp("stopped")
+    server = ClockedServe(folder / "data", folder / "clock", stopped=True).start()
+    yield server
+    server.end()
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_simulated_and_real_runs_agree(clocked: ClockedServe, tmp_path: Path, name: str) -> None:
+def test_simulated_and_real_runs_agree(stopped: ClockedServe, tmp_path: Path, name: str) -> None:
     """Trainer wait, mean staleness and drops; then what is read off the recorded run."""
     run, w = case(name)
-    with Client(clocked.url, name) as client:
+    with Client(stopped.url, name) as client:
         client.put_run(msgspec.to_builtins(run))
-        measured = Play(client, Supply(w, run, seed=1), STEPS, clocked.put_forward).run()
+        measured = Play(client, Supply(w, run, seed=1), STEPS, stopped.put_forward).run()
     simulated: Figures = simulate(run, Supply(w, run, seed=1), STEPS)
-    real = real_figures(clocked.url, name)
+    real = real_figures(stopped.url, name)
     reported = f"real {real}, waited {measured.wait_share:.3f}; simulated {simulated.wait_share:.3f}"
     assert simulated.steps == STEPS
     assert simulated.wait_share == pytest.approx(measured.wait_share, abs=SHARE_TOLERANCE), reported
     assert simulated.staleness_mean == pytest.approx(real["staleness"], abs=STALENESS_TOLERANCE), reported
     dropped = simulated.coverage.dropped / simulated.stored_groups
     assert dropped == pytest.approx(real["dropped"], abs=SHARE_TOLERANCE), reported
-    recorded_run_is_understood(clocked.url, name, w, tmp_path / "recording.json")
+    recorded_run_is_understood(stopped.url, name, w, tmp_path / "recording.json")
 
 
 def recorded_run_is_understood(url: str, name: str, w: Workload, path: Path) -> None:
