@@ -38,8 +38,9 @@ class _Interrupted(BaseException):
     """Raised in the call by the timer; not an `Exception`, because plug-ins catch those."""
 
 
-def call_limited(call: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
-    """Return the result of a call. Raises `TookTooLong` if it takes longer than `limit_s`."""
+def call_limited(call: Callable[[], T], limit_s: float | None = None) -> T:
+    """Return the result of a call. Raises `TookTooLong` if it takes longer than `limit_s`, None = `CALL_LIMIT_S`."""
+    limit_s = CALL_LIMIT_S if limit_s is None else limit_s
     started_s = time.monotonic()
     try:
         with _timer(limit_s):
@@ -52,11 +53,12 @@ def call_limited(call: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
     return result
 
 
-def call_twice_limited(call: Callable[[], T], limit_s: float = CALL_LIMIT_S) -> T:
+def call_twice_limited(call: Callable[[], T], limit_s: float | None = None) -> T:
     """Return the result of a call that changes nothing; repeat it once, within half the limit, if it is too slow.
 
     The clock runs on while the host is suspended, so one slow call proves nothing. Raises `TookTooLong` after two.
     """
+    limit_s = CALL_LIMIT_S if limit_s is None else limit_s
     try:
         return call_limited(call, limit_s)
     except TookTooLong as first:
