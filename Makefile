@@ -5,6 +5,7 @@
 #   make test [ARGS="tests/service -k resume"] [JOBS=1]
 #   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
 #   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
+#   make packages                    Debian packages that some tests need (Prometheus, Chromium, npm, zsh, fish); needs root
 #   make browser                     what the tests of the console run in the page, from npm; they need a Chromium too
 #   make vendor                      copy the chart library of tests/console/package-lock.json into the console
 #   make test-trl                    the losses against those of TRL, which comes into .trl (12 MB)
@@ -46,7 +47,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers test-trl test-adapters check docs bench peers chaos fuzz schema browser vendor clean
+.PHONY: help install demo test coverage test-vllm test-verifiers test-trl test-adapters check docs bench peers chaos fuzz schema packages browser vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +69,9 @@ demo: $(STAMP)
 
 test: $(STAMP) browser
 	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(ARGS)
+
+packages:
+	@.ci/packages
 
 browser: $(if $(shell command -v npm),$(AXE))
 	@command -v npm >/dev/null || echo "no npm: tests of accessibility are skipped (Debian: apt-get install npm)"
@@ -100,11 +104,11 @@ test-adapter-%: $(STAMP) $(ADAPTERS_VENV)/%/.installed
 $(ADAPTERS_VENV)/%/.installed: adapters/%/pyproject.toml adapters/%/constraints.txt adapters/install.sh
 	@adapters/install.sh $(PYTHON) $* $(ADAPTERS_VENV)
 
-$(TRL_STAMP): tests/trl/requirements.txt tests/trl/install.sh $(STAMP)
-	@tests/trl/install.sh $(BIN)/python $(TRL)
+$(TRL_STAMP): tests/trl/requirements.txt tests/install.sh $(STAMP)
+	@tests/install.sh $(BIN)/python $(TRL) trl trl.trainer.grpo_trainer
 
-$(VERIFIERS_STAMP): tests/verifiers/requirements.txt tests/verifiers/install.sh $(STAMP)
-	@tests/verifiers/install.sh $(BIN)/python $(VERIFIERS)
+$(VERIFIERS_STAMP): tests/verifiers/requirements.txt tests/install.sh $(STAMP)
+	@tests/install.sh $(BIN)/python $(VERIFIERS) verifiers verifiers.v1
 
 $(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/install.sh
 	@tests/vllm/install.sh $(PYTHON) $(VLLM_VENV)
