@@ -109,6 +109,14 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError("".join(seen))
 
 
+def test_the_first_line_needs_no_slow_import() -> None:
+    """Clients, engines and figures take a second of processor time to import: the demo says before that it starts."""
+    slow = ("aiohttp", "httpx", "matplotlib", "numpy", "reasoning_gym", "redis", "torch", "transformers")
+    code = f"import sys, replaybuf.lab.demo.command; print([name for name in {slow!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_a_demo_shows_the_warm_start_and_reports_and_leaves_no_process(start: Start, tmp_path: Path) -> None:
     """The console is open during the warm start, whose last log line is shown, and after the report until Enter.
 
@@ -116,6 +124,7 @@ def test_a_demo_shows_the_warm_start_and_reports_and_leaves_no_process(start: St
     """
     process = start("--keep-open", init_model="waits")
     output = read_until(process, "console of this run:")
+    assert "starting the service" in output.splitlines()[0]
     console = output.split()[-1]
     output += read_until(process, "warm start: step 10: sampled accuracy 0.100")
     assert httpx.get(console).text.startswith("<!doctype html>")
