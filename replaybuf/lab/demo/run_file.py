@@ -13,6 +13,7 @@ from safetensors import safe_open
 from replaybuf.errors import Invalid
 from replaybuf.lab.demo.folder import CHARACTERS, Folder, Request
 from replaybuf.launch.file import read_file
+from replaybuf.launch.machine import port_problems
 from replaybuf.launch.options import options_of
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.planning import Planner
@@ -54,7 +55,6 @@ FILE = Template("""\
 # folder model/, and change the file. `replaybuf config schema` prints all keys.
 
 data_dir = "."                       # everything that the run writes
-start_timeout_s = 60
 stop_timeout_s = 2
 
 [run]
@@ -125,16 +125,17 @@ def write_run_file(folder: Folder, request: Request) -> None:
 def read_plan(folder: Folder, port: int | None, program: Sequence[str]) -> tuple[Plan, dict[str, Any]]:
     """Return the plan of the run file, and its tables. `port`: of the service, in place of the file's.
 
-    The plan may name the model before it exists. Raises `Invalid` with all problems of the file.
+    The plan may name the model before it exists. Raises `Invalid` with all problems of the file, a port in use among
+    them.
     """
     tables = read_file(folder.run_file)
     if port is not None:
         tables["service"] = {**tables.get("service", {}), "port": port}
     planner = Planner(tables, folder.root, program=program, made_later=folder.root.resolve() / folder.model.name)
     plan = planner.plan()
-    if plan is None:
-        problems = "; ".join(planner.problems)
-        detail = f"{folder.run_file} cannot be used: {problems}"
+    problems = [*planner.problems, *port_problems(planner.addresses)]
+    if plan is None or problems:
+        detail = f"{folder.run_file} cannot be used: {'; '.join(problems)}"
         raise Invalid(detail, name="--data-dir", value=str(folder.root))
     return plan, tables
 
