@@ -1,0 +1,77 @@
+"""A Valkey for each test, one Ray for all, and TransferQueue on this back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import transfer_queue
+from omegaconf import OmegaConf
+
+import replaybuf_transferqueue
+from replaybuf_transferqueue.settings import Settings
+from replaybuf_transferqueue.store import Store
+from tests.valkeys import Valkey
+
+BACKEND = replaybuf_transferqueue.BACKEND
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the kill test run longer than a usual run does."""
+    parser.addoption("--kills", type=int, default=4, help="how often the kill test kills everything")
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    with Valkey(tmp_path / "valkey") as server:
+        yield server
+
+
+@pytest.fixture
+def open_store(valkey: Valkey) -> Iterator[Callable[..., Store]]:
+    """Open a store and begin a session, or join one."""
+    stores: list[Store] = []
+
+    def open_one(session: int = 0, **settings: Any) -> Store:
+        store = Store(Settings(**{"url": valkey.url, "timeout_s": 20.0, "session": session} | settings))
+        stores.append(store)
+        if not session:
+            store.open()
+        return store
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"worker_process_setup_hook": "replaybuf_transferqueue.register"},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def start_queue(ray_cluster: None, valkey: Valkey) -> Iterator[Callable[..., Any]]:
+    """Start TransferQueue on this back end; a second start ends the first one, as a crash of its controller does."""
+
+    def start(**settings: Any) -> Any:
+        transfer_queue.close()
+        config = {
+            "controller": {"polling_mode": True},
+            "backend": {"storage_backend": BACKEND, BACKEND: {"url": valkey.url, "timeout_s": 20.0} | settings},
+        }
+        transfer_queue.init(OmegaConf.create(config))
+        return transfer_queue
+
+    yield start
+    transfer_queue.close()

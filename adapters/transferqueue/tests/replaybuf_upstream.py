@@ -1,0 +1,37 @@
+"""A pytest plugin that runs TransferQueue's own tests on this back end: `-p replaybuf_upstream`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+
+import replaybuf_transferqueue
+
+CONFIG = {
+    "controller": {"polling_mode": True},
+    "backend": {
+        "storage_backend": replaybuf_transferqueue.BACKEND,
+        replaybuf_transferqueue.BACKEND: {"url": os.environ.get("UPSTREAM_URL")},
+    },
+}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Give the modules this back end, and its registration to all workers of Ray."""
+    os.environ["TQ_TEST_BACKEND"] = replaybuf_transferqueue.BACKEND
+    items: list[Any] = list(session.items)
+    for module in {item.module for item in items}:
+        if hasattr(module, "BACKEND_CONFIGS"):
+            module.BACKEND_CONFIGS[replaybuf_transferqueue.BACKEND] = CONFIG
+        elif hasattr(module, "_TQ_CONFIG"):
+            module._TQ_CONFIG = OmegaConf.create(CONFIG)
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        logging_level="error",
+        runtime_env={"worker_process_setup_hook": "replaybuf_transferqueue.register"},
+    )
