@@ -42,7 +42,7 @@ _CONTROLLER_FILE = "controller_state.pkl"
 
 
 @StorageClientFactory.register("ReplaybufClient")
-class ReplaybufClient(StorageKVClient):
+class ReplaybufClient(StorageKVClient):  # type: ignore[misc]
     """Values of fields in a `Store`. A key is `INDEX@FIELD`, as in TransferQueue's other key-value back ends."""
 
     def __init__(self, config: Any) -> None:
@@ -113,7 +113,7 @@ class ReplaybufClient(StorageKVClient):
 
 
 @StorageManagerFactory.register(BACKEND)
-class ReplaybufStorageManager(KVStorageManager):
+class ReplaybufStorageManager(KVStorageManager):  # type: ignore[misc]
     """Puts, gets and clears samples, and saves and loads what a checkpoint needs."""
 
     storage_client: ReplaybufClient
@@ -204,7 +204,7 @@ class ReplaybufStorageManager(KVStorageManager):
     async def ask(self, request: str, response: str | None = None, **body: Any) -> dict[str, Any]:
         """Send a request to the controller; return the body of its answer."""
         message = ZMQMessage.create(
-            request_type=ZMQRequestType[request],  # type: ignore[arg-type]
+            request_type=ZMQRequestType[request],
             sender_id=self.storage_manager_id,
             receiver_id=self.controller_info.id,
             body=body,
@@ -254,7 +254,7 @@ class ReplaybufStorageManager(KVStorageManager):
             )
 
 
-@StorageBootstrapProvider.register_provider(BACKEND)
+@StorageBootstrapProvider.register_provider(BACKEND)  # type: ignore[untyped-decorator]
 def start_session(conf: DictConfig) -> dict[str, Any]:
     """Begin a session of the store: processes of older sessions can change nothing any more."""
     store = Store(read_settings(conf.backend[BACKEND]))

@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_settings(config: Mapping[str, Any] | DictConfig) -> Settings:
     """Check the settings; raises `Invalid` that names a wrong one."""
     plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
-    given = {name: value for name, value in dict(plain).items() if name != "client_name"}  # type: ignore[call-overload]
+    given = {name: value for name, value in dict(plain).items() if name != "client_name"}
     try:
         return msgspec.convert(given, Settings)
     except msgspec.ValidationError as error:

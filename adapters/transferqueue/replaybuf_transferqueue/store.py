@@ -36,10 +36,10 @@ _T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
-    """What one put writes of one sample; `index` is TransferQueue's number of the sample."""
+    """What one put writes of one sample; `sample` is TransferQueue's index."""
 
     id: str
-    index: int
+    sample: int
     record: bytes
     value: bytes
 
@@ -131,8 +131,8 @@ class Store:
 
     def checkpoints(self) -> list[str]:
         """Return the names of the kept checkpoints."""
-        found = self._repeat(lambda: self._redis.hgetall(self._keys[5]))
-        return [name.decode() for name, range_ in found.items() if not range_.endswith(b" ")]
+        found = self._scan("hscan_iter", self._keys[5])
+        return [name.decode() for name, range_ in found if not range_.endswith(b" ")]
 
     def clear(self, indexes: Iterable[int]) -> None:
         """Clear samples: their values go now, or when no kept checkpoint may name them."""
@@ -194,7 +194,7 @@ class Store:
             for piece in pieces:
                 # NX: a repeat must not put a TTL on a value that is published.
                 pipe.set(f"{self._prefix}v:{piece.id}", piece.value, ex=ORPHAN_TTL_S, nx=True)
-            args = itertools.chain.from_iterable((piece.id, piece.index, piece.record) for piece in pieces)
+            args = itertools.chain.from_iterable((piece.id, piece.sample, piece.record) for piece in pieces)
             self._call(pipe, "publish", *args)
             replies = pipe.execute(raise_on_error=False)
         for reply in replies:
@@ -303,11 +303,11 @@ def _merged(ranges: Iterable[Range]) -> Iterator[Range]:
 
 
 def _slice(found: dict[Range, memoryview], spans: list[Range], wanted: Range) -> memoryview | None:
-    span = spans[bisect_right(spans, (wanted.id, wanted.offset, 1 << 62)) - 1]  # type: ignore[type-var]
+    span = spans[bisect_right(spans, (wanted.id, wanted.offset, 1 << 62)) - 1]
     start = wanted.offset - span.offset
     value = found[span]
     return value[start : start + wanted.length] if len(value) >= start + wanted.length else None
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -21,7 +21,7 @@ BACKEND = replaybuf_transferqueue.BACKEND
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the kill test run longer than a usual run does."""
-    parser.addoption("--kills", type=int, default=4, help="how often the kill test kills everything")
+    parser.addoption("--kills", type=int, default=1, help="how often the kill test kills everything")
 
 
 @pytest.fixture

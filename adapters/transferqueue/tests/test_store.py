@@ -16,9 +16,9 @@ from tests.valkeys import Valkey
 Open = Callable[..., Store]
 
 
-def put(store: Store, index: int, value: bytes) -> str:
+def put(store: Store, sample: int, value: bytes) -> str:
     piece = store.new_id()
-    store.put([Piece(piece, index, b'["p",0,null,"",{"f":[0,1,0]}]', value)])
+    store.put([Piece(piece, sample, b'["p",0,null,"",{"f":[0,1,0]}]', value)])
     return piece
 
 
@@ -155,8 +155,8 @@ def test_thousands_of_pieces_go_and_come_in_chunks(open_store: Open) -> None:
     store = open_store()
     pieces = [Piece(store.new_id(), n, b"{}", b"%d" % n) for n in range(1300)]
     store.put(pieces)
-    store.adopt([(piece.id, piece.index + 1) for piece in pieces])
-    assert store.at() == {piece.index + 1: [piece.id] for piece in pieces}
+    store.adopt([(piece.id, piece.sample + 1) for piece in pieces])
+    assert store.at() == {piece.sample + 1: [piece.id] for piece in pieces}
     store.clear(range(2000))
     assert not store.at() and not store.records()
 
