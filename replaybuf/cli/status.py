@@ -99,7 +99,7 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
     prompts.pop("share")
     for name, value in (
         ("state", status.state + paused),
-        ("next batch", _waiting(status.waiting)),
+        ("next batch", _waiting(status.waiting) + _since(status.waiting_s)),
         ("next unacked step", status.step),
         ("published version", status.published_version),
         ("strategy", f"{status.strategy.name} {_pairs(status.strategy.options)}"),
@@ -166,6 +166,10 @@ def _waiting(waiting: WaitingAnswer | None) -> str:
         return "ready"
     have, need = msgspec.structs.asdict(waiting.have), msgspec.structs.asdict(waiting.need)
     return f"{waiting.reason}: have {_pairs(have)}; need {_pairs(need)}; waiting for {waiting.blocked_on}"
+
+
+def _since(seconds: float | None) -> str:
+    return "" if seconds is None else f", for {seconds:.0f} s"
 
 
 def _mean(histogram: Buckets) -> str:

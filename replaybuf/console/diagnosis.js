@@ -15,7 +15,7 @@ export function diagnose(row) {
   if (cause) return { kind: "stopped", ...cause, details: [`the run stands still ${since(row)}`, ...amounts(row.waiting)] };
   if (!row.waiting) return { kind: row.stands_still ? "stopped" : "", what: "The next batch is ready.", details: [`no new batch or ack ${since(row)}`], todo: "The trainer can request it now." };
   const [what, todo] = explainReason(row.waiting.reason);
-  const details = [row.waiting.reason, `no new batch or ack ${since(row)}`, ...amounts(row.waiting), ...missing(row.waiting)];
+  const details = [`${row.waiting.reason} for ${age(row.waiting_s)}`, `no new batch or ack ${since(row)}`, ...amounts(row.waiting), ...missing(row.waiting)];
   if (row.stands_still) return { kind: "stopped", what, details: ["the run stands still", ...details], todo, page: row.waiting.blocked_on === "producers" ? "/problems" : "" };
   if (row.idle_s === null) return { kind: "waits", what, details, todo };
   return { kind: "", what: "The run works.", details: [`The next batch waits: ${what}`, ...details], todo: "Such a wait is usual between two batches." };

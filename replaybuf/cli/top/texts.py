@@ -32,7 +32,12 @@ def waits(row: RunRow) -> str:
     if row.waiting is None:
         return "ready"
     found = row.waiting
-    return f"{found.reason}{amount(found)} <- {found.blocked_on}"
+    return f"{found.reason}{amount(found)}{since(row)} <- {found.blocked_on}"
+
+
+def since(row: RunRow) -> str:
+    """Write for how long the run has waited for its present reason."""
+    return "" if row.waiting_s is None else f" for {age(row.waiting_s)}"
 
 
 def amount(found: WaitingAnswer) -> str:

@@ -14,7 +14,7 @@ from replaybuf.cli.bars import draw_bar
 from replaybuf.cli.service import printable
 from replaybuf.cli.top.poller import Frame
 from replaybuf.cli.top.screen import Screen, attention
-from replaybuf.cli.top.texts import age, amount, count, waits
+from replaybuf.cli.top.texts import age, amount, count, since, waits
 from replaybuf.launch.view import sparkline
 from replaybuf.wire.contract import ProducerStatus
 from replaybuf.wire.overview import Flow, RunRow
@@ -200,7 +200,7 @@ def _waiting(flow: Flow) -> list[RenderableType]:
     if row.waiting:
         found = row.waiting
         idle = "" if row.idle_s is None else f"; no batch and no ack for {age(row.idle_s)}"
-        text = f"next batch: {found.reason}{amount(found)}, blocked on {found.blocked_on}{idle}"
+        text = f"next batch: {found.reason}{amount(found)}{since(row)}, blocked on {found.blocked_on}{idle}"
         text += f"; {found.detail}" if found.detail else ""
         text += "".join(f"; {one.name} was last seen {_ago(one.last_seen_s)}" for one in found.missing[:3])
         lines.append(Text(printable(text), style=STYLES[attention(row)]))

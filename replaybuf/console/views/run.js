@@ -5,6 +5,7 @@ import { CHARTS, Chart, saveCsv } from "../charts.js";
 import { diagnose, problemsOf } from "../diagnosis.js";
 import { h, update } from "../dom.js";
 import { age, count, decimal, rate } from "../format.js";
+import { REASON_CHARTS, ReasonChart, totals } from "../reason_charts.js";
 import { describeChanges } from "./changes.js";
 import { runLink, runView, showState } from "./frame.js";
 
@@ -14,15 +15,16 @@ const PLACES = { producers: "Producers", trainer: "Trainer", operator: "Batches"
 
 export function openRun(_, run) {
   const [state, flow, buffer, waits, drops, changes] = [h("div", {}), h("ol", { class: "flow" }), h("div", {}), h("div", {}), h("div", {}), h("div", {})];
-  const range = { first: null, last: null, time: false, columns: null, changes: [] };
+  const range = { first: null, last: null, time: false, columns: null, history: null };
   const charts = CHARTS.map((spec) => new Chart(spec, zoom, openStep));
+  const reasons = REASON_CHARTS.map((spec) => new ReasonChart(spec, zoom, openStep));
   const note = h("span", { class: "quiet" });
   const axis = h("select", { "aria-label": "Axis", change: (event) => draw((range.time = event.target.value === "time")) }, h("option", { value: "step" }, "over steps"), h("option", { value: "time" }, "over time"));
   const reset = h("button", { type: "button", hidden: true, click: () => zoom() }, "Whole run");
   const all = h("button", { type: "button", click: saveAll }, "All as CSV");
   const bar = h("div", { class: "bar" }, axis, reset, all, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
-  const grid = h("div", { class: "charts" }, charts.map((chart) => chart.node));
+  const grid = h("div", { class: "charts" }, [...charts, ...reasons].map((chart) => chart.node));
   const view = runView(run, "Run", [state, h("h2", { class: "hidden" }, "Flow"), flow, h("div", { class: "columns" }, buffer, waits, drops), h("h2", {}, "Steps"), bar, empty, changes, grid], { refresh, period_ms: 2000, close, repaint });
   let drawn = "";
 
@@ -55,17 +57,18 @@ export function openRun(_, run) {
     update(state, describeState(answer.row, run, await findIdle(answer.row, run)));
     update(flow, describeFlow(answer, run));
     update(buffer, h("h2", {}, "Buffer, by version of the oldest token"), versions(answer.versions));
-    update(waits, describeWaits(answer.waited_s));
     const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last} ${answer.ledger_entries}`;
     if (now !== drawn) await refreshHistory(now);
+    const soFar = range.first === null ? answer : { step_waited_s: {}, step_dropped: {} };
+    update(waits, describeWaits(totals(range.history.waited, soFar.step_waited_s)));
+    update(drops, describeDrops(totals(range.history.dropped, soFar.step_dropped)));
   }
 
   async function refreshHistory(now = "") {
     const history = await get(runPath(run, "/history"), { from_step: range.first, to_step: range.last, points: POINTS });
-    [drawn, range.columns, range.changes] = [now, history.columns, history.changes];
+    [drawn, range.columns, range.history] = [now, history.columns, history];
     draw();
     update(changes, describeChanges(history, run));
-    update(drops, describeDrops(history));
     const { steps } = history.columns;
     const merged = steps.some((each) => each > 1) ? `, up to ${Math.max(...steps)} steps per point` : "";
     note.textContent = steps.length ? `steps ${history.columns.step[0]} to ${history.columns.step.at(-1) + steps.at(-1) - 1}${merged}. Drag over a chart for a range, click for a step.` : "";
@@ -75,20 +78,25 @@ export function openRun(_, run) {
     const some = Boolean(range.columns?.step.length);
     [empty.hidden, grid.hidden, bar.hidden] = [some, !some, !some];
     if (!some) return;
-    const marks = range.changes.map((change) => (range.time ? change.at_s : change.step));
-    for (const chart of charts) chart.show(range.time ? range.columns.at_s : range.columns.step, range.columns, range.time, marks);
+    const x = range.time ? range.columns.at_s : range.columns.step;
+    const marks = range.history.changes.map((change) => (range.time ? change.at_s : change.step));
+    for (const chart of charts) chart.show(x, range.columns, range.time, marks);
+    for (const chart of reasons) chart.showHistory(x, range.history, range.time, marks);
   }
 
   function saveAll() {
-    if (range.columns) saveCsv(`${run}.csv`, Object.keys(range.columns), Object.values(range.columns));
+    if (!range.columns) return;
+    const parts = ["waited", "dropped"].flatMap((part) => Object.entries(range.history[part]).map(([reason, values]) => [`${part} ${reason}`, values]));
+    const named = [...Object.entries(range.columns), ...parts];
+    saveCsv(`${run}.csv`, named.map(([name]) => name), named.map(([, values]) => values));
   }
 
   function repaint() {
-    charts.forEach((chart) => chart.repaint());
+    [...charts, ...reasons].forEach((chart) => chart.repaint());
   }
 
   function close() {
-    charts.forEach((chart) => chart.close());
+    [...charts, ...reasons].forEach((chart) => chart.close());
   }
 
   return view;
@@ -146,12 +154,11 @@ function versions(counted) {
 }
 
 function describeWaits(waited_s) {
-  return sums("Waits of trainers since this server started", waited_s, age, "Trainers never waited for a batch.");
+  return sums("Waits of the trainer in the shown steps", waited_s, age, "The trainer never waited for a batch.");
 }
 
-function describeDrops(history) {
-  const dropped = Object.entries(history.dropped).map(([reason, values]) => [reason, values.reduce((sum, value) => sum + value, 0)]);
-  return sums("Groups dropped in the shown steps", Object.fromEntries(dropped), count, "No group was dropped.");
+function describeDrops(dropped) {
+  return sums("Groups dropped in the shown steps", dropped, count, "No group was dropped.");
 }
 
 function sums(title, values, format, none) {

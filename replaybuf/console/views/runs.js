@@ -41,7 +41,7 @@ function producers(row) {
 
 function why(row) {
   if (row.paused_reason && row.paused_reason !== "operator") return h("span", { class: "bad" }, row.paused_reason);
-  const since = row.idle_s === null ? "" : ` for ${age(row.idle_s)}`;
+  const since = row.waiting_s === null ? "" : ` for ${age(row.waiting_s)}`;
   const diagnosis = diagnose(row);
   if (row.stands_still) return [h("span", { class: "bad" }, diagnosis.what), h("span", { class: "quiet" }, ` ${row.waiting?.reason ?? "ready"}${since}`)];
   if (!row.waiting) return h("span", { class: "good" }, "ready");
