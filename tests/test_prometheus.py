@@ -1,13 +1,17 @@
-"""A real Prometheus scrapes a real service: every query of every dashboard and alert finds its data."""
+"""A real Prometheus scrapes real processes: every query of every dashboard and alert finds its data."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -19,31 +23,48 @@ from tests.test_docker import ALERTS, DASHBOARDS, DOCKER
 
 START_TIMEOUT_S = 60.0
 DATA_TIMEOUT_S = 120.0
+DEMO_TIMEOUT_S = 600.0
 ONLY_WHEN = {'replaybuf_requests_total{status="500"}': "a call failed inside the service"}
 """Selectors of alerts that find nothing on a healthy service."""
 
 
-@pytest.fixture
-def prometheus(run: RunClient, tmp_path: Path) -> Iterator[httpx.Client]:
-    """Client of a Prometheus with the configuration of docker/, but a scrape every second and without a token."""
-    binary = shutil.which("prometheus")
-    if binary is None:
-        pytest.skip("no prometheus: install it (Debian: apt-get install prometheus)")
+def find(program: str) -> str:
+    """Return the path of a program of Prometheus; skip the test without it."""
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"no {program}: install Prometheus (Debian: apt-get install prometheus)")
+    return path
+
+
+def free_address() -> str:
+    """Return a free port of this machine with its host."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def scraping(folder: Path, *targets: str) -> Iterator[httpx.Client]:
+    """Run Prometheus with the configuration of docker/, but a scrape every second and without a token.
+
+    `targets`: addresses of the service, then of generator and trainer if there are any.
+    """
+    binary = find("prometheus")
     config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DOCKER / name) for name in config["rule_files"]]
-    (job,) = config["scrape_configs"]
-    del job["authorization"]
-    job["static_configs"] = [{"targets": [f"{run.http.base_url.host}:{run.http.base_url.port}"]}]
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/tsdb"]
-    with (tmp_path / "log").open("w") as log:
+    jobs = config["scrape_configs"] = config["scrape_configs"][: len(targets)]
+    del jobs[0]["authorization"]
+    for job, target in zip(jobs, targets, strict=True):
+        job["static_configs"] = [{"targets": [target]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = free_address()
+    options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb"]
+    options.append("--enable-feature=exemplar-storage")
+    with (folder / "log").open("w") as log:
         process = subprocess.Popen([binary, *options, f"--web.listen-address={address}"], stdout=log, stderr=log)
     try:
         with httpx.Client(base_url=f"http://{address}", timeout=30.0) as client:
-            wait_until_ready(client, process, tmp_path / "log")
+            wait_until_ready(client, process, folder / "log")
             yield client
     finally:
         process.terminate()
@@ -63,11 +84,12 @@ def wait_until_ready(client: httpx.Client, process: subprocess.Popen[bytes], log
     pytest.fail(log.read_text())
 
 
-def expressions() -> set[str]:
+def expressions(*without: str) -> set[str]:
     """Return the queries of panels and the selectors of alerts: a whole alert finds nothing when all is well."""
     panels = {
         target["expr"].replace("$__rate_interval", "1m").replace("$run", ".*")
-        for dashboard in DASHBOARDS.values()
+        for name, dashboard in DASHBOARDS.items()
+        if name not in without
         for panel in dashboard["panels"]
         for target in panel["targets"]
     }
@@ -96,15 +118,82 @@ def start_run(run: RunClient) -> int:
     return epoch
 
 
-def test_every_query_of_panels_and_alerts_finds_data(run: RunClient, prometheus: httpx.Client) -> None:
+def test_every_query_of_panels_and_alerts_finds_data(run: RunClient, tmp_path: Path) -> None:
     """The trainer waits for step 1 meanwhile, so that waiting has a reason and a rate."""
-    epoch = start_run(run)
-    missing, until_s = expressions(), time.monotonic() + DATA_TIMEOUT_S
-    assert len(missing) > 60
-    while missing and time.monotonic() < until_s:
-        assert run.batch(1, epoch, wait_ms=500).status_code == 202
-        missing = without_data(prometheus, missing)
-    assert not missing
-    assert len(without_data(prometheus, set(ONLY_WHEN))) == len(ONLY_WHEN)
-    groups = prometheus.get("/api/v1/rules").json()["data"]["groups"]
-    assert {rule["health"] for rule in groups[0]["rules"]} == {"ok"}
+    with scraping(tmp_path, f"{run.http.base_url.host}:{run.http.base_url.port}") as prometheus:
+        epoch = start_run(run)
+        missing, until_s = expressions("generators", "training"), time.monotonic() + DATA_TIMEOUT_S
+        assert len(missing) > 60
+        while missing and time.monotonic() < until_s:
+            assert run.batch(1, epoch, wait_ms=500).status_code == 202
+            missing = without_data(prometheus, missing)
+        assert not missing
+        assert len(without_data(prometheus, set(ONLY_WHEN))) == len(ONLY_WHEN)
+        groups = prometheus.get("/api/v1/rules").json()["data"]["groups"]
+        assert {rule["health"] for rule in groups[0]["rules"]} == {"ok"}
+
+
+@contextlib.contextmanager
+def demo(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Run the demo as a person does; give the addresses of the metrics of its service, generator and trainer."""
+    served, generated, trained = free_address(), free_address(), free_address()
+    environment = os.environ | {
+        "REPLAYBUF_GENERATE_METRICS_PORT": generated.rpartition(":")[2],
+        "REPLAYBUF_TRAIN_METRICS_PORT": trained.rpartition(":")[2],
+    }
+    command = [sys.executable, "-m", "replaybuf", "demo", "--data-dir", str(folder / "demo"), "--steps", "1000"]
+    command += ["--port", served.rpartition(":")[2]]
+    with (folder / "demo.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    try:
+        yield served, generated, trained
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(DEMO_TIMEOUT_S)
+
+
+@pytest.mark.timeout(2 * DEMO_TIMEOUT_S)  # most of it is the warm start of the model: a minute on two idle cores
+def test_every_query_finds_data_of_a_demo_and_a_run_with_all_rules(
+    tmp_path: Path, connect: Callable[[str, str], RunClient]
+) -> None:
+    """A healthy demo drops nothing and has no limits, so a second run on its service does; the test ends the demo."""
+    find("prometheus")
+    with demo(tmp_path) as targets, scraping(tmp_path, *targets) as prometheus:
+        log, until_s = tmp_path / "demo.log", time.monotonic() + DEMO_TIMEOUT_S
+        while without_data(prometheus, {'replaybuf_trainer_step{run="demo"} > 0'}):
+            assert time.monotonic() < until_s, log.read_text()
+            time.sleep(0.5)
+        rules = connect(f"http://{targets[0]}", "rules")
+        epoch, missing = start_run(rules), expressions()
+        assert len(missing) > 90
+        while missing and time.monotonic() < until_s:
+            assert rules.batch(1, epoch, wait_ms=500).status_code == 202
+            missing = without_data(prometheus, missing)
+        assert not missing, log.read_text()
+        of_steps: dict[str, str | float] = {"query": "replaybuf_trainer_step_seconds_bucket", "start": 0}
+        of_steps["end"] = time.time() + 60
+        (found,) = prometheus.get("/api/v1/query_exemplars", params=of_steps).json()["data"]
+        assert {int(one["labels"]["step"]) for one in found["exemplars"]}
+
+
+# ---------------------------------------------------------------------- promtool
+
+
+def promtool(*words: str, content: bytes | None = None) -> str:
+    """Run promtool; return what it said if it found a fault."""
+    done = subprocess.run([find("promtool"), *words], input=content, capture_output=True, timeout=60)
+    return "" if done.returncode == 0 else (done.stdout + done.stderr).decode()
+
+
+def test_promtool_finds_no_fault_in_configuration_and_rules(tmp_path: Path) -> None:
+    """The token file exists in the container only."""
+    config = tmp_path / "prometheus.yml"
+    config.write_text((DOCKER / "prometheus.yml").read_text().replace("/secrets/reader/token", str(config)))
+    shutil.copy(DOCKER / "alerts.yml", tmp_path)
+    assert not promtool("check", "config", str(config))
+    assert not promtool("check", "rules", str(DOCKER / "alerts.yml"))
+
+
+def test_promtool_finds_no_fault_in_the_metrics_of_a_service(run: RunClient) -> None:
+    start_run(run)
+    assert not promtool("check", "metrics", content=run.http.get("/metrics").content)

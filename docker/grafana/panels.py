@@ -46,6 +46,11 @@ def newest(metric: str, by: str = "") -> str:
     return f"max by (run{by}) (replaybuf_{metric}{R})"
 
 
+def total(metric: str, by: str = "") -> str:
+    """Return a gauge summed over processes."""
+    return f"sum by (run{by}) (replaybuf_{metric}{R})"
+
+
 def mean(histogram: str, by: str = "") -> str:
     """Return the mean of a histogram."""
     return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
@@ -272,6 +277,126 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 stacked=True,
             ),
             LAST_CALLS,
+        ),
+    ),
+    "generators": (
+        "replaybuf: generators",
+        (
+            stat("Ready", "Generators that found service, run and engines.", total("generator_ready"), "{{run}}"),
+            stat(
+                "In flight", "Groups from their ticket to their append.", total("generator_groups_inflight"), "{{run}}"
+            ),
+            stat(
+                "Engines up",
+                "Engines that get requests; each generator counts its own.",
+                total("generator_engine_up"),
+                "{{run}}",
+            ),
+            stat("Reward", "Mean of the newest 128 groups.", newest("generator_reward_mean"), "{{run}}"),
+            stat(
+                "Length",
+                "Mean completion of these groups, in tokens.",
+                newest("generator_completion_tokens_mean"),
+                "{{run}}",
+            ),
+            stat(
+                "Sampled version", "Newest version in a stored group.", newest("generator_sampled_version"), "{{run}}"
+            ),
+            graph(
+                "Groups in progress",
+                "In an engine or a reward, and the present limit of that.",
+                (total("generator_groups_generating"), "{{run}} generating"),
+                (total("generator_groups_limit"), "{{run}} limit"),
+            ),
+            graph(
+                "Completion tokens",
+                "Of stored groups, per second; and an estimate of what aborted groups did not sample.",
+                (rate("generator_tokens_total"), "{{run}} stored"),
+                (rate("generator_tokens_saved_total"), "{{run}} saved"),
+            ),
+            graph(
+                "Why less is going on than possible",
+                "Generators by reason. rate_limited: the buffer has enough.",
+                (total("generator_waiting", ", reason"), "{{run}} {{reason}}"),
+                stacked=True,
+            ),
+            graph(
+                "Time of a group",
+                "From ticket to append.",
+                (quantile(0.5, "generator_group_seconds"), "{{run}} median"),
+                (quantile(0.9, "generator_group_seconds"), "{{run}} 90th percentile"),
+                unit="s",
+            ),
+            graph(
+                "Time of a reward",
+                "To score a group.",
+                (quantile(0.5, "generator_reward_seconds"), "{{run}} median"),
+                (quantile(0.9, "generator_reward_seconds"), "{{run}} 90th percentile"),
+                unit="s",
+            ),
+            graph(
+                "Rollouts in engines",
+                "Running and waiting there, of every client, by the gauges of the engine.",
+                (newest("generator_engine_running", ", engine"), "{{engine}} running"),
+                (newest("generator_engine_waiting", ", engine"), "{{engine}} waiting"),
+            ),
+            graph(
+                "Requests to engines",
+                "Ended per second: ok, or the reason of the fault.",
+                (rate("generator_requests_total", ", engine, outcome"), "{{engine}} {{outcome}}"),
+                unit="reqps",
+                stacked=True,
+            ),
+        ),
+    ),
+    "training": (
+        "replaybuf: training",
+        (
+            stat("Step", "Newest trained step.", newest("trainer_step"), "{{run}}"),
+            stat("Version", "Policy version that it trained.", newest("trainer_version"), "{{run}}"),
+            stat("Learning rate", "Of the newest step.", newest("trainer_learning_rate"), "{{run}}"),
+            stat("MFU", "Model FLOPs utilisation with waits.", newest("trainer_mfu"), "{{run}}", unit="percentunit"),
+            stat(
+                "Skipped", "Steps with a non-finite loss or gradient.", newest("trainer_steps_skipped_total"), "{{run}}"
+            ),
+            stat("Staleness", "Largest of the newest step.", newest("trainer_staleness_max"), "{{run}}"),
+            graph("Loss", "Mean per loss token.", (newest("trainer_loss"), "{{run}}"), unit="none"),
+            graph("Gradient", "Norm before clipping.", (newest("trainer_grad_norm"), "{{run}}"), unit="none"),
+            graph(
+                "Reward",
+                "Mean of the rollouts of the newest step.",
+                (newest("trainer_reward_mean"), "{{run}}"),
+                unit="none",
+            ),
+            graph(
+                "Distance of the policies",
+                "KL from the engine's policy (k3), and difference of the logprobs of trainer and engine.",
+                (newest("trainer_kl"), "{{run}} KL"),
+                (newest("trainer_mismatch"), "{{run}} mismatch"),
+                unit="none",
+            ),
+            graph("Entropy", "Mean over loss tokens.", (newest("trainer_entropy"), "{{run}}"), unit="none"),
+            graph(
+                "Clipped tokens",
+                "Share of the loss tokens, by staleness.",
+                (newest("trainer_clip_fraction_by_staleness", ", staleness"), "{{run}} staleness {{staleness}}"),
+                unit="percentunit",
+            ),
+            graph("Speed", "Tokens per second with waits.", (newest("trainer_tokens_per_second"), "{{run}}")),
+            graph(
+                "Time by phase",
+                "Share of the time of the trainer.",
+                (rate("trainer_phase_seconds_total", ", phase"), "{{run}} {{phase}}"),
+                unit="percentunit",
+                stacked=True,
+            ),
+            graph(
+                "Time of a step",
+                "With waits. Exemplars name the step.",
+                (quantile(0.5, "trainer_step_seconds"), "{{run}} median"),
+                (quantile(0.9, "trainer_step_seconds"), "{{run}} 90th percentile"),
+                unit="s",
+            ),
         ),
     ),
     "redis": (

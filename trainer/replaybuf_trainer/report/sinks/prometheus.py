@@ -1,6 +1,7 @@
 """`GET /metrics` of a trainer as Prometheus text, served by a thread of its own: `--metrics-port`.
 
-Gauges are those of the newest step; counters start at 0 with the process. All metrics have the label `run`.
+Gauges are those of the newest step; counters start at 0 with the process. All metrics have the label `run`. In the
+format of OpenMetrics, which Prometheus requests, buckets of `step_seconds` name a step as exemplar.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Prometheus:
             self._tokens_by_staleness.labels(run, staleness).inc(means["loss_tokens"])
             for name, gauge in self._by_staleness.items():
                 gauge.labels(run, staleness).set(means[name])
-        self._steps.labels(run).observe(item["step_s"])
+        self._steps.labels(run).observe(item["step_s"], {"step": str(item["step"])})
 
     def close(self) -> None:
         """Stop listening."""
