@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from importlib.metadata import version as installed
 from typing import Literal
-from warnings import warn
 
 import torch
 import torch.distributed as dist
@@ -177,13 +175,6 @@ class Feed:
         if self._reader is None:
             raise RuntimeError("attach comes before batches")
         return self._reader
-
-
-def check_version(package: str, tested: str) -> None:
-    """Warn about a release series of a framework that was not tested."""
-    found = installed(package)
-    if not found.startswith(f"{tested}."):
-        warn(f"{package} {found} is not tested with replaybuf-hf; tested is {tested}", stacklevel=3)
 
 
 def check_settings(refused: dict[str, tuple[bool, object, str]]) -> None:

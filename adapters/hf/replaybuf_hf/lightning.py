@@ -27,12 +27,13 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
+from replaybuf.client.peers import warn_if_untested
 from replaybuf.errors import Invalid
-from replaybuf_hf.feed import Feed, RunOptions, check_origin, check_settings, check_version, loss_scale
+from replaybuf_hf.feed import Feed, RunOptions, check_origin, check_settings, loss_scale
 from replaybuf_hf.losses import Row
 from replaybuf_trainer.reading import TensorBatch
 
-TESTED = "2.6"
+TESTED = ("2.6", "2.7")
 STATE = "replaybuf"
 """Key of a checkpoint: run, number of ranks, and the state of torch's generator on each rank."""
 
@@ -66,7 +67,7 @@ class ReplaybufDataModule(LightningDataModule):  # type: ignore[misc]
 
     def __init__(self, options: RunOptions) -> None:
         super().__init__()
-        check_version("lightning", TESTED)
+        warn_if_untested("replaybuf-hf", "lightning", *TESTED)
         self.options = options
         self.feed: Feed | None = None
 

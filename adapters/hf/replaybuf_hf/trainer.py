@@ -23,13 +23,14 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
+from replaybuf.client.peers import warn_if_untested
 from replaybuf.errors import Invalid
 from replaybuf_hf.checkpoints import Mark, is_marked, mark_complete, newest_checkpoint, read_mark, unmark
-from replaybuf_hf.feed import Feed, RunOptions, check_origin, check_settings, check_version, loss_scale
+from replaybuf_hf.feed import Feed, RunOptions, check_origin, check_settings, loss_scale
 from replaybuf_hf.losses import Row, clipped_policy_loss, token_logprobs
 from replaybuf_trainer.reading import TensorBatch
 
-TESTED = {"transformers": "5.23", "accelerate": "1.15"}
+TESTED = {"transformers": ("5.23", "5.24"), "accelerate": ("1.15", "1.16")}
 
 
 class ReplaybufTrainerMixin(Trainer):  # type: ignore[misc]
@@ -41,7 +42,7 @@ class ReplaybufTrainerMixin(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, replaybuf: RunOptions, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for package, tested in TESTED.items():
-            check_version(package, tested)
+            warn_if_untested("replaybuf-hf", package, *tested)
         self.feed = Feed(replaybuf, self.args.device)
         self._batch: TensorBatch | None = None
         self.add_callback(ReplaybufCallback(self))

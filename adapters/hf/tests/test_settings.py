@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,13 +11,13 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from trainings import STEPS, Settings, Training, curve, fill, train_hf, train_lightning
 
-from replaybuf.client import Client
+from replaybuf.client import Client, peers
 from replaybuf.errors import Invalid, WrongStep
 from replaybuf.wire.group import group_to_json
 from replaybuf_hf import newest_checkpoint
-from replaybuf_hf.feed import check_version
-from tests.conftest import RunClient
+from tests.conftest import RunClient, ServeProcess
 from tests.trainer.batches import group_of, rollouts
+from tests.waiting import eventually
 
 Train = Callable[[Settings], None]
 BOTH = pytest.mark.parametrize("train", [train_hf, train_lightning])
@@ -204,9 +203,32 @@ def test_training_again_after_the_last_step_changes_nothing(train: Train, run: R
     assert run.state()["step"] == STEPS
 
 
-def test_another_release_series_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"transformers .* is not tested with replaybuf-hf; tested is 1\.0"):
-        check_version("transformers", "1.0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_version("transformers", "5.23")
+@pytest.mark.parametrize(("train", "package"), [(train_hf, "transformers"), (train_lightning, "lightning")])
+def test_another_release_is_a_warning(
+    train: Train, package: str, run: RunClient, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(run)
+    monkeypatch.setattr(peers, "version", lambda name: "9.0.1" if name == package else "5.23.0")
+    with pytest.warns(UserWarning, match=f"{package} is 9.0.1; replaybuf-hf is tested with"):
+        train(settings | {"arguments": {"max_steps": 1}})
+
+
+def test_a_service_that_is_killed_and_comes_back_is_waited_for(
+    own_service: ServeProcess, connect: Callable[[str, str], RunClient], tmp_path: Path
+) -> None:
+    run = connect(own_service.url, "main")
+    fill(run)
+    settings = {"folder": str(tmp_path), "options": {"url": own_service.url, "run": "main"}, "ranks": 1}
+    own_service.port = own_service.url.rpartition(":")[2]
+
+    def restart() -> None:
+        eventually(lambda: 2 in steps_of(str(tmp_path)), 60.0)
+        own_service.kill()
+        own_service.start()
+
+    killer = threading.Thread(target=restart)
+    killer.start()
+    train_hf(settings)
+    killer.join()
+    assert steps_of(str(tmp_path)) == list(range(1, STEPS + 1))
+    assert run.state()["checkpoints"][-1] == STEPS

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 import msgspec
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from replaybuf.client.peers import warn_if_untested
 from replaybuf.errors import Invalid
 from replaybuf.wire.config import RunConfig, TokensPerRank
 from replaybuf.wire.run_status import RunStatus
 
-TESTED = ((1, 16), (1, 17))
+TESTED = ("1.16", "1.17")
 """The first tested version of TRL, and the first one that is not tested. Its async_grpo is experimental and changes."""
 
 
 def check_version() -> None:
     """Warn of a version of TRL that this adapter was not tested with."""
-    found = version("trl")
-    if not TESTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < TESTED[1]:
-        (first, last) = (".".join(map(str, bound)) for bound in TESTED)
-        warnings.warn(f"trl is {found}; replaybuf-trl is tested with {first} up to but not {last}", stacklevel=3)
+    warn_if_untested("replaybuf-trl", "trl", *TESTED)
 
 
 def check_arguments(args: AsyncGRPOConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from training import CONFIG, GROUPS, fill, make_trainer
 
+from replaybuf.client import peers
 from replaybuf.errors import Invalid, NotFound, WrongStep
 from replaybuf_trl import layout, newest_checkpoint
 from tests.conftest import RunClient, group
@@ -122,6 +123,6 @@ def test_checkpoints_of_other_runs_and_of_freed_steps_are_refused(
 
 def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     layout.check_version()
-    monkeypatch.setattr(layout, "version", lambda _: "1.17.0.dev0")
+    monkeypatch.setattr(peers, "version", lambda _: "1.17.0.dev0")
     with pytest.warns(UserWarning, match=r"trl is 1.17.0.dev0; replaybuf-trl is tested with 1.16 up to"):
         layout.check_version()

@@ -1,0 +1,25 @@
+"""A release of a framework that was not tested is a warning, before anything of it is used."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from replaybuf.client import peers
+
+
+@pytest.mark.parametrize("release", ["1.16", "1.16.0", "1.16.3.post1", "1.16.0rc1"])
+def test_a_tested_release_is_silent(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "version", lambda _: release)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peers.warn_if_untested("replaybuf-x", "x", "1.16", "1.17")
+
+
+@pytest.mark.parametrize("release", ["1.15.9", "1.17.0", "2.0", "0.dev1"])
+def test_another_release_is_named_with_the_tested_range(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "version", lambda _: release)
+    expected = rf"^x is {release}; replaybuf-x is tested with 1\.16 up to but not 1\.17: run its tests"
+    with pytest.warns(UserWarning, match=expected):
+        peers.warn_if_untested("replaybuf-x", "x", "1.16", "1.17")
