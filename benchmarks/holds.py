@@ -199,10 +199,31 @@ async def measure(data: Path, results: Measured, *, groups: int, batch: int, ran
         await server.stop()
 
 
+async def console_calls(trial: Trial) -> None:
+    """Measure what the pages of the console ask."""
+    async with trial.measured("overview"):
+        await trial.http.get("/v1/overview")
+    pages = {
+        "newest": "desc=true",
+        "live, worst rewards": "state=live&order=reward&desc=false",
+        "live, stalest": "state=live&order=staleness&desc=true",
+        "reward above 2": "state=live&min_reward=2",
+        "one prompt": "prompt_id=task/7",
+        "one group": "",
+    }
+    for call in ("flow", "history", "ledger", "producers", "dead-letters", "failed-prompts"):
+        async with trial.measured(call):
+            await trial.call("GET", f"/{call}")
+    for name, query in pages.items():
+        async with trial.measured(f"groups, {name}"):
+            await trial.call("GET", f"/groups?limit=50&{query}" if query else "/groups/p7?pieces=true")
+
+
 async def operations(trial: Trial, *, groups: int, batch: int, ranks: int) -> None:
-    """Measure the operations of a trainer, then mass eviction, then many runs."""
+    """Measure what the console asks, the operations of a trainer, then mass eviction, then many runs."""
     async with trial.measured("state"):
         await trial.call("GET", "")
+    await console_calls(trial)
     async with trial.measured("metrics"):
         await trial.http.get("/metrics")
     async with trial.measured("attach"):
@@ -254,6 +275,8 @@ async def operations(trial: Trial, *, groups: int, batch: int, ranks: int) -> No
         print("    ", len((await trial.http.get("/metrics")).content), "bytes")
     async with trial.measured(f"list of {MANY_RUNS} runs"):
         await trial.http.get("/v1/runs")
+    async with trial.measured(f"overview of {MANY_RUNS} runs"):
+        await trial.http.get("/v1/overview")
     async with trial.measured(f"readiness of {MANY_RUNS} runs"):
         await trial.http.get("/readyz")
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.conftest import RunClient, group
+from tests.conftest import ClockedServe, RunClient, group
 from tests.test_docker import ALERTS, DASHBOARDS, DOCKER
 
 START_TIMEOUT_S = 60.0
@@ -197,3 +197,40 @@ def test_promtool_finds_no_fault_in_configuration_and_rules(tmp_path: Path) -> N
 def test_promtool_finds_no_fault_in_the_metrics_of_a_service(run: RunClient) -> None:
     start_run(run)
     assert not promtool("check", "metrics", content=run.http.get("/metrics").content)
+
+
+def firing(prometheus: httpx.Client, name: str) -> set[str]:
+    """Return the runs for which an alert fires."""
+    alerts = prometheus.get("/api/v1/alerts").json()["data"]["alerts"]
+    mine = [alert for alert in alerts if alert["labels"]["alertname"] == name and alert["state"] == "firing"]
+    return {alert["labels"]["run"] for alert in mine}
+
+
+def test_prometheus_calls_when_the_trainer_dies(tmp_path: Path) -> None:
+    """The shipped rule fires for the run whose trainer is silent alone, and ends when the trainer is back."""
+    find("prometheus")
+    service = ClockedServe(tmp_path / "data", tmp_path / "clock").start()
+    alive, dead = (RunClient(service.url, name) for name in ("alive", "dead"))
+    try:
+        for run in (alive, dead):
+            run.put(batch={"groups_per_batch": 1})
+            run.append(group("a"))
+            run.train(run.attach(), range(1))
+        with scraping(tmp_path, service.url.removeprefix("http://")) as prometheus:
+            service.put_forward(900.0)
+            alive.attach(1)  # a trainer that calls again is back
+            wait_for_alerts(prometheus, {"dead"})
+            dead.attach(1)
+            wait_for_alerts(prometheus, set())
+    finally:
+        alive.http.close()
+        dead.http.close()
+        service.end()
+
+
+def wait_for_alerts(prometheus: httpx.Client, runs: set[str]) -> None:
+    """Wait until the alert on trainers fires for these runs."""
+    until_s = time.monotonic() + DATA_TIMEOUT_S
+    while (found := firing(prometheus, "ReplaybufTrainerGone")) != runs:
+        assert time.monotonic() < until_s, found
+        time.sleep(0.2)

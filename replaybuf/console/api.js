@@ -2,6 +2,9 @@
 
 const KEY = "replaybuf-token";
 const TIMEOUT_MS = 20000;
+// A token may make few calls per second: a question waits and is asked again, at most so often and so long each.
+const REPEATS = 3;
+const LONGEST_WAIT_S = 10;
 
 // An answer that is a problem document.
 export class Problem extends Error {
@@ -20,6 +23,10 @@ export const token = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
+// The difference between the clock of this browser and that of the server, from the newest answer that names a time.
+let aheadS = 0;
+export const clock = { aheadS: () => aheadS };
+
 export const runPath = (run, rest = "") => `/v1/runs/${encodeURIComponent(run)}${rest}`;
 
 export async function call(method, path, { query = {}, body } = {}) {
@@ -28,20 +35,27 @@ export async function call(method, path, { query = {}, body } = {}) {
   const headers = {};
   if (token.get()) headers.Authorization = `Bearer ${token.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  let answer;
-  try {
-    answer = await fetch(parameters ? `${path}?${parameters}` : path, {
-      method,
-      headers,
-      body: body === undefined ? undefined : JSON.stringify(body),
-      signal: AbortSignal.timeout(TIMEOUT_MS),
-    });
-  } catch (error) {
-    throw new NoAnswer(String(error.message ?? error));
+  const address = parameters ? `${path}?${parameters}` : path;
+  const request = { method, headers, body: body === undefined ? undefined : JSON.stringify(body) };
+  let answer = await ask(address, request);
+  for (let repeat = 0; answer.status === 429 && method === "GET" && repeat < REPEATS; repeat++) {
+    const wait_s = Math.min(LONGEST_WAIT_S, Number(answer.headers.get("Retry-After")) || 1);
+    await new Promise((resolve) => setTimeout(resolve, 1000 * wait_s));
+    answer = await ask(address, request);
   }
   const text = await answer.text();
   if (!answer.ok) throw new Problem(answer.status, readProblem(text));
-  return text ? JSON.parse(text) : null;
+  const found = text ? JSON.parse(text) : null;
+  if (found?.now_s) aheadS = Date.now() / 1000 - found.now_s;
+  return found;
+}
+
+async function ask(address, request) {
+  try {
+    return await fetch(address, { ...request, signal: AbortSignal.timeout(TIMEOUT_MS) });
+  } catch (error) {
+    throw new NoAnswer(String(error.message ?? error));
+  }
 }
 
 export const get = (path, query) => call("GET", path, { query });

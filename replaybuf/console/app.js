@@ -1,7 +1,8 @@
 // The console: finds the view of an address, asks it to refresh, and says when the server does not answer.
 
-import { NoAnswer, Problem, token } from "./api.js";
-import { dialog, h } from "./dom.js";
+import { NoAnswer, Problem, clock, token } from "./api.js";
+import { dialog, h, update, visible } from "./dom.js";
+import { age } from "./format.js";
 import { openActions } from "./views/actions.js";
 import { openGroup } from "./views/group.js";
 import { openLedger } from "./views/ledger.js";
@@ -13,6 +14,8 @@ import { openRuns } from "./views/runs.js";
 import { openStep } from "./views/step.js";
 
 const RETRY_MS = 2000;
+// A difference of clocks that a person should know of.
+const CLOCK_S = 60;
 const ROUTES = [
   [/^\/?$/, openRuns],
   [/^\/new$/, openNewRun],
@@ -32,24 +35,39 @@ let timer = 0;
 let silentSince = null;
 let asking = false;
 
+// A screen reader reads the new page, and the keyboard goes on at its start.
+function openNext() {
+  openView();
+  if (location.hash.startsWith("#/")) main.focus();
+}
+
 function openView() {
   const hash = location.hash || "#/";
   if (!hash.startsWith("#/")) return; // the link that skips to the content
   clearTimeout(timer);
   view?.close?.();
   const [path, search = ""] = hash.slice(1).split("?");
-  const found = ROUTES.map(([pattern, open]) => [path.match(pattern), open]).find(([match]) => match);
-  if (found) {
-    const [match, open] = found;
-    view = open({ query: new URLSearchParams(search), refreshNow }, ...match.slice(1).map(decodeURIComponent));
+  const [open, names] = findView(path);
+  if (open) {
+    view = open({ query: new URLSearchParams(search), refreshNow }, ...names);
   } else {
     view = { title: "Not found", crumbs: [], node: h("p", { class: "empty" }, "This address has no page. ", h("a", { href: "#/" }, "All runs")) };
   }
-  document.title = `${view.title} · replaybuf`;
+  document.title = visible(`${view.title} · replaybuf`);
   document.getElementById("crumbs").replaceChildren(...crumbs(view.crumbs));
   main.replaceChildren(view.node);
   main.removeAttribute("data-old");
   refresh(view);
+}
+
+// The view of a path and the names in it; none for an address that nothing made.
+function findView(path) {
+  const [match, open] = ROUTES.map(([pattern, one]) => [path.match(pattern), one]).find(([found]) => found) ?? [];
+  try {
+    return [open, match?.slice(1).map(decodeURIComponent)];
+  } catch {
+    return []; // a part of the address is cut
+  }
 }
 
 function crumbs(parts) {
@@ -85,17 +103,19 @@ function heard() {
   silentSince = null;
   banner.hidden = true;
   main.removeAttribute("data-old");
+  const ahead = clock.aheadS();
+  update(document.getElementById("clock"), Math.abs(ahead) < CLOCK_S ? "" : `This browser's clock is ${age(Math.abs(ahead))} ${ahead > 0 ? "ahead of" : "behind"} the server's. Ages and times are the server's.`);
 }
 
 function silent() {
   silentSince ??= new Date();
-  banner.textContent = `The server has not answered since ${silentSince.toLocaleTimeString("sv")}. The page shows what was last known and asks again every 2 s.`;
+  update(banner, `The server has not answered since ${silentSince.toLocaleTimeString("sv")}. The page shows what was last known and asks again every 2 s.`);
   banner.hidden = false;
   main.setAttribute("data-old", "");
 }
 
 function report(error) {
-  banner.textContent = error instanceof Problem ? error.message : `This page failed: ${error.message}. Load it again.`;
+  update(banner, error instanceof Problem ? error.message : `This page failed: ${error.message}. Load it again.`);
   banner.hidden = false;
   if (!(error instanceof Problem)) console.error(error);
 }
@@ -138,6 +158,6 @@ const theme = localStorage.getItem("replaybuf-theme");
 if (theme) document.documentElement.dataset.theme = theme;
 document.getElementById("theme").addEventListener("click", switchTheme);
 document.getElementById("token").addEventListener("click", () => login());
-addEventListener("hashchange", openView);
+addEventListener("hashchange", openNext);
 document.addEventListener("visibilitychange", () => !document.hidden && refreshNow());
 openView();

@@ -11,8 +11,8 @@ export function diagnose(row) {
   if (row.state === "paused" && row.paused_reason !== "operator") return { kind: "stopped", what: "The run paused itself.", details: [row.paused_reason], todo: "Repair the cause, then resume the run.", page: "/act" };
   if (row.alarm) return { kind: "stopped", what: "Too many prompts fail.", details: [row.alarm], todo: "The newest reasons are under Problems.", page: "/problems" };
   if (row.state === "paused") return { kind: "waits", what: "An operator paused the run.", details: [`no new batch or ack ${since(row)}`], todo: "Resume it when the reason is gone.", page: "/act" };
-  const cause = row.stands_still ? silent(row) : null;
-  if (cause) return { kind: "stopped", ...cause, details: [`the run stands still ${since(row)}`, ...amounts(row.waiting)] };
+  const [cause, ...others] = row.stands_still ? findCauses(row) : [];
+  if (cause) return { kind: "stopped", ...cause, details: [...others.map((other) => other.what), `The run stands still ${since(row)}`, ...amounts(row.waiting)] };
   if (!row.waiting) return { kind: row.stands_still ? "stopped" : "", what: "The next batch is ready.", details: [`no new batch or ack ${since(row)}`], todo: "The trainer can request it now." };
   const [what, todo] = explainReason(row.waiting.reason);
   const details = [`${row.waiting.reason} for ${age(row.waiting_s)}`, `no new batch or ack ${since(row)}`, ...amounts(row.waiting), ...missing(row.waiting)];
@@ -21,13 +21,15 @@ export function diagnose(row) {
   return { kind: "", what: "The run works.", details: [`The next batch waits: ${what}`, ...details], todo: "Such a wait is usual between two batches." };
 }
 
-// The client that the run waits for and that is silent.
-function silent(row) {
+// What is dead while the run stands still. Engines come first: a trainer that cannot load its weights into them may end too.
+function findCauses(row) {
   const dead = (seconds) => seconds !== null && seconds > Math.max(SILENT_S, 0.5 * (row.idle_s ?? 0));
-  const { trainer_last_seen_s: trainer, producers_last_seen_s: producers } = row;
-  if (row.waiting?.blocked_on !== "producers" && dead(trainer)) return { place: "Trainer", what: `The trainer is gone: no call for ${age(trainer)}.`, todo: "Look at its process and its log, then start it again. It resumes at its checkpoint and gets the same batches." };
-  if (row.waiting?.blocked_on === "producers" && dead(producers)) return { what: `The producers are gone: no call for ${age(producers)}.`, todo: "Look at their processes and logs, then start them again. Their tickets go to others.", page: "/problems" };
-  return null;
+  const { trainer_last_seen_s: trainer, producers_last_seen_s: producers, producers_without_engine: hungry } = row;
+  const engines = hungry > 0 && { place: "Producers", what: `${count(hungry)} of ${count(row.producers_known)} producers have no engine that takes requests.`, todo: "Look at the engines and their logs, then start them again. Then look at the trainer: it loads its weights into them.", page: "/problems" };
+  const trained = dead(trainer) && { place: "Trainer", what: `The trainer is gone: no call for ${age(trainer)}.`, todo: "Look at its process and its log, then start it again. It resumes at its checkpoint and gets the same batches." };
+  const produced = dead(producers) && { place: "Producers", what: `The producers are gone: no call for ${age(producers)}.`, todo: "Look at their processes and logs, then start them again. Their tickets go to others.", page: "/problems" };
+  const both = row.waiting?.blocked_on === "producers" ? [produced, trained] : [trained, produced];
+  return [engines, ...both].filter(Boolean);
 }
 
 const since = (row) => (row.idle_s === null ? "since the run began" : `for ${age(row.idle_s)}`);

@@ -3,6 +3,14 @@
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set(["svg", "path", "polyline", "circle", "title"]);
 
+// Characters that are not seen and change what is seen: controls, and those that turn the direction of text around them.
+// Marks and joiners that languages need stay; CSS isolates the direction of each part.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069\ufff9-\ufffb]/g;
+
+export const visible = (text) => text.replace(HIDDEN, (one) => `⟨${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+
+const childrenOf = (given) => given.flat(2).filter((child) => child !== null && child !== undefined && child !== false).map((child) => (typeof child === "string" ? visible(child) : child));
+
 // Make an element: `h("td", { class: "number", title: "..." }, child, ...)`. A function is an event listener.
 export function h(tag, attributes = {}, ...children) {
   const node = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
@@ -10,16 +18,16 @@ export function h(tag, attributes = {}, ...children) {
     if (value === null || value === undefined || value === false) continue;
     if (typeof value === "function") node.addEventListener(name, value);
     else if (name === "width") node.style.width = value; // attributes `style` are against the policy of the page
-    else node.setAttribute(name, value === true ? "" : String(value));
+    else node.setAttribute(name, value === true ? "" : name === "title" ? visible(String(value)) : String(value));
   }
-  node.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...childrenOf(children));
   return node;
 }
 
 // Make the children of `parent` equal to `wanted`, and keep elements that do not change: focus and hover stay.
 // Only for parts without listeners of their own.
 export function update(parent, ...wanted) {
-  const next = wanted.flat(2).filter((child) => child !== null && child !== undefined && child !== false);
+  const next = childrenOf(wanted);
   const now = [...parent.childNodes];
   next.forEach((child, place) => {
     const node = typeof child === "string" ? document.createTextNode(child) : child;

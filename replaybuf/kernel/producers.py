@@ -129,6 +129,10 @@ class Producers:
         """List the producers that are gone, the longest silent one first."""
         return [one for one in self._known.values() if one.gone]
 
+    def count_without_engine(self) -> int:
+        """Count the producers whose last heartbeat had no engine, without those that are gone."""
+        return sum(one.engines == 0 and not one.gone for one in self._known.values())
+
     def count_known(self, now_s: float) -> int:
         """Count the known producers."""
         self._forget(now_s)

@@ -43,6 +43,7 @@ class RunRow(Answer, frozen=True, kw_only=True):
     producers_gone: int
     alarm: str | None
     stands_still: bool = False
+    producers_without_engine: int = 0
 
 
 class Overview(Answer, frozen=True, kw_only=True):

@@ -61,6 +61,19 @@ def test_the_page_of_a_run_names_who_is_gone_and_what_to_do(
     assert page.locator(".title .pill").inner_text() == "stands still"
 
 
+def test_a_dead_engine_is_the_first_cause(clocked: ClockedServe, open_page: OpenPage) -> None:
+    """The trainer ended because it could not load its weights: the page names both, and what the producer lacks."""
+    run = RunClient(clocked.url, "no-engine")
+    play(run, 3)
+    clocked.put_forward(900.0)
+    run.http.put(f"{run.path}/producers/gen-1", json={"engines": 0, "held_back_by": "engine_away"})
+    page = open_page(clocked.url, "/runs/no-engine")
+    page.locator(".state.stopped strong", has_text="1 of 1 producers have no engine that takes requests.").wait_for()
+    page.locator(".state", has_text="The trainer is gone").wait_for()
+    page.get_by_text("gen-1: no engine takes its requests").wait_for()
+    run.http.close()
+
+
 def test_a_change_is_marked_and_compared_with_the_steps_before(run: RunClient, open_page: OpenPage) -> None:
     """Means over the steps before and after; the entry of the ledger is one click away."""
     epoch = play(run, 4)

@@ -1,7 +1,7 @@
 // What an operator can do to a run. Every action is confirmed, and the service records it in the ledger.
 
 import { call, get, runPath } from "../api.js";
-import { dialog, h, pill } from "../dom.js";
+import { dialog, h, pill, update } from "../dom.js";
 import { runView } from "./frame.js";
 
 // Parts of the configuration that a live run can change.
@@ -38,7 +38,7 @@ export function openActions({ refreshNow }, run) {
     [finish.disabled, remove.disabled, purge.disabled] = [status.state === "finished", status.state !== "finished", status.groups.dead_lettered === 0];
     shown = status.revision;
     if (!config) show(status);
-    else if (shown !== edited && !older.textContent) older.textContent = `The run was changed after you read these values: ${await changesSince(edited)}. Read again before you change them.`;
+    else if (shown !== edited && !older.textContent) update(older, `The run was changed after you read these values: ${await changesSince(edited)}. Read again before you change them.`);
   }
 
   async function load() {
@@ -110,7 +110,7 @@ export function openActions({ refreshNow }, run) {
   }
 
   function say(text, bad = false) {
-    result.textContent = text;
+    update(result, text);
     result.className = bad ? "bad" : "good";
     result.scrollIntoView({ block: "nearest" });
     return null;

@@ -14,7 +14,7 @@ export function showState(view, row) {
 // The view of a page of a run: `parts` are below the tabs, `under` is the last crumb.
 export function runView(run, tab, parts, { under, ...others }) {
   const links = TABS.map(([name, rest]) => h("a", { href: runLink(run, rest), "aria-current": name === tab ? "page" : null }, name));
-  const state = h("span", {});
+  const state = h("span", { role: "status" });
   const node = h("div", {}, h("div", { class: "title" }, h("h1", {}, under ?? run), state), h("nav", { class: "tabs", "aria-label": "Pages of the run" }, links), ...parts);
   const crumbs = [["runs", "#/"], [run, under ? runLink(run) : null]];
   if (under) crumbs.push([under, null]);

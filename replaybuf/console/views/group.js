@@ -14,7 +14,7 @@ const MODES = [["text", "text"], ["logprob", "tokens by logprob"], ["version", "
 export function openGroup({ query }, run, groupId) {
   const [life, list] = [h("div", {}), h("div", {})];
   let group = null;
-  let mode = query.get("show") ?? "text";
+  let [mode] = MODES.map(([name]) => name).filter((name) => name === query.get("show")).concat("text");
   const choice = h("select", { id: "show", change: (event) => paint((mode = event.target.value)) }, MODES.map(([value, name]) => h("option", { value, selected: value === mode }, name)));
   const bar = h("div", { class: "bar" }, h("div", {}, h("label", { for: "show" }, "Show"), choice));
   const view = runView(run, "Rollouts", [life, bar, list], { under: groupId, refresh, period_ms: 5000 });
@@ -81,7 +81,7 @@ function describeRollouts(group, mode) {
 }
 
 function card(rollout, place, mode, group, samePrompt) {
-  const scores = [`reward ${decimal(rollout.reward)}`, rollout.advantage === null || rollout.advantage === undefined ? null : `advantage ${decimal(rollout.advantage)}`, `${count(rollout.completion_ids.length)} tokens`, rollout.finish_reason];
+  const scores = [`reward ${decimal(rollout.reward)}`, rollout.advantage === null || rollout.advantage === undefined ? null : `advantage ${decimal(rollout.advantage)}`, `${count(rollout.completion_ids.length)} tokens`, rollout.finish_reason && shorten(rollout.finish_reason, 100)];
   const parts = Object.entries(rollout.rewards ?? {}).map(([name, value]) => `${name} ${decimal(value)}`);
   return h(
     "article",

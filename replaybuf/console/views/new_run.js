@@ -1,7 +1,7 @@
 // Create a run.
 
 import { call, runPath } from "../api.js";
-import { h } from "../dom.js";
+import { h, update } from "../dom.js";
 import { runLink } from "./frame.js";
 
 const START = { strategy: { name: "one-step-off-policy", options: { max_staleness: 1 } }, batch: { groups_per_batch: 16, seq_len: 4096 }, group_size: 8, steps_per_publish: 1 };
@@ -18,7 +18,7 @@ export function openNewRun() {
       await call("PUT", runPath(name.value), { body: JSON.parse(config.value) });
       location.hash = runLink(name.value);
     } catch (error) {
-      result.textContent = error.message;
+      update(result, error.message);
     }
   }
 

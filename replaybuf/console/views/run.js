@@ -104,7 +104,7 @@ export function openRun(_, run) {
 
 // Producers without an engine are a cause that only their heartbeats tell.
 async function findIdle(row, run) {
-  if (!row.stands_still || row.waiting?.blocked_on !== "producers") return [];
+  if (!row.producers_without_engine || !row.stands_still) return [];
   const known = await find(runPath(run, "/producers"));
   return (known?.producers ?? []).filter((one) => !one.gone && (one.engines === 0 || one.held_back_by));
 }

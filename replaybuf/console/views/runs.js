@@ -67,7 +67,9 @@ function select(rows) {
 export function openRuns({ refreshNow }) {
   let overview = null;
   const body = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" });
-  const summary = h("p", { class: "quiet", role: "status" }, "Loading");
+  // A screen reader reads a status after each change: the speed, which always changes, is not part of it.
+  const summary = h("span", { role: "status" }, "Loading");
+  const speed = h("span", {});
   const more = h("p", {});
   const search = h("input", { type: "search", placeholder: "Name, strategy or reason", "aria-label": "Search runs", value: filter.text });
   const states = ["", ...STATES].map((state) => h("option", { value: state, selected: state === filter.state }, state.replaceAll("_", " ") || "any state"));
@@ -96,9 +98,9 @@ export function openRuns({ refreshNow }) {
     update(body, unreadable, rows.length ? h("table", { class: "runs" }, h("caption", { class: "hidden" }, "Runs"), head, h("tbody", {}, lines)) : nothing);
     const left = rows.length - shown.length;
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");
-    const speed = overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0);
+    update(speed, ` · ${rate(overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0), "tokens/s")} trained`);
     const still = overview.runs.filter((row) => row.stands_still).length;
-    update(summary, `${rows.length} of ${overview.runs.length} runs · ${rate(speed, "tokens/s")} trained`, still > 0 && h("span", { class: "bad" }, ` · ${count(still)} stand still`));
+    update(summary, `${rows.length} of ${overview.runs.length} runs`, still > 0 && h("span", { class: "bad" }, ` · ${count(still)} stand still`));
     document.getElementById("server").textContent = `${overview.version} · ${overview.durability}`;
   }
 
@@ -108,6 +110,6 @@ export function openRuns({ refreshNow }) {
   }
 
   const bar = h("div", { class: "bar" }, search, state, h("span", { class: "grow" }), h("a", { class: "button", href: "#/new" }, "Create a run"));
-  const node = h("div", {}, h("h1", {}, "Runs"), summary, bar, body, more);
+  const node = h("div", {}, h("h1", {}, "Runs"), h("p", { class: "quiet" }, summary, speed), bar, body, more);
   return { title: "Runs", crumbs: [], node, refresh, period_ms: 2000, refreshNow };
 }

@@ -95,6 +95,7 @@ def describe_row(run: Run) -> RunRow:
         producers_last_seen_s=presence.producers_s,
         producers_known=presence.producers_known,
         producers_gone=len(presence.producers.list_gone()),
+        producers_without_engine=presence.producers.count_without_engine(),
         alarm=explain_exceeded(state),
         stands_still=state.state == "running" and stands_still(idle_s, rows[-RATE_ROWS:]),
     )
