@@ -7,6 +7,7 @@
 #   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
 #   make packages                    Debian packages that some tests need (Prometheus, Chromium, npm, zsh, fish); needs root
 #   make browser                     what the tests of the console run in the page, from npm; they need a Chromium too
+#   make screenshots                 do the walk of docs/walk.md with real processes and take its pictures, in 6 minutes
 #   make vendor                      copy the chart library of tests/console/package-lock.json into the console
 #   make test-trl                    the losses against those of TRL, which comes into .trl (12 MB)
 #   make test-adapters [ONLY=trl]    each package of adapters/ on the trainer it serves, in .venv-adapters/NAME
@@ -47,7 +48,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers test-trl test-adapters check docs bench peers chaos fuzz schema packages browser vendor clean
+.PHONY: help install demo test coverage test-vllm test-verifiers test-trl test-adapters check docs bench peers chaos fuzz schema packages browser screenshots vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -79,6 +80,10 @@ browser: $(if $(shell command -v npm),$(AXE))
 $(AXE): tests/console/package-lock.json
 	@npm ci --ignore-scripts --no-audit --no-fund --prefix tests/console
 	@touch $@
+
+screenshots: $(STAMP)
+	@test -d .replaybuf/model || $(BIN)/replaybuf init-model --out .replaybuf/model
+	$(BIN)/python -m tests.console.walk --model .replaybuf/model --out docs/assets/walk
 
 vendor:
 	tests/console/vendor.sh

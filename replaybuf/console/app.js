@@ -101,7 +101,7 @@ function refreshNow() {
 
 function heard() {
   silentSince = null;
-  banner.hidden = true;
+  if (!banner.hidden) banner.hidden = true;
   main.removeAttribute("data-old");
   const ahead = clock.aheadS();
   update(document.getElementById("clock"), Math.abs(ahead) < CLOCK_S ? "" : `This browser's clock is ${age(Math.abs(ahead))} ${ahead > 0 ? "ahead of" : "behind"} the server's. Ages and times are the server's.`);

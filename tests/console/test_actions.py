@@ -111,7 +111,7 @@ def test_a_change_is_previewed_before_it_is_made(run: RunClient, open_page: Open
     run.put(batch={"groups_per_batch": 1})
     page = open_page(str(run.http.base_url), f"/runs/{run.run}/act")
     editor = page.get_by_label("Edit the values")
-    page.wait_for_function("document.querySelector('#change').value !== ''")
+    page.wait_for_function("() => document.querySelector('#change').value !== ''")
     editor.fill(editor.input_value().replace('"max_staleness": 1', '"max_staleness": 7'))
     page.get_by_role("button", name="Preview the change").click()
     page.get_by_text("strategy.options.max_staleness: 1 → 7").wait_for()
@@ -131,7 +131,7 @@ def test_a_change_that_is_wrong_is_refused_with_the_reason(
     """Text that is not JSON, and a strategy that is not installed."""
     run.put(batch={"groups_per_batch": 1})
     page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
-    page.wait_for_function("document.querySelector('#change').value !== ''")
+    page.wait_for_function("() => document.querySelector('#change').value !== ''")
     page.get_by_label("Edit the values").fill(text)
     page.get_by_role("button", name="Preview the change").click()
     page.locator("main p.bad", has_text=answer).wait_for()
@@ -155,7 +155,7 @@ def test_values_that_somebody_else_changed_are_not_taken_back(run: RunClient, op
     run.put(batch={"groups_per_batch": 1}, strategy={"name": "replay", "options": {"max_uses": 2}})
     page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
     editor = page.get_by_label("Edit the values")
-    page.wait_for_function("document.querySelector('#change').value !== ''")
+    page.wait_for_function("() => document.querySelector('#change').value !== ''")
     other = {"strategy": {"name": "replay", "options": {"max_uses": 2, "max_staleness": 9}}}
     run.http.patch(run.path, json=other).raise_for_status()
     page.get_by_text("The run was changed after you read these values").wait_for()
@@ -165,7 +165,7 @@ def test_values_that_somebody_else_changed_are_not_taken_back(run: RunClient, op
     page.locator("main p.bad", has_text="Changed meanwhile: strategy.options.max_staleness").wait_for()
     assert run.state()["strategy"]["options"]["max_uses"] == 2
     page.get_by_role("button", name="Read again").click()
-    page.wait_for_function("document.querySelector('#change').value.includes('\"max_staleness\": 9')")
+    page.wait_for_function("() => document.querySelector('#change').value.includes('\"max_staleness\": 9')")
     editor.fill(editor.input_value().replace('"max_uses": 2', '"max_uses": 3'))
     page.get_by_role("button", name="Preview the change").click()
     page.locator("dialog button.main").click()

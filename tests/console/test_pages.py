@@ -185,3 +185,64 @@ def test_a_group_is_read_again_only_when_it_has_changed(run: RunClient, open_pag
     run.train(run.attach(), range(1))
     page.get_by_role("link", name="step 0").wait_for()
     assert len(whole) == 2
+
+
+def test_a_refresh_without_news_changes_nothing_in_the_page(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """A thousand runs are compared every 2 s: what stays the same is not drawn again, one change is one change."""
+    overview = trained.http.get("/v1/overview").json()
+    sums = next(run for run in overview["runs"] if run["run"] == "sums")
+    overview["runs"] = [sums | {"run": f"run-{number:04}"} for number in range(1000)]
+    page = open_page(str(trained.http.base_url))
+    page.route("**/v1/overview", lambda route: route.fulfill(json=overview))
+    page.get_by_text("1000 of 1000 runs").wait_for()
+    with page.expect_response("**/v1/overview"):
+        page.evaluate(
+            """() => {
+              window.changes = 0;
+              const count = (found) => (window.changes += found.length);
+              const watch = new MutationObserver(count);
+              watch.observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true });
+            }"""
+        )
+    with page.expect_response("**/v1/overview"):
+        pass
+    assert page.evaluate("window.changes") == 0
+    overview["runs"][7]["step"] += 1
+    page.wait_for_function("() => window.changes > 0")
+    assert page.evaluate("window.changes") <= 2
+
+
+def test_the_console_is_used_with_the_keyboard_alone(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """Sort, search, open a run, skip to its content, open and leave a dialog; the focus is never lost."""
+    page = open_page(str(trained.http.base_url))
+    focused = "document.activeElement.innerText || document.activeElement.id"
+    page.get_by_role("button", name="Step").focus()
+    page.keyboard.press("Enter")
+    page.locator("th[aria-sort=ascending] button[data-sort=step]").wait_for()
+    with page.expect_response("**/v1/overview"):
+        pass
+    assert page.evaluate(focused).startswith("Step")
+    page.get_by_label("Search runs").focus()
+    page.keyboard.type("sums")
+    page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
+    page.get_by_role("link", name="sums").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="sums").wait_for()
+    assert page.evaluate("document.activeElement.id") == "main"
+    page.get_by_role("button", name="Token", exact=True).focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("textbox", name="Token").wait_for()
+    assert page.evaluate("document.activeElement.id") == "token-field"
+    page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="hidden")
+    assert page.evaluate("document.activeElement.id") == "token"
+
+
+def test_what_is_read_aloud_changes_only_with_news(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    """Each change of a status is read: none holds an age or a speed, which change at every refresh."""
+    for address in ("/", "/runs/sums", "/runs/sums/act"):
+        page = open_page(str(trained.http.base_url), address)
+        page.wait_for_selector({known: selector for known, _, selector in PAGES}[address])
+        texts = [text for text in page.locator("[role=status]").all_inner_texts() if text]
+        assert all(text.startswith(("2 of 2 runs", "running", "stands still")) for text in texts), texts
+        assert not any(word in text for text in texts for word in ("tokens/s", " ago", " for "))

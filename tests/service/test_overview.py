@@ -145,11 +145,14 @@ def test_a_run_stands_still_only_while_it_is_running(clocked: ClockedServe) -> N
     run.put(batch={"groups_per_batch": 1})
     clocked.put_forward(1000.0)
     assert not row_of(run)["stands_still"]
-    run.append(group("a"))
-    run.train(run.attach(), range(1))
-    assert not row_of(run)["stands_still"]
+    epoch = run.attach()
+    for step in range(3):
+        run.append(group(f"g{step}", step))
+        run.train(epoch, range(step, step + 1))
+    assert not row_of(run)["stands_still"] and row_of(run)["tokens_per_s"] > 0
     clocked.put_forward(1000.0)
     assert row_of(run)["stands_still"] and run.get("flow").json()["row"]["stands_still"]
+    assert row_of(run)["tokens_per_s"] == 0
     run.http.patch(run.path, json={"state": "paused"})
     assert not row_of(run)["stands_still"]
     run.http.close()

@@ -17,6 +17,7 @@ const stateOf = (row) => (row.stands_still ? "stands_still" : row.state);
 const COLUMNS = [
   ["Run", "", (row) => row.run, (row) => h("a", { href: `#/runs/${encodeURIComponent(row.run)}` }, row.run)],
   ["State", "", (row) => STATES.indexOf(stateOf(row)), (row) => pill(stateOf(row))],
+  ["Waits for", "why", (row) => row.waiting?.reason ?? "", why],
   ["Step", "number", (row) => row.step, (row) => (row.max_steps ? `${count(row.step)} / ${count(row.max_steps)}` : count(row.step))],
   ["Version", "number", (row) => row.published_version, (row) => count(row.published_version)],
   ["Tokens/s", "number", (row) => row.tokens_per_s, (row) => count(row.tokens_per_s)],
@@ -25,7 +26,6 @@ const COLUMNS = [
   ["Buffer", "number", (row) => row.groups_live, (row) => count(row.groups_live)],
   ["Trainer seen", "number", (row) => row.trainer_last_seen_s ?? Infinity, (row) => age(row.trainer_last_seen_s)],
   ["Producers seen", "number", (row) => row.producers_last_seen_s ?? Infinity, producers],
-  ["Waits for", "why", (row) => row.waiting?.reason ?? "", why],
 ];
 
 function reward(row) {
@@ -101,7 +101,7 @@ export function openRuns({ refreshNow }) {
     update(speed, ` · ${rate(overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0), "tokens/s")} trained`);
     const still = overview.runs.filter((row) => row.stands_still).length;
     update(summary, `${rows.length} of ${overview.runs.length} runs`, still > 0 && h("span", { class: "bad" }, ` · ${count(still)} stand still`));
-    document.getElementById("server").textContent = `${overview.version} · ${overview.durability}`;
+    update(document.getElementById("server"), `${overview.version} · ${overview.durability}`);
   }
 
   async function refresh() {

@@ -72,6 +72,8 @@ def describe_row(run: Run) -> RunRow:
     state, presence, measured = run.state, run.journal.presence, run.measured
     live, rows = state.pool.live_totals(), state.figures.rows
     idle_s = _age(run, max(rows[-1].at_s, rows[-1].acked_s)) if rows else None
+    still = state.state == "running" and stands_still(idle_s, rows[-RATE_ROWS:])
+    trains = state.state == "running" and not still and measured.steps_per_s > 0
     return RunRow(
         run=run.name,
         state=state.state,
@@ -80,7 +82,7 @@ def describe_row(run: Run) -> RunRow:
         step=state.step,
         max_steps=run.journal.config.max_steps,
         published_version=state.published[""],
-        tokens_per_s=_trained_tokens_per_s(rows[-RATE_ROWS:]) if measured.steps_per_s else 0.0,
+        tokens_per_s=_trained_tokens_per_s(rows[-RATE_ROWS:]) if trains else 0.0,
         groups_per_s=measured.groups_per_s,
         steps_per_s=measured.steps_per_s,
         groups_live=live.groups,
@@ -97,7 +99,7 @@ def describe_row(run: Run) -> RunRow:
         producers_gone=len(presence.producers.list_gone()),
         producers_without_engine=presence.producers.count_without_engine(),
         alarm=explain_exceeded(state),
-        stands_still=state.state == "running" and stands_still(idle_s, rows[-RATE_ROWS:]),
+        stands_still=still,
     )
 
 
