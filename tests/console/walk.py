@@ -170,17 +170,9 @@ def see_what_it_did(page: Any, url: str, camera: Camera) -> None:
 def be_called(page: Any, service: ClockedServe, folder: Path, camera: Camera) -> None:
     """The trainer is dead; the shipped alert fires in Prometheus, and the console names the trainer."""
     with scraping(folder, service.url.removeprefix("http://")) as prometheus:
-        wait_for(
-            lambda: prometheus.get("/api/v1/query", params={"query": "replaybuf_step"}).json()["data"]["result"], ""
-        )
         service.put_forward(1200.0)
-
-        def firing() -> list[str]:
-            alerts = prometheus.get("/api/v1/alerts").json()["data"]["alerts"]
-            return [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"]
-
         with timed("alert after the time of the rule"):
-            wait_for(lambda: "ReplaybufTrainerGone" in firing(), "the alert ReplaybufTrainerGone")
+            wait_for(lambda: RUN in firing(prometheus, "ReplaybufTrainerGone"), "the alert ReplaybufTrainerGone")
     page.goto(f"{service.url}/#/runs/{RUN}")
     page.get_by_text("The trainer is gone").wait_for()
     camera.take("gone", 420)
