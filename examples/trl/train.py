@@ -6,6 +6,7 @@ python examples/trl/train.py --model models/policy --engine http://127.0.0.1:800
 from __future__ import annotations
 
 import argparse
+import os
 
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -27,19 +28,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--save-steps", type=int, default=10)
+    parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     with Client(given.url, given.run) as client:
         batch = {"groups_per_batch": GROUPS, "tokens_per_batch": None, "seq_len": 128}
         client.put_run({"batch": batch, "group_size": GROUP_SIZE, "max_steps": given.steps}, if_absent=True)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
     worker = ReplaybufRolloutWorker(given.url, given.run)
     trainer = AsyncGRPOTrainer(
         model=given.model,
         args=AsyncGRPOConfig(
             given.output,
-            token_budget=0,  # TRL's steps are the run's: 32 rollouts x 4 = 16 groups x 8
-            per_device_train_batch_size=GROUPS * GROUP_SIZE // 4,
-            gradient_accumulation_steps=4,
+            token_budget=0,  # a step of TRL is then a batch of the run: all rollouts of its groups
+            per_device_train_batch_size=GROUPS * GROUP_SIZE // given.accumulation // processes,
+            gradient_accumulation_steps=given.accumulation,
             max_steps=given.steps,
             save_steps=given.save_steps,
             save_total_limit=2,

@@ -13,6 +13,7 @@ import on_cpu
 import pytest
 import torch
 
+from replaybuf_trainer import warm_start
 from replaybuf_trainer.models.tiny import character_tokenizer, new_model
 from tests.conftest import connect, own_service, run, service
 
@@ -21,6 +22,7 @@ __all__ = ["connect", "own_service", "run", "service"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="random kill -9 of trainer, service and Valkey")
+    parser.addoption("--warm-model", type=Path, help="folder of `replaybuf init-model`; made in a minute without it")
     parser.addoption("--kill-seed", type=int, default=0, help="seed of their moments")
 
 
@@ -38,3 +40,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     new_model(0).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     yield folder
+
+
+@pytest.fixture(scope="session")
+def warm_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 that spells some words backwards, with prompts.jsonl."""
+    if given := request.config.getoption("--warm-model"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("warm") / "model"
+    warm_start.make(folder, "spell_backward", 0, 0.1)
+    return folder

@@ -29,22 +29,22 @@ Groups = dict[str, dict[str, Any]]
 """Groups as JSON, by name."""
 
 
-def fill(run: RunClient, steps: int = STEPS, **changes: Any) -> Groups:
+def fill(run: RunClient, steps: int = STEPS, groups: int = GROUPS, size: int = SIZE, **changes: Any) -> Groups:
     """Create the run and append groups for so many steps; each has its own tokens and logprobs. Return them."""
     response = run.put(**CONFIG | changes)
     assert response.status_code == 201, response.text
-    groups: Groups = {}
-    for number in range(steps * GROUPS):
+    made_groups: Groups = {}
+    for number in range(steps * groups):
         rng = np.random.default_rng(number)
-        made = group(f"g{number}", rollouts=SIZE, tokens=int(rng.integers(6, 20)))
+        made = group(f"g{number}", rollouts=size, tokens=int(rng.integers(6, 20)))
         for rollout in made["rollouts"]:
             length = len(rollout["completion_ids"])
             rollout["completion_ids"] = rng.integers(3, 98, length).tolist()
             rollout["inference_logprobs"] = (-4.6 + rng.normal(0, 0.05, length)).tolist()
             rollout["completion_mask"] = [1, *rng.integers(0, 2, length - 1).tolist()]
         assert run.append(made)[0]["status"] == "stored"
-        groups[f"g{number}"] = made
-    return groups
+        made_groups[f"g{number}"] = made
+    return made_groups
 
 
 def make_trainer(
@@ -112,22 +112,26 @@ def of_ledger(run: RunClient, step: int, groups: Groups) -> Counter[str]:
     """What the ledger says that a step trained, in the digests of `Recorded`."""
     response = run.get(f"batches/{step}/record")
     assert response.status_code == 200, response.text
-    return Counter(
-        digest for used in response.json()["groups"] for digest in rollout_digests(groups[used["group_id"]]["rollouts"])
-    )
+    names = [used["group_id"] for used in response.json()["groups"]]
+    return Counter(map(rollout_digest, (made for name in names for made in with_advantages(groups[name]["rollouts"]))))
 
 
-def rollout_digests(rollouts: list[dict[str, Any]]) -> list[str]:
-    """Digests of the rollouts of a group, with the advantages of GRPO where it has none."""
+def with_advantages(rollouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rollouts of a group with the advantages of GRPO, unless they have their own."""
     rewards = np.array([rollout["reward"] for rollout in rollouts])
-    computed = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-    digests = []
-    for rollout, advantage in zip(rollouts, computed.tolist(), strict=True):
-        ids, given = rollout["completion_ids"], rollout.get("advantage")
-        sampled = [place for place, one in enumerate(rollout.get("completion_mask") or [1] * len(ids)) if one]
-        logprobs = [rollout["inference_logprobs"][place] for place in sampled]
-        digests.append(digest_of([ids[place] for place in sampled], logprobs, advantage if given is None else given))
-    return digests
+    computed = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
+    own = [rollout.get("advantage") for rollout in rollouts]
+    return [
+        rollout | {"advantage": advantage if given is None else given}
+        for rollout, advantage, given in zip(rollouts, computed, own, strict=True)
+    ]
+
+
+def rollout_digest(rollout: dict[str, Any]) -> str:
+    """Digest of a rollout, from its JSON."""
+    ids, logprobs = rollout["completion_ids"], rollout["inference_logprobs"]
+    sampled = [place for place, one in enumerate(rollout.get("completion_mask") or [1] * len(ids)) if one]
+    return digest_of([ids[place] for place in sampled], [logprobs[place] for place in sampled], rollout["advantage"])
 
 
 def weights_digest(folder: Path) -> str:
