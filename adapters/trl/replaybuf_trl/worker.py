@@ -21,7 +21,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replaybuf.client import BatchReader, Client, ReaderOptions
-from replaybuf.errors import Invalid, RunFinished, WrongStep
+from replaybuf.errors import Conflict, Fenced, Invalid, RunFinished, WrongStep
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.contract import Attachment
 from replaybuf_trainer.retries import Retries
@@ -81,7 +81,8 @@ class ReplaybufRolloutWorker:
         self._service_timeout_s = service_timeout_s
         self._wait_ms = wait_ms
         self._attached: Attachment | None = None
-        self._published: int | None = None
+        self._version = 0
+        self._published = False
         self._reader: BatchReader | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -100,7 +101,7 @@ class ReplaybufRolloutWorker:
             raise RunFinished(f"run {self.run} is finished after {step} steps; there is nothing left to train")
         self.steps_per_publish = args.weight_sync_steps
         self.rollout_buffer.max_staleness = args.max_staleness
-        self._attached, self._acked = attached, attached.step
+        self._attached, self._acked, self._version = attached, attached.step, attached.published_version
         logger.info("attached run=%s epoch=%d step=%d", self.run, attached.epoch, attached.step)
 
     def _attach(self, step: int) -> Attachment:
@@ -125,11 +126,16 @@ class ReplaybufRolloutWorker:
     def publish(self, version: int, weights_uri: str | None) -> None:
         """Announce a version that the engines have loaded."""
         self._client.publish_policy(version, self.epoch, weights_uri)
-        self._published = version
+        self._version, self._published = version, True
 
     def confirm(self) -> None:
-        """Ask once whether this trainer still has the run. Raises `Fenced`."""
-        self._client.publish_policy(self._published or 0, self.epoch)
+        """Ask once whether this trainer still has the run, by a version that changes nothing. Raises `Fenced`."""
+        try:
+            self._client.publish_policy(self._version, self.epoch)
+        except Fenced:
+            raise
+        except Conflict:  # a newer version was published meanwhile; the service checks the epoch first
+            return
 
     @property
     def epoch(self) -> int:
@@ -151,7 +157,7 @@ class ReplaybufRolloutWorker:
     def start(self) -> None:
         """Start to fetch; TRL has sent the first weights. Raises `Invalid` if nobody published them."""
         epoch = self.epoch
-        if self._published is None:
+        if not self._published:
             raise Invalid(
                 f"the weights are not published to run {self.run}, so its generators would wait for ever; give "
                 "AsyncGRPOTrainer(weight_transfer=ReplaybufWeightTransfer(worker, ...))",
@@ -173,7 +179,7 @@ class ReplaybufRolloutWorker:
     def update_model_version(self, model_version: int) -> None:
         """Take the version that TRL counts: it is the one that was published last."""
         self.rollout_buffer.version = model_version
-        self.rollout_buffer.offset = model_version - (self._published or 0)
+        self.rollout_buffer.offset = model_version - self._version
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise what ended the thread. A wait is healthy while the service answers why; the log has the reason."""

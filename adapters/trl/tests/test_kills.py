@@ -21,7 +21,7 @@ def test_random_kills_change_nothing_that_trl_trains(
     warm_model: Path, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kills, seed = request.config.getoption("--kills"), request.config.getoption("--kill-seed")
-    with WholeRun(tmp_path, warm_model, steps=max(16, 4 * kills), save_steps=3) as whole:
+    with WholeRun(tmp_path, warm_model, steps=2 * kills + 10, save_steps=3) as whole:
         whole.kill_at_random(kills, random.Random(seed))
         whole.finish()
         groups, records = whole.groups(), list(whole.records())

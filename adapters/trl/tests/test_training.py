@@ -74,6 +74,8 @@ def test_a_resumed_training_ends_with_the_same_weights(
     second = make_trainer(run, model, tmp_path / "part")
     checkpoint = newest_checkpoint(tmp_path / "part")
     assert checkpoint is not None and checkpoint.endswith("checkpoint-2")
+    second.rollout_worker.attach(second.args, 2)
+    second.rollout_worker.confirm()  # as publishers do before they load the first weights into an engine
     second.train(resume_from_checkpoint=checkpoint)
     assert second.trained[2] == first.trained[2] == of_ledger(run, 2, groups)
     assert sorted(second.trained) == [2, 3, 4, 5]

@@ -25,7 +25,7 @@ from tests.waiting import eventually
 ROOT = Path(__file__).parents[3]
 RUN = "trl"
 GROUPS, GROUP_SIZE = 16, 8
-TIMEOUT_S = 500.0
+TIMEOUT_S = 1500.0
 MODULE = [sys.executable, "-m", "replaybuf"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
