@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,12 +19,12 @@ from replaybuf_trl.worker import ReplaybufRolloutWorker
 
 
 class SentWeights:
-    """The weights that TRL sends, as a publisher reads them; `model` names the source of config and tokenizer."""
+    """The weights that TRL sends, as a publisher reads them; `beside`: config and tokenizer, which go into a folder."""
 
     adapter = ""
 
-    def __init__(self, model: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._model = model
+    def __init__(self, beside: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._beside = beside
         self._tensors = tensors
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -33,9 +34,14 @@ class SentWeights:
     def save_weights(self, folder: Path) -> None:
         """Write a folder that engines can load; it appears complete or not at all."""
         with whole_folder(folder) as scratch:
-            AutoConfig.from_pretrained(self._model).save_pretrained(scratch)
-            AutoTokenizer.from_pretrained(self._model).save_pretrained(scratch)
+            for part in self._beside:
+                part.save_pretrained(scratch)
             save_file({name: tensor.contiguous() for name, tensor in self._tensors.items()}, scratch / WEIGHTS_FILE)
+
+
+def beside_weights(model: str) -> Sequence[Any]:
+    """Return what engines need of a model besides its weights."""
+    return AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
 
 
 class ReplaybufWeightTransfer:
@@ -69,18 +75,20 @@ class ReplaybufWeightTransfer:
         name = publisher or ("reload" if engines else "folder")
         self._publisher: Publisher = load_publisher(name, publisher_options, setup)
         self._retries = Retries(engines_away_s)
+        self._beside: Sequence[Any] = ()
         self._watching = False
 
     def init_weight_transfer(self) -> None:
-        """Check that there is a trainer to publish for. Raises `Invalid` without `ReplaybufCallback`."""
+        """Load config and tokenizer. Raises `Invalid` without `ReplaybufCallback`: nobody has attached then."""
         _ = self._worker.epoch
+        self._beside = beside_weights(self._model)
 
     def pause(self) -> None:
         """Do nothing: the publisher pauses each engine while it loads, not while weights are written."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Bring the weights after the acked steps to the engines, then announce them. Raises `Fenced`."""
-        weights = SentWeights(self._model, {name: tensor.detach().cpu() for name, tensor in iterator})
+        weights = SentWeights(self._beside, {name: tensor.detach().cpu() for name, tensor in iterator})
         worker, publisher, version = self._worker, self._publisher, self._worker.version
         self._retries.call(lambda: publisher.prepare(version, weights))
         uri = self._retries.call(lambda: publisher.commit(version, worker.confirm))

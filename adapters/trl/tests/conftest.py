@@ -22,6 +22,7 @@ __all__ = ["connect", "own_service", "run", "service"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="random kill -9 of trainer, service and Valkey")
+    parser.addoption("--steps", type=int, help="steps of the run with kills; 10 and 2 for each kill without it")
     parser.addoption("--warm-model", type=Path, help="folder of `replaybuf init-model`; made in a minute without it")
     parser.addoption("--kill-seed", type=int, default=0, help="seed of their moments")
 

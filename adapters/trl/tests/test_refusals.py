@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import CONFIG, GROUPS, fill, make_trainer
+from training import CONFIG, GROUPS, Nowhere, fill, make_trainer
 
 from replaybuf.client import peers
 from replaybuf.errors import Invalid, NotFound, WrongStep
@@ -20,15 +20,19 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "token budget": ({"token_budget": None}, "token_budget is None; needed: 0"),
     "another token budget": ({"token_budget": 512}, "token_budget is 512; needed: 0"),
     "epochs": ({"max_steps": -1}, "max_steps is -1; needed: 1"),
-    "restored callbacks": ({"restore_callback_states_from_checkpoint": True}, "leave it unset"),
+    "restored callbacks": ({"restore_callback_states_from_checkpoint": True}, "by one without a worker"),
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another batch size": (
         {},
         {"per_device_train_batch_size": 8},
-        "8 x gradient_accumulation_steps 2 x 1 processes = 16",
+        "is 8; needed: 16, because a step of TRL has per_device_train_batch_size 8",
     ),
-    "another accumulation": ({}, {"gradient_accumulation_steps": 3}, "4 groups x 2 = 8; make them equal"),
+    "another accumulation": (
+        {},
+        {"gradient_accumulation_steps": 3},
+        "needed: 12, because a step of TRL has per_device_train_batch_size 4",
+    ),
     "another publication": ({}, {"weight_sync_steps": 2}, "steps_per_publish is 1; needed: 2"),
     "a token budget of the run": ({"batch": {"tokens_per_batch": 400}}, {}, "needed: 512"),
     "a token budget per rank": ({"batch": {"tokens_per_batch": {"per_rank": 400}}}, {}, "tokens_per_batch is 400"),
@@ -40,14 +44,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "short batches": ({"batch": {"timeout_s": 5}}, {}, "batch.timeout_s is 5.0; needed: None"),
     "a short last batch": ({"tickets": {"prompts": 10}}, {}, "batch.tail is train; needed: drop"),
     "groups of any size": ({"group_size": None}, {}, "group_size is None"),
-    "partial groups": ({"min_group_size": 1}, {}, "min_group_size is 1; needed: 2"),
+    "partial groups": ({"min_group_size": 1}, {}, "min_group_size is 1; needed: None"),
     "adapters": (
         {"adapters": {"a": {"groups_per_batch": GROUPS}}, "batch": {"groups_per_batch": None, "tokens_per_batch": 512}},
         {},
         "adapters is ['a']; needed: []",
     ),
     "token-wise advantages": ({"advantage": "process"}, {}, "advantage is process; needed: grpo"),
-    "no look-ahead": ({"strategy": {"name": "on-policy"}}, {}, "look_ahead is 0; needed: 1"),
+    "no look-ahead": ({"strategy": {"name": "on-policy"}}, {}, "look_ahead of strategy on-policy is 0; needed: 1"),
 }
 
 
@@ -83,7 +87,7 @@ def test_a_trainer_without_the_callback_is_refused(run: RunClient, model: Path, 
 def test_a_trainer_without_publications_is_refused(run: RunClient, model: Path, tmp_path: Path) -> None:
     fill(run)
     with pytest.raises(Invalid, match=re.escape("weight_transfer=ReplaybufWeightTransfer(worker, ...)")):
-        make_trainer(run, model, tmp_path, transfer=False).train()
+        make_trainer(run, model, tmp_path, weight_transfer=Nowhere()).train()
 
 
 def test_advantages_per_token_name_their_group(run: RunClient, model: Path, tmp_path: Path) -> None:

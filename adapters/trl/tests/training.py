@@ -48,10 +48,18 @@ def fill(run: RunClient, steps: int = STEPS, groups: int = GROUPS, size: int = S
 
 
 def make_trainer(
-    run: RunClient, model: Path, out: Path, *, callback: bool = True, transfer: bool = True, **args: Any
-) -> AsyncGRPOTrainer:
-    """Make a trainer on the run."""
-    worker = ReplaybufRolloutWorker(str(run.http.base_url), run.run, service_timeout_s=30.0)
+    run: RunClient,
+    model: Path,
+    out: Path,
+    *,
+    callback: bool = True,
+    worker: Any = None,
+    weight_transfer: Any = None,
+    **args: Any,
+) -> Recorded:
+    """Make a trainer on the run, with its worker and weight transfer unless others are given."""
+    worker = worker or ReplaybufRolloutWorker(str(run.http.base_url), run.run, service_timeout_s=30.0)
+    weight_transfer = weight_transfer or ReplaybufWeightTransfer(worker, str(model), weights_dir=out / "weights")
     keep = args.pop("keep", 50)
     given = {
         "token_budget": 0,
@@ -71,9 +79,7 @@ def make_trainer(
         args=AsyncGRPOConfig(str(out), **given | args),
         train_dataset=Dataset.from_dict({"prompt": ["not read"]}),
         rollout_worker=worker,
-        weight_transfer=ReplaybufWeightTransfer(worker, str(model), weights_dir=out / "weights")
-        if transfer
-        else Nowhere(),
+        weight_transfer=weight_transfer,
         callbacks=[ReplaybufCallback(worker, keep)] if callback else [],
     )
 
