@@ -1,0 +1,89 @@
+"""The folder that prime-rl's trainer and this process share.
+
+::
+
+    rollouts/step_N/rank_R.bin         written here; N counts from 1: step N - 1 of the run
+    broadcasts/step_N/STABLE           touched by the trainer: it has policy N, so N steps are trained
+    checkpoints/step_N/trainer/.metadata   written last by the trainer: it can resume with N steps done
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+STEP = re.compile(r"step_(\d+)")
+
+
+class Folders:
+    """What the trainer has done, and what it is given."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.rollouts = output_dir / "rollouts"
+        self.broadcasts = output_dir / "broadcasts"
+        self.checkpoints = output_dir / "checkpoints"
+
+    def steps_done(self) -> int | None:
+        """Return the steps that the trainer has done, None before its first broadcast.
+
+        It broadcasts its weights when it starts and after each step, so the newest marker is its present step. After a
+        resume from an older checkpoint that is not the highest one.
+        """
+        touched = []
+        for step, folder in _steps(self.broadcasts):
+            try:
+                touched.append(((folder / "STABLE").stat().st_mtime_ns, step))
+            except FileNotFoundError:
+                continue  # not complete, or the trainer removes old ones right now
+        return max(touched)[1] if touched else None
+
+    def saved_steps(self) -> list[int]:
+        """Return the steps done in each complete checkpoint, in order."""
+        return sorted(step for step, folder in _steps(self.checkpoints) if (folder / "trainer" / ".metadata").exists())
+
+    def weights(self, steps_done: int) -> Path:
+        """Return the folder of the weights after so many steps."""
+        return self.broadcasts / f"step_{steps_done}"
+
+    def write(self, step: int, ranks: list[bytes]) -> None:
+        """Write the files of a step of the run, durable and whole, the last rank last."""
+        folder = self._rollout(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, content in enumerate(ranks):
+            scratch = folder / f"rank_{rank}.bin.tmp"
+            with scratch.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.rename(folder / f"rank_{rank}.bin")
+
+    def has_rank(self, rank: int) -> bool:
+        """Return whether there is a file of a rank from `rank` on: of a trainer with more ranks."""
+        names = [path.stem for _, folder in _steps(self.rollouts) for path in folder.glob("rank_*.bin")]
+        return any(int(name.removeprefix("rank_")) >= rank for name in names)
+
+    def remove_before(self, step: int) -> None:
+        """Remove the files of steps that are trained: a trainer that resumes must wait for them."""
+        self._remove(range(step))
+
+    def remove_all(self) -> None:
+        """Remove the files of all steps."""
+        self._remove(range(1 << 62))
+
+    def _remove(self, steps: range) -> None:
+        for number, folder in _steps(self.rollouts):
+            if number - 1 in steps:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _rollout(self, step: int) -> Path:
+        return self.rollouts / f"step_{step + 1}"
+
+
+def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
+    if folder.is_dir():
+        for path in list(folder.iterdir()):
+            if found := STEP.fullmatch(path.name):
+                yield int(found[1]), path

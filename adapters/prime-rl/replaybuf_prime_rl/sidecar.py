@@ -1,0 +1,182 @@
+"""The process between a run and prime-rl's trainer.
+
+::
+
+    the trainer broadcasts policy N ──► ack steps below N, publish version N, record complete checkpoints
+    the run has the batch of step N ──► rollouts/step_{N+1}/rank_*.bin
+    the trainer broadcasts an older policy ──► it has resumed: rewind the run to that step, and deliver again
+
+Everything follows from the run and the folder, so this process may be killed and started again at any moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from replaybuf.client import Client, attach_at
+from replaybuf.errors import Invalid, RunFinished
+from replaybuf.wire.batch import read_batch
+from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf_prime_rl.folders import Folders
+from replaybuf_prime_rl.micro_batches import encode
+
+logger = logging.getLogger(__name__)
+
+WARN_AFTER_POLLS = 50
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SidecarOptions:
+    """Options of the process.
+
+    - `output_dir`: that of prime-rl's trainer; `dp_world_size`: its data-parallel ranks
+    - `pad_to_multiple_of`: that of its context parallelism, None = the run's
+    - `keep_checkpoints`: newest complete checkpoints that stay resumable; None = all that are on disk
+    - `poll_s`: seconds between two looks at the folder
+    """
+
+    output_dir: Path
+    dp_world_size: int = 1
+    pad_to_multiple_of: int | None = None
+    keep_checkpoints: int | None = None
+    poll_s: float = 0.5
+
+
+class Sidecar:
+    """Walks with the trainer through a run. `load_weights` is called with folder and version before a publication."""
+
+    def __init__(
+        self, client: Client, options: SidecarOptions, load_weights: Callable[[Path, int], None] | None = None
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._load_weights = load_weights
+        self._folders = Folders(options.output_dir)
+        self._stopped = threading.Event()
+        self._attached: Attachment | None = None
+        self._done = self._written = self._recorded = 0
+        self._waiting = ""
+        self._polls = 0
+
+    def stop(self) -> None:
+        """End `run` after the present call."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Feed the trainer until the run has ended and the last batch is trained, or until `stop`.
+
+        Raises `Fenced` if another trainer attached, and `WrongStep` if the folder belongs to another run.
+        """
+        self._check_run()
+        while not self._stopped.is_set():
+            done = self._folders.steps_done()
+            if done is None:
+                markers = self._folders.broadcasts / "step_N" / "STABLE"
+                self._report(
+                    f"no {markers}: the trainer is not up, or its weight broadcast is neither filesystem nor nccl"
+                )
+            elif self._attached is None or done < self._done:
+                self._attach(done)
+            elif done > self._done:
+                self._trained(self._attached, done)
+            elif self._finished():
+                return
+            self._stopped.wait(self._options.poll_s)
+
+    # ------------------------------------------------------------------ the trainer's side
+
+    def _attach(self, done: int) -> None:
+        """Become the run's trainer where prime-rl's trainer is."""
+        if self._attached is not None:
+            logger.warning("the trainer has resumed at step %d; it had done %d", done, self._done)
+        options = self._options
+        rewinds = self._client.get_run().step > done
+        pad = {} if options.pad_to_multiple_of is None else {"pad_to_multiple_of": options.pad_to_multiple_of}
+        self._attached = attach_at(self._client, done, dp_world_size=options.dp_world_size, **pad)
+        if rewinds or self._folders.has_rank(options.dp_world_size):
+            self._folders.remove_all()  # of another history or layout
+        self._folders.remove_before(
+            done
+        )  # those after are written again with the same bytes, perhaps while they are read
+        self._done = self._written = done
+        self._recorded = 0
+        self._publish(self._attached, done)
+        logger.info("attached epoch=%d step=%d ranks=%d", self._attached.epoch, done, options.dp_world_size)
+
+    def _trained(self, attached: Attachment, done: int) -> None:
+        for step in range(self._done, done):
+            self._client.ack(step, attached.epoch)
+        self._publish(attached, done)
+        self._done = done
+        self._folders.remove_before(done)
+        logger.info("trained steps=%d", done)
+
+    def _publish(self, attached: Attachment, done: int) -> None:
+        weights = self._folders.weights(done)
+        if self._load_weights is not None:
+            self._load_weights(weights, done)
+        by_files = any(weights.glob("*.safetensors"))  # a broadcast by NCCL has only the marker
+        uri = weights.absolute().as_uri() if by_files else None
+        self._client.publish_policy(done, attached.epoch, weights_uri=uri)
+
+    def _record(self, attached: Attachment) -> None:
+        """Record the newest complete checkpoint; older ones on disk stay resumable."""
+        saved = [step for step in self._folders.saved_steps() if step <= self._done]
+        if saved and saved[-1] > self._recorded:
+            kept = self._options.keep_checkpoints or len(saved)
+            self._client.checkpoint(saved[-1], attached.epoch, keep=kept)
+            self._recorded = saved[-1]
+
+    # ------------------------------------------------------------------ the run's side
+
+    def _finished(self) -> bool:
+        """Write the next batch if there is one. Return whether the run has ended and everything is trained."""
+        attached = self._attached
+        if attached is None:
+            return False
+        self._record(attached)
+        try:
+            while not self._stopped.is_set() and self._written <= self._done + attached.look_ahead:
+                if not self._write(self._written, attached.epoch):
+                    return False
+                self._written += 1
+        except RunFinished:
+            if self._written == self._done:
+                logger.info("the run has ended after %d steps", self._done)
+                return True
+        return False
+
+    def _write(self, step: int, epoch: int) -> bool:
+        ranks = []
+        for rank in range(self._options.dp_world_size):
+            body = self._client.fetch_batch(step, epoch, dp_rank=rank)
+            if isinstance(body, WaitingAnswer):
+                lacks = f"blocked on {body.blocked_on}, have {body.have}, need {body.need}"
+                self._report(f"step {step}: {body.reason}, {lacks}")
+                return False
+            ranks.append(encode(read_batch(body)))
+        self._folders.write(step, ranks)
+        self._waiting, self._polls = "", 0
+        logger.info("wrote step=%d as step_%d bytes=%d", step, step + 1, sum(map(len, ranks)))
+        return True
+
+    def _report(self, why: str) -> None:
+        """Log a new reason at once, and one that lasts from time to time."""
+        self._polls = 0 if why != self._waiting else self._polls + 1
+        if self._polls % WARN_AFTER_POLLS == 0:
+            logger.log(logging.WARNING if self._polls else logging.INFO, "waiting: %s", why)
+        self._waiting = why
+
+    def _check_run(self) -> None:
+        facts = self._client.get_run().facts()
+        needed = {"adapters": (sorted(facts.adapters), []), "steps_per_publish": (facts.steps_per_publish, 1)}
+        for name, (found, wanted) in needed.items():
+            if found != wanted:
+                detail = (
+                    f"{name} of the run is {found}; needed: {wanted}: prime-rl broadcasts one policy after each step"
+                )
+                raise Invalid(detail, name=name, value=str(found), bound=str(wanted))

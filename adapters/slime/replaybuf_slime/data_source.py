@@ -1,0 +1,192 @@
+"""The data source of slime that is the trainer of a run: rollout_id is the step.
+
+What slime calls, and what it means for the run::
+
+    __init__(args)        check the run; nobody is fenced yet
+    load(k - 1)           attach at step k: redeliver what the checkpoint lacks, ack what only the checkpoint has
+    generate_rollout(r)   the steps before r - steps_ahead are trained and their weights loaded: ack, publish, fetch r
+    save(r)               step r is trained and its checkpoint written: ack r, record the checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replaybuf.client import BatchReader, Client, ReaderOptions, attach_at
+from replaybuf.errors import BatchOverdue, Conflict, Invalid, RunFinished, WrongStep
+from replaybuf.wire.batch import Batch
+from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf_slime.settings import Settings, check_run
+
+logger = logging.getLogger(__name__)
+
+READ_ONLY = "samples come from the producers of the run; append them there (`replaybuf generate`, `group_builder`)"
+
+
+class ReplaybufDataSource:
+    """`--data-source-path replaybuf_slime.ReplaybufDataSource`; needs `replaybuf_slime.generate_rollout`.
+
+    Raises `Invalid` for arguments and runs that do not fit.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.settings = Settings.of(args)
+        self._client = Client(self.settings.url, self.settings.run, self.settings.token, retry_for_s=60.0)
+        status = self._client.get_run()
+        check_run(args, self.settings, status)
+        self._steps_per_publish = status.facts().steps_per_publish
+        self._prompts: int | None = status.config["tickets"]["prompts"]
+        self._attached: Attachment | None = None
+        self._reader: BatchReader | None = None
+        self._unacked = self._version = 0
+        self._awaits_disk: int | None = None  # steps of a checkpoint that slime still writes in the background
+
+    # ------------------------------------------------------------------ what slime calls
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Attach after rollout `rollout_id`; None and -1 mean a new training.
+
+        Raises `WrongStep` for a checkpoint of another run, or of steps that are freed.
+        """
+        steps_done = 0 if rollout_id is None else rollout_id + 1
+        if steps_done:
+            self._check_same_run(steps_done)
+        self.close_reader()
+        self._attached = attached = attach_at(self._client, steps_done, lengths=True)
+        self._unacked, self._version = attached.step, attached.published_version
+        options = ReaderOptions(wait_ms=1000, deadline_s=self.settings.deadline_s, on_waiting=self._check_waiting)
+        self._reader = BatchReader(self._client, attached.epoch, attached.step, options)
+        logger.info("attached run=%s epoch=%d step=%d", self.settings.run, attached.epoch, attached.step)
+
+    def save(self, rollout_id: int) -> None:
+        """Record the checkpoint of rollout `rollout_id`, which slime has written.
+
+        With --async-save slime writes it until the next save, so it is recorded then.
+        """
+        steps_done = rollout_id + 1
+        self._ack_before(steps_done)
+        path = self._state_path(self.args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        with scratch.open("w") as file:
+            file.write(json.dumps({"run": self.settings.run, "steps_done": steps_done}))
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.rename(path)
+        last = rollout_id == self.args.num_rollout - 1
+        if getattr(self.args, "async_save", False) and not last:
+            written, self._awaits_disk = self._awaits_disk, steps_done
+        else:
+            written, self._awaits_disk = steps_done, None
+        if written is not None:
+            self._client.checkpoint(written, self._attachment().epoch)
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        """Reject: prompts belong to the tickets of the run."""
+        raise RuntimeError(READ_ONLY)
+
+    def add_samples(self, samples: list[list[Any]]) -> None:
+        """Reject: the groups of a run come from its producers."""
+        raise RuntimeError(READ_ONLY)
+
+    def __len__(self) -> int:
+        """Return the number of prompts, from which slime computes the rollouts of an epoch. Raises `Invalid`."""
+        if self._prompts is None:
+            detail = "the prompts of the run are endless; set --num-rollout instead of --num-epoch"
+            raise Invalid(detail, name="tickets.prompts", value=None)
+        return self._prompts
+
+    # ------------------------------------------------------------------ what the rollout function calls
+
+    def fetch(self, rollout_id: int) -> Batch:
+        """Wait for the batch of a rollout. Raises `RunFinished`, `BatchOverdue`, `Fenced`, `Invalid`."""
+        reader = self._reader
+        if reader is None:
+            raise Invalid("generate_rollout before load; slime calls load at its start", name="load", value=None)
+        if rollout_id != reader.step:
+            detail = f"slime asks for rollout {rollout_id}; the next step of the run is {reader.step}"
+            raise WrongStep(detail, name="rollout_id", value=rollout_id, bound=reader.step)
+        self._ack_before(rollout_id - self.settings.steps_ahead)
+        with contextlib.suppress(StopIteration):
+            return self._whole(next(reader))
+        raise RunFinished(f"the run ended after {reader.step} steps; --num-rollout is {self.args.num_rollout}")
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Return what slime logs beside its own metrics."""
+        staleness = np.concatenate([row.staleness for row in batch.micro_batches])
+        waited_s = sum(self._reader.waited_s.values()) if self._reader is not None else 0.0
+        return {
+            "replaybuf/staleness_mean": float(staleness.mean()),
+            "replaybuf/staleness_max": float(staleness.max()),
+            "replaybuf/waited_s_total": waited_s,
+        }
+
+    def close_reader(self) -> None:
+        """Stop fetching."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def close(self) -> None:
+        """Stop fetching and close the connections."""
+        self.close_reader()
+        self._client.close()
+
+    # ------------------------------------------------------------------
+
+    def _attachment(self) -> Attachment:
+        if self._attached is None:
+            raise Invalid("the data source is not attached; slime calls load at its start", name="load", value=None)
+        return self._attached
+
+    def _ack_before(self, step: int) -> None:
+        """Ack the steps before `step`, whose weights slime has trained and loaded, and publish their version."""
+        epoch = self._attachment().epoch
+        while self._unacked < step:
+            self._client.ack(self._unacked, epoch)
+            self._unacked += 1
+        version = self._unacked // self._steps_per_publish
+        if version > self._version:
+            self._client.publish_policy(version, epoch)
+            self._version = version
+
+    def _whole(self, batch: Batch) -> Batch:
+        """Raise `Conflict` for a batch from which slime would drop rollouts."""
+        needed = self.args.rollout_batch_size * self.args.n_samples_per_prompt
+        if batch.meta.batch_rollouts != needed:
+            found, step = batch.meta.batch_rollouts, batch.meta.step
+            detail = f"the batch of step {step} has {found} rollouts; slime needs {needed}: set batch.tail to drop"
+            raise Conflict(detail, name="batch_rollouts", value=found, bound=needed)
+        return batch
+
+    def _check_waiting(self, waiting: WaitingAnswer) -> None:
+        """Raise `BatchOverdue` for a wait that only this process could end: it trains while it waits for no batch."""
+        if waiting.reason in ("awaiting_ack", "awaiting_publication"):
+            ahead = self.settings.steps_ahead
+            detail = f"{waiting.reason} would never end: the strategy does not allow replaybuf_steps_ahead = {ahead}"
+            raise BatchOverdue(detail, waiting, name="replaybuf_steps_ahead", value=ahead)
+
+    def _check_same_run(self, steps_done: int) -> None:
+        if self.args.load is None:
+            return
+        path = self._state_path(self.args.load, steps_done - 1)
+        if not path.exists():  # killed between slime's checkpoint and `save`: the run knows enough
+            logger.warning("no %s; the run decides whether it has these steps", path)
+            return
+        found = json.loads(path.read_text())["run"]
+        if found != self.settings.run:
+            bound = self.settings.run
+            detail = f"{path} is a checkpoint of run {found}; replaybuf_run is {bound}"
+            raise WrongStep(detail, name="replaybuf_run", value=found, bound=bound)
+
+    @staticmethod
+    def _state_path(folder: str, rollout_id: int) -> Path:
+        return Path(folder) / "rollout" / f"replaybuf_{rollout_id}.json"

@@ -1,0 +1,61 @@
+"""Samples of slime from a batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from replaybuf.errors import Invalid
+from replaybuf.wire.batch import Batch, MicroBatch
+
+if TYPE_CHECKING:
+    from slime.utils.types import Sample
+
+
+def samples_of(batch: Batch, reward_key: str | None = None) -> list[list[Sample]]:
+    """Return the samples of each group, groups and rollouts in the order of the batch's record.
+
+    The body must have the extra `lengths`. slime computes advantages from rewards, so those of the batch are not used.
+    Raises `Invalid` for sampling weights, which slime has no place for.
+    """
+    found: dict[tuple[int, int], Sample] = {}
+    for row in batch.micro_batches:
+        if row.sampling_weights is not None:
+            detail = "the strategy gives sampling weights, which slime cannot apply; choose an order without them"
+            raise Invalid(detail, name="sampling_weights", value=batch.meta.strategy)
+        for number in range(len(row.group_index)):
+            key = int(row.group_index[number]), int(row.rollout_index[number])
+            found[key] = _sample(batch, row, number, reward_key)
+    groups: list[list[Sample]] = [[] for _ in batch.meta.group_ids]
+    for index, (group, rollout) in enumerate(sorted(found)):
+        sample = found[group, rollout]
+        sample.group_index, sample.index = group, index
+        groups[group].append(sample)
+    return groups
+
+
+def _sample(batch: Batch, row: MicroBatch, number: int, reward_key: str | None) -> Sample:
+    from slime.utils.types import Sample  # imports torch; conversion alone needs it
+
+    start, end = int(row.cu_seqlens[number]), int(row.cu_seqlens[number + 1])
+    if row.prompt_lengths is None:
+        raise Invalid("the body has no prompt_lengths; attach with lengths=True", name="lengths", value=False)
+    first = start + int(row.prompt_lengths[number])
+    reward = float(row.rewards[number])
+    metadata: dict[str, Any] = {
+        "group_id": batch.meta.group_ids[row.group_index[number]],
+        "policy_version": int(row.policy_versions[number]),
+        "staleness": int(row.staleness[number]),
+        "times_sampled": int(row.times_sampled[number]),
+    }
+    teacher = row.teacher_logprobs
+    return Sample(
+        tokens=row.input_ids[start:end].tolist(),
+        response_length=end - first,
+        reward=reward if reward_key is None else {reward_key: reward},
+        loss_mask=row.loss_mask[first:end].astype(int).tolist(),
+        rollout_log_probs=row.inference_logprobs[first:end].tolist(),
+        teacher_log_probs=None if teacher is None else teacher[first:end].tolist(),
+        weight_versions=[str(metadata["policy_version"])],
+        status=Sample.Status.COMPLETED,
+        metadata=metadata,
+    )

@@ -1,0 +1,93 @@
+"""Settings of the adapter from slime's arguments and the environment, and their check against the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+from typing import Any
+
+from replaybuf.errors import Invalid
+from replaybuf.wire.run_status import RunStatus
+
+logger = logging.getLogger(__name__)
+
+TESTED = "0.3.1"
+DEFAULT_URL = "http://127.0.0.1:8900"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """Where the run is, and how slime's loop walks through it.
+
+    `steps_ahead`: 0 for `train.py`; 1 for `train_async.py`, which asks for a rollout before the one before is trained.
+    `deadline_s`: how long one rollout may wait for its batch, None = without end.
+    """
+
+    url: str
+    run: str
+    token: str | None
+    steps_ahead: int
+    deadline_s: float | None
+
+    @classmethod
+    def of(cls, args: Any) -> Settings:
+        """Read `replaybuf_*` of slime's arguments, else `REPLAYBUF_*` of the environment. Raises `Invalid`."""
+        _warn_untested()
+        if not args.rollout_global_dataset:
+            raise _invalid("--disable-rollout-global-dataset", "set", "not set: else slime calls neither load nor save")
+        steps_ahead = _setting(args, "steps_ahead", 0 if args.colocate else None)
+        if steps_ahead is None or int(steps_ahead) not in (0, 1):
+            raise _invalid("replaybuf_steps_ahead", steps_ahead, "0 for train.py, 1 for train_async.py")
+        run, deadline_s = _setting(args, "run", None), _setting(args, "deadline_s", None)
+        if run is None:
+            raise _invalid("replaybuf_run", None, "the name of a run, by --custom-config-path or REPLAYBUF_RUN")
+        return cls(
+            url=str(_setting(args, "url", DEFAULT_URL)),
+            run=str(run),
+            token=os.environ.get("REPLAYBUF_TOKEN"),
+            steps_ahead=int(steps_ahead),
+            deadline_s=None if deadline_s is None else float(deadline_s),
+        )
+
+
+def check_run(args: Any, settings: Settings, status: RunStatus) -> None:
+    """Raise `Invalid` where batches of the run would not fit slime's rollouts."""
+    facts, batch = status.facts(), status.config["batch"]
+    of_run = f"run {settings.run}: "
+    needed = {
+        "adapters": (sorted(facts.adapters), [], "slime trains one policy"),
+        "group_size": (facts.group_size, args.n_samples_per_prompt, "--n-samples-per-prompt"),
+        "min_group_size": (facts.min_group_size, None, "slime needs whole groups"),
+        "batch.groups_per_batch": (batch["groups_per_batch"], args.rollout_batch_size, "--rollout-batch-size"),
+        "batch.tokens_per_batch": (batch["tokens_per_batch"], None, "a budget would make batches of fewer groups"),
+        "batch.timeout_s": (batch["timeout_s"], None, "a time limit would make batches of fewer groups"),
+        "steps_per_publish": (facts.steps_per_publish, _update_interval(args, settings), "--update-weights-interval"),
+    }
+    for name, (found, wanted, why) in needed.items():
+        if found != wanted:
+            raise _invalid(f"{of_run}{name}", found, f"{wanted} ({why})")
+
+
+def _update_interval(args: Any, settings: Settings) -> int:
+    """Return the rollouts between two updates of the weights; `train.py` updates after each one."""
+    return int(getattr(args, "update_weights_interval", 1)) if settings.steps_ahead else 1
+
+
+def _setting(args: Any, name: str, default: Any) -> Any:
+    given = getattr(args, f"replaybuf_{name}", None)
+    return os.environ.get(f"REPLAYBUF_{name.upper()}", default) if given is None else given
+
+
+def _warn_untested() -> None:
+    try:
+        version = importlib.metadata.version("slime")
+    except importlib.metadata.PackageNotFoundError:  # runs from a checkout
+        return
+    if version != TESTED:
+        logger.warning("replaybuf-slime is tested with slime %s; this is %s", TESTED, version)
+
+
+def _invalid(name: str, value: object, bound: str) -> Invalid:
+    return Invalid(f"{name} is {value}; needed: {bound}", name=name, value=str(value), bound=bound)

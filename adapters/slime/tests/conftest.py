@@ -1,0 +1,25 @@
+"""A real service, and slime's code where it can be had."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from slime_source import NoSource, checkout
+
+from tests.conftest import connect, own_service, run, service
+
+# The process that trainings are forked from knows its own modules only.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+__all__ = ["connect", "own_service", "run", "service"]
+
+
+@pytest.fixture(scope="session")
+def source() -> Path:
+    """Return the checkout of slime."""
+    try:
+        return checkout()
+    except NoSource as error:
+        pytest.skip(str(error))

@@ -1,0 +1,239 @@
+"""slime's rollout manager trains from a run: what arrives, and what a kill -9 in every phase changes: nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from slime_loop import PHASES, manager_of, train
+
+from replaybuf.client import Client, group_builder
+from replaybuf.errors import ReplaybufError
+from replaybuf.wire.group import Group
+from tests.conftest import RunClient, ServeProcess
+
+PROMPTS, SAMPLES, ROLLOUTS = 2, 2, 5
+CONFIG: dict[str, Any] = {
+    "batch": {"groups_per_batch": PROMPTS, "tokens_per_batch": None, "seq_len": 16},
+    "group_size": SAMPLES,
+}
+TIMEOUT_S = 90.0
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["slime_preload"])
+
+
+def group_of(ticket: Any, version: int) -> Group:
+    """Build the group of a ticket, whose tokens name its prompt: rollout 1 has the text of a tool in it."""
+    index = ticket.prompt_index
+    builder = group_builder([7, 8], prompt_id=f"p/{index}", policy_version=version, ticket=ticket)
+    builder.add([100 + index, 5], [-0.25, -0.5], 1.0)
+    builder.add([100 + index, 6, 9], [-0.25, 0.0, -1.0], 0.0, mask=[1, 0, 1])
+    return builder.build()
+
+
+class Producer(threading.Thread):
+    """Appends a group for every ticket, until it is stopped or the run ends."""
+
+    def __init__(self, url: str, run: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self._run_name, self._stopped = url, run, threading.Event()
+
+    def run(self) -> None:
+        with Client(self._url, self._run_name, retry_for_s=30.0) as client:
+            while not self._stopped.is_set():
+                tickets = client.take_tickets("test", 4, wait_ms=200)
+                client.append([group_of(ticket, tickets.published_version) for ticket in tickets.tickets])
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(TIMEOUT_S)
+
+
+@pytest.fixture
+def fed(run: RunClient, service: ServeProcess) -> Iterator[RunClient]:
+    """Create a run with a producer."""
+    assert run.put(**CONFIG).status_code == 201
+    producer = Producer(service.url, run.run)
+    producer.start()
+    yield run
+    producer.stop()
+
+
+def arguments(run: RunClient, folder: Path, **changes: Any) -> dict[str, Any]:
+    given = {
+        "replaybuf_url": str(run.http.base_url),
+        "replaybuf_run": run.run,
+        "rollout_batch_size": PROMPTS,
+        "n_samples_per_prompt": SAMPLES,
+        "num_rollout": ROLLOUTS,
+        "save": str(folder),
+    }
+    return given | changes
+
+
+def start(source: Path, given: dict[str, Any]) -> int | None:
+    """Run a training in a process of its own; return its exit code."""
+    process = FORKS.Process(target=train, args=(source, given))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+    return process.exitcode
+
+
+def recorded(run: RunClient, steps: int) -> list[list[list[int]]]:
+    """Return the tokens of each step of the surviving history, as the ledger and the stored groups have them."""
+    found = []
+    for step in range(steps):
+        groups = [group["prompt_index"] for group in run.get(f"batches/{step}/record").json()["groups"]]
+        found.append(sorted(row for index in groups for row in ([7, 8, 100 + index, 5], [7, 8, 100 + index, 6, 9])))
+    return found
+
+
+def test_slimes_manager_gets_the_values_of_the_groups(fed: RunClient, source: Path, tmp_path: Path) -> None:
+    """By its own conversion: lengths, masks, logprobs, rewards normalised by group; every rank has its part."""
+    manager = manager_of(source, arguments(fed, tmp_path))
+    try:
+        manager.load(-1)
+        ranks = [box.inner for box in manager.generate(0)]
+    finally:
+        manager.data_source.close()
+    rows: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    for rank in ranks:
+        assert len(rank["tokens"]) == PROMPTS * SAMPLES // 2
+        columns = ("response_lengths", "loss_masks", "rollout_log_probs", "rewards")
+        for number, tokens in enumerate(rank["tokens"]):
+            values = [rank[name][number] for name in columns]
+            rows[tuple(map(int, tokens))] = tuple(np.asarray(value).tolist() for value in values)
+    (expected,) = recorded(fed, 1)
+    assert sorted(map(list, rows)) == expected
+    for tokens, (length, mask, logprobs, reward) in rows.items():
+        answers = tokens[3] == 5
+        assert (length, mask) == ((2, [1, 1]) if answers else (3, [1, 0, 1]))
+        assert logprobs == ([-0.25, -0.5] if answers else [-0.25, 0.0, -1.0])
+        assert reward == pytest.approx(0.7071 if answers else -0.7071, abs=1e-3)
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["train.py", "train_async.py"])
+def test_a_training_acks_publishes_and_records_its_steps(
+    fed: RunClient, source: Path, tmp_path: Path, ahead: int
+) -> None:
+    assert start(source, arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)) == 0
+    state = fed.state()
+    assert (state["step"], state["published_version"], state["checkpoints"]) == (ROLLOUTS, ROLLOUTS, [ROLLOUTS])
+    assert json.loads((tmp_path / f"{ROLLOUTS - 1}.model").read_text()) == recorded(fed, ROLLOUTS)
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["train.py", "train_async.py"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_trainer_killed_in_any_phase_trains_each_step_once(
+    fed: RunClient, source: Path, tmp_path: Path, phase: str, ahead: int
+) -> None:
+    """Its model in the end is what the surviving history says, step by step, and no group is in two steps."""
+    given = arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)
+    step = 0 if phase == "attached" else 3 if phase in ("model_saved", "recorded") else 2
+    assert start(source, given | {"kill_at": f"{phase}:{step}"}) == -9
+    assert start(source, given) == 0
+    model = json.loads((tmp_path / f"{ROLLOUTS - 1}.model").read_text())
+    assert model == recorded(fed, ROLLOUTS)
+    rows = [tuple(row) for rows in model for row in rows]
+    assert len(rows) == len(set(rows)) == ROLLOUTS * PROMPTS * SAMPLES
+    state = fed.state()
+    assert (state["step"], state["checkpoints"]) == (ROLLOUTS, [ROLLOUTS])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout_global_dataset": False}, "--disable-rollout-global-dataset is set; needed: not set"),
+        ({"colocate": False}, "replaybuf_steps_ahead is None; needed: 0 for train.py, 1 for train_async.py"),
+        ({"replaybuf_run": None}, "replaybuf_run is None; needed: the name of a run"),
+        ({"rollout_batch_size": 3}, "batch.groups_per_batch is 2; needed: 3 (--rollout-batch-size)"),
+        ({"n_samples_per_prompt": 4}, "group_size is 2; needed: 4 (--n-samples-per-prompt)"),
+        (
+            {"replaybuf_steps_ahead": 1, "update_weights_interval": 2},
+            "steps_per_publish is 1; needed: 2 (--update-weights-interval)",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_that_do_not_fit_are_named_before_training(
+    fed: RunClient, source: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ReplaybufError) as caught:
+        manager_of(source, arguments(fed, tmp_path) | change)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"adapters": {"a": {"groups_per_batch": 2}}}, "adapters is ['a']; needed: [] (slime trains one policy)"),
+        ({"batch": CONFIG["batch"] | {"tokens_per_batch": 64}}, "batch.tokens_per_batch is 64; needed: None"),
+        ({"steps_per_publish": 2}, "steps_per_publish is 2; needed: 1"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_named(
+    run: RunClient, source: Path, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    answer = run.put(**CONFIG | config)
+    assert answer.status_code == 201, answer.text
+    with pytest.raises(ReplaybufError) as caught:
+        manager_of(source, arguments(run, tmp_path))
+    assert message in str(caught.value)
+
+
+def test_a_checkpoint_of_another_run_is_named(fed: RunClient, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "replaybuf_0.json").write_text('{"run": "other", "steps_done": 1}')
+    manager = manager_of(source, arguments(fed, tmp_path))
+    with pytest.raises(ReplaybufError, match="is a checkpoint of run other; replaybuf_run is run-"):
+        manager.load(0)
+    with pytest.raises(ReplaybufError, match=r"has 7 steps done; needed: steps that the run .* delivered"):
+        manager.load(6)
+    manager.data_source.close()
+
+
+def test_a_loop_that_the_strategy_does_not_allow_ends_instead_of_waiting(
+    run: RunClient, source: Path, tmp_path: Path
+) -> None:
+    """`on-policy` gives step 1 after the ack of step 0, which `train_async.py` sends later."""
+    run.put(**CONFIG | {"strategy": {"name": "on-policy"}})
+    producer = Producer(str(run.http.base_url), run.run)
+    producer.start()
+    manager = manager_of(source, arguments(run, tmp_path, replaybuf_steps_ahead=1))
+    try:
+        manager.load(-1)
+        manager.generate(0)
+        with pytest.raises(ReplaybufError, match="awaiting_ack would never end: the strategy does not allow"):
+            manager.generate(1)
+    finally:
+        manager.data_source.close()
+        producer.stop()
+
+
+def test_evaluation_and_other_data_sources_are_rejected(fed: RunClient, source: Path, tmp_path: Path) -> None:
+    manager = manager_of(source, arguments(fed, tmp_path))
+    with pytest.raises(ReplaybufError, match="--eval-function-path is this function; set it to slime"):
+        manager.generate_rollout(manager.args, 0, manager.data_source, evaluation=True)
+    with pytest.raises(ReplaybufError, match="--data-source-path is str; needed: replaybuf_slime"):
+        manager.generate_rollout(manager.args, 0, "other")
+    with pytest.raises(RuntimeError, match="samples come from the producers of the run"):
+        manager.data_source.get_samples(1)
+    with pytest.raises(ReplaybufError, match="the prompts of the run are endless; set --num-rollout"):
+        len(manager.data_source)
+    manager.data_source.close()
+
+
+def test_the_data_source_has_the_methods_of_slimes(source: Path) -> None:
+    from slime.rollout.data_source import DataSource
+
+    from replaybuf_slime import ReplaybufDataSource
+
+    assert all(callable(getattr(ReplaybufDataSource, name)) for name in DataSource.__abstractmethods__)
