@@ -242,6 +242,7 @@ def test_a_trainer_that_resumes_gets_the_same_steps_again(
         first.train(sidecar.keep_up, 2)
         resumed = first.checkpoint()
         first.train(sidecar.keep_up, 2)
+        eventually(lambda: fed.state()["step"] == 4, sidecar.keep_up)  # a restart takes longer than that
         second = Trainer(prime_data, tmp_path, *resumed)
         second.train(sidecar.keep_up, STEPS - 2)
         sidecar.wait()
