@@ -242,7 +242,8 @@ def test_a_trainer_that_resumes_gets_the_same_steps_again(
         first.train(sidecar.keep_up, 2)
         resumed = first.checkpoint()
         first.train(sidecar.keep_up, 2)
-        eventually(lambda: fed.state()["step"] == 4, sidecar.keep_up)  # a restart takes longer than that
+        # A restart takes longer than the sidecar needs to notice a broadcast and to remove the files before it.
+        eventually(lambda: not (tmp_path / "rollouts" / "step_4").exists(), sidecar.keep_up)
         second = Trainer(prime_data, tmp_path, *resumed)
         second.train(sidecar.keep_up, STEPS - 2)
         sidecar.wait()
