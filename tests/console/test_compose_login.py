@@ -99,6 +99,6 @@ def test_a_token_of_a_process_is_told_what_it_lacks(
 def test_prometheus_of_compose_reads_with_its_token(composed: tuple[str, dict[str, str]]) -> None:
     """Its configuration names the file that `init` makes, and the header works."""
     port, tokens = composed
-    (job,) = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]
+    job = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"][0]
     header = {"Authorization": f"{job['authorization']['type']} {tokens['reader']}", "Host": "serve:8900"}
     assert httpx.get(f"http://127.0.0.1:{port}/metrics", headers=header).status_code == 200
