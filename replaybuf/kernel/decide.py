@@ -226,6 +226,7 @@ def draft_batch(state: RunState, selector: Selector, chosen: BatchSelection, now
         fill=_fill_of(state, chosen, int(columns[-1].sum(dtype=np.int64))),
         stale_token_mask=config.stale_token_mask,
         at_s=now_s,
+        index_end=state.stored,
     )
     progress = {name: state.progress_at(step, name) for name in config.adapters}
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.changes import Changes
-from replaybuf.kernel.index import Index
+from replaybuf.kernel.index import FREED, Index
 from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, RewindRecord
 
 T = TypeVar("T", int, float)
@@ -119,8 +119,8 @@ class StepFigures(msgspec.Struct):
         """Fold a batch of the groups in `rows` of the index, at these versions of the policy, [groups] each."""
         self.rows = [row for row in self.rows if row.last < record.step] if self._covers(record.step) else self.rows
         made = _row_of(record, index, rows, versions, self.pending)
-        if record.at_s and len(rows):
-            _add_stored(made, index, self.rows[-1].stored if self.rows else 0)
+        if len(rows) and (record.at_s or record.index_end is not None):
+            _add_stored(made, index, self.rows[-1].stored if self.rows else 0, record.index_end)
         self.rows.append(made)
         self.newest_s = record.at_s or self.newest_s
         self.pending = {}
@@ -185,15 +185,20 @@ def _row_of(
     return base
 
 
-def _add_stored(row: StepRow, index: Index, stored_before: int) -> None:
-    """Add what was stored since the batch before: by time, because a restart folds the index stream first.
+def _add_stored(row: StepRow, index: Index, stored_before: int, index_end: int | None) -> None:
+    """Add what was stored since the batch before, up to group `index_end`: a restart folds the index stream first.
 
-    Clocks of servers differ, so a group may count for a neighbouring step; none counts twice or not at all.
+    Older records lack it and go by time. Clocks of servers differ, so a group may count for a neighbouring step; none
+    counts twice or not at all. Freed rows never count, because they may be gone.
     """
-    until = int(np.searchsorted(index["arrival_s"], row.at_s, "right"))
-    since = int(np.searchsorted(index["number"], stored_before, "right"))
-    row.tokens_in = float(index["tokens"][since:until].sum(dtype=np.int64))
-    row.stored = max(stored_before, int(index["number"][until - 1]) if until else 0)
+    numbers = index["number"]
+    if index_end is None:
+        until = int(np.searchsorted(index["arrival_s"], row.at_s, "right"))
+        index_end = int(numbers[until - 1]) if until else 0
+    since, until = np.searchsorted(numbers, (stored_before, index_end), "right").tolist()
+    kept = index["state"][since:until] != FREED
+    row.tokens_in = float(index["tokens"][since:until].sum(dtype=np.int64, where=kept))
+    row.stored = max(stored_before, index_end)
 
 
 def _mean(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> float:

@@ -108,6 +108,7 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     `stale_token_mask`: of the configuration; `masked_tokens`: sampled tokens of the stored groups that it leaves out of
     the loss.
     `late_columns`: columns that came late for at least one group; `digest` covers their content.
+    `index_end`: number of the newest group stored before it, for figures; None in older records.
     """
 
     step: int
@@ -128,6 +129,7 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     stale_token_mask: int | None = None
     masked_tokens: int = 0
     late_columns: list[str] = []
+    index_end: int | None = None
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:

@@ -240,11 +240,7 @@ def counts_of(tallies: GroupHistograms) -> dict[str, Any]:
 
 
 def story_of(state: RunState) -> dict[str, Any]:
-    """Return everything that must be equal after two rebuilds of the same history.
-
-    Of the figures per step, tokens stored between two batches are told by the clock of their arrival: a group may
-    count for the step before or after.
-    """
+    """Return everything that must be equal after two rebuilds of the same history."""
     index = state.index
     numbers = range(1, state.stored + 1)
     kept = {int(n): row for n in numbers for row in index.rows_of([n]).tolist()}
@@ -255,7 +251,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
         "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
         "live": state.pool.live_totals(),
-        "figures": [msgspec.structs.replace(row, tokens_in=0.0, stored=0) for row in state.figures.rows],
+        "figures": state.figures,
         "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.acked) for s, b in state.batches.items()},
         "records": (
             {s: (r.entry, r.generation) for s, r in state.records.items()},
@@ -427,7 +423,9 @@ class RunStateMachine(RuleBasedStateMachine):
             generation=model.generation,
             version=model.version_of(step),
         )
-        record = msgspec.structs.replace(record, stale_token_mask=1, masked_tokens=len(chosen))
+        record = msgspec.structs.replace(
+            record, stale_token_mask=1, masked_tokens=len(chosen), index_end=self.state.stored
+        )
         assert not self.write(record)
         model.made.append(ModelBatch(step, model.entries, [g.number for g in chosen], model.generation))
         model.next_step += 1

@@ -28,11 +28,11 @@ def stored(run: Run, *groups: Mapping[str, float]) -> None:
     run.state.store(np.arange(first, first + len(groups)), entries(*groups))
 
 
-def batch(run: Run, *numbers: int, at_s: float) -> None:
+def batch(run: Run, *numbers: int, at_s: float, index_end: int | None = None) -> None:
     """Put groups into the batch of the next step."""
     state = run.state
     record = batch_record(state.next_step, [batch_entry(n) for n in numbers], generation=state.generation)
-    run.apply(msgspec.structs.replace(record, at_s=at_s))
+    run.apply(msgspec.structs.replace(record, at_s=at_s, index_end=index_end))
 
 
 def test_a_row_has_the_figures_of_the_groups_of_its_batch() -> None:
@@ -52,6 +52,26 @@ def test_a_row_has_the_figures_of_the_groups_of_its_batch() -> None:
     assert (row.reward_mean, row.reward_std, row.reward_min, row.reward_max) == (0.5, 0.25, 0.0, 1.0)
     assert (row.age_s, row.longest, row.tokens_in, row.stored) == (8.0, 16, 40.0, 2)
     assert (row.uses, row.fill, row.dropped) == (1.0, 1.0, {"tail": 1})
+
+
+def test_a_batch_counts_the_groups_that_were_stored_when_it_was_decided() -> None:
+    """Arrivals by the clock of another server change nothing; a freed group never counts, because its row may go."""
+    run = Run()
+    stored(run, {"arrival_s": 90.0, "tokens": 10}, {"arrival_s": 14.0, "tokens": 30}, {"arrival_s": 1.0, "tokens": 500})
+    batch(run, 1, at_s=20.0, index_end=2)
+    run.apply(AckRecord(step=0, epoch=1))
+    run.evict(3, reason="tail")
+    run.checkpoint(1)
+    stored(run, {"arrival_s": 30.0, "tokens": 70})
+    batch(run, 4, at_s=40.0, index_end=4)
+    assert [(row.tokens_in, row.stored) for row in run.state.figures.rows] == [(40.0, 2), (70.0, 4)]
+
+
+def test_a_batch_of_an_older_record_goes_by_the_clock() -> None:
+    run = Run()
+    stored(run, {"arrival_s": 10.0, "tokens": 10}, {"arrival_s": 30.0, "tokens": 30})
+    batch(run, 1, at_s=20.0)
+    assert [(row.tokens_in, row.stored) for row in run.state.figures.rows] == [(10.0, 1)]
 
 
 def test_staleness_is_that_of_the_step() -> None:
