@@ -243,7 +243,7 @@ class RunState:
             rows = self.index.rows_of(self.batches[record.step].numbers)
             self.figures.add_batch(record, self.index, rows, self.versions_at(record.step, rows))
         else:
-            self.figures.apply(self.entries, record)
+            self.figures.apply(record, entry=self.entries, step=self.step, oldest_step=self.oldest_step)
 
     def _attach(self, record: AttachRecord) -> None:
         self.attachment = Attachment(

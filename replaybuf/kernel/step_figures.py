@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from replaybuf.kernel.changes import Changes
 from replaybuf.kernel.index import FREED, Index
-from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, RewindRecord
+from replaybuf.kernel.moments import Moments
+from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointRecord, PolicyRecord, RewindRecord
 
 T = TypeVar("T", int, float)
 
@@ -82,27 +83,36 @@ _MEANS = (
 class StepFigures(msgspec.Struct):
     """Rows by ascending step, the groups dropped since the newest batch, by reason, and the newest changes.
 
-    `newest_s`: time of the newest ledger record.
+    `newest_s`: time of the newest ledger record; `moments` for the life of a group.
     """
 
     rows: list[StepRow] = []
     pending: dict[str, int] = {}
     changes: Changes = msgspec.field(default_factory=Changes)
     newest_s: float = 0.0
+    moments: Moments = msgspec.field(default_factory=Moments)
 
-    def apply(self, entry: int, record: AnyRecord) -> None:
-        """Fold ledger entry `entry`, which is no batch."""
+    def apply(self, record: AnyRecord, *, entry: int, step: int, oldest_step: int) -> None:
+        """Fold ledger entry `entry`, which is no batch; `step` is the next unacked one after it."""
         self.newest_s = record.at_s or self.newest_s
         match record:
             case AckRecord():
-                place = bisect_right(self.rows, record.step, key=lambda row: row.step) - 1
-                if place >= 0 and record.step <= self.rows[place].last:
-                    row = self.rows[place]
+                if row := self.row_of(record.step):
                     row.acked_s, row.waited = record.at_s, _sum([row.waited, record.waited_s])
+            case PolicyRecord():
+                self.moments.publish(record, step)
+            case CheckpointRecord():
+                self.moments.checkpoint(record, oldest_step)
             case RewindRecord():
+                self.moments.rewind(record)
                 self.changes.add_rewind(entry, record)
                 if record.on_resume == "resample":
                     self.rows = [row for row in self.rows if row.last < record.step]
+
+    def row_of(self, step: int) -> StepRow | None:
+        """Return the row of a step, which may cover others too."""
+        place = bisect_right(self.rows, step, key=lambda row: row.step) - 1
+        return self.rows[place] if place >= 0 and step <= self.rows[place].last else None
 
     def drop(self, reason: str, groups: int) -> None:
         """Count dropped groups."""

@@ -230,6 +230,12 @@ class TicketBook:
         entry = self._out.get(ticket.prompt)
         return entry is not None and entry.ticket == ticket
 
+    def age_s(self, ticket: Ticket, now_s: float) -> float | None:
+        """Return for how many seconds a ticket has been out; None if it is not, or was loaded from storage."""
+        entry = self._out.get(ticket.prompt)
+        known = entry is not None and entry.ticket == ticket and not entry.loaded
+        return now_s - (entry.deadline_s - self.ttl_s) if entry and known else None
+
     def may_have_issued(self, ticket: Ticket) -> bool:
         """Return whether `ticket` can be one of this book, also an earlier one that expired or was returned.
 

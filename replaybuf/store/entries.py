@@ -25,7 +25,10 @@ _LARGEST_BIT = 2**32 - 1
 
 
 class EntryStrings(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The variable part of an index entry; `lengths` are the tokens of each rollout, int32 bytes."""
+    """The variable part of an index entry; `lengths` are the tokens of each rollout, int32 bytes.
+
+    `ticket_s`: seconds since the epoch when the ticket was issued; None = unknown, and in older entries.
+    """
 
     group_id: str
     prompt_id: str
@@ -33,6 +36,7 @@ class EntryStrings(msgspec.Struct, frozen=True, array_like=True, gc=False):
     payload_key: str
     ticket: str | None
     lengths: bytes
+    ticket_s: float | None = None
 
 
 NO_STRINGS = EntryStrings("", "", "", "", None, b"")

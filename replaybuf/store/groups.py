@@ -58,13 +58,17 @@ class AppendResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingGroup:
-    """One group ready to be stored: its id, the default id of its ticket's prompt ("" without a ticket), its frame."""
+    """One group ready to be stored: its id, the default id of its ticket's prompt ("" without a ticket), its frame.
+
+    `ticket_s`: seconds since the epoch when its ticket was issued; None = unknown.
+    """
 
     group: Group
     group_id: str
     prompt_key: str
     frame: bytes | memoryview
     crc32c: int
+    ticket_s: float | None = None
 
     @property
     def names(self) -> Names:
@@ -278,7 +282,9 @@ def _entry_of(item: PendingGroup, payload_key: str, published_version: int, now_
     group = item.group
     values = encode_entry(group, len(item.frame), item.crc32c, published_version, now_s)
     lengths = group.lengths.astype("<i4").tobytes()
-    strings = EntryStrings(item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths)
+    strings = EntryStrings(
+        item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths, item.ticket_s
+    )
     return NewEntry(values, strings)
 
 

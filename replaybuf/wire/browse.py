@@ -41,6 +41,22 @@ class GroupSummary(Answer, frozen=True, kw_only=True):
     late_columns: list[str] = field(default_factory=list)
 
 
+class LifeMoment(Answer, frozen=True, kw_only=True, omit_defaults=True):
+    """One moment of a group's life; `at_s` in seconds since the epoch, absent if the service does not know it.
+
+    - `version`: of `sampled` the oldest of its tokens (`until_version` the newest), of `stored` the published one, of
+      `batch` and `trained` the one that the step trains, of `evicted` the one of the policy then
+    - `step` of `batch` and `trained`; `reason` of a drop
+    """
+
+    what: Literal["ticket", "sampled", "stored", "batch", "trained", "published", "evicted", "dead_lettered", "freed"]
+    at_s: float | None = None
+    step: int | None = None
+    version: int | None = None
+    until_version: int | None = None
+    reason: str | None = None
+
+
 class GroupPage(Answer, frozen=True, kw_only=True):
     """A page of groups. `next` is the `after` of the next page, None on the last one."""
 
@@ -57,11 +73,12 @@ class StoredRollout(RolloutJson, forbid_unknown_fields=False, kw_only=True):
 
 
 class StoredGroup(GroupSummary, frozen=True, kw_only=True, omit_defaults=True):
-    """A group with its content, None once its bytes are freed. `detail` says what is wrong with a broken frame."""
+    """A group with its life, and its content, None once its bytes are freed. `detail`: what is wrong with a frame."""
 
     rollouts: list[StoredRollout] | None
     metadata: dict[str, Any] | None
     detail: str | None = None
+    life: list[LifeMoment] = field(default_factory=list)
 
 
 class UsedGroup(Answer, frozen=True, kw_only=True, gc=False):

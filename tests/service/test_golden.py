@@ -20,7 +20,7 @@ from tests.conftest import group as json_group
 from tests.kernel.test_state import Run
 
 FRAMES = "5807bb3b57de99ef"
-SNAPSHOT = "6956978cf978b876"
+SNAPSHOT = "8418f2a2f032bf8a"
 BODIES = "ba09aaf1c6021a75"
 LEDGER = "fd3d960d916ea97f"
 HEADER_BYTES = len(MAGIC) + 20

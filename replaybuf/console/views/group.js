@@ -2,7 +2,8 @@
 
 import { get, runPath } from "../api.js";
 import { facts, h, pill, update } from "../dom.js";
-import { clockTime, count, decimal, shorten } from "../format.js";
+import { count, decimal, shorten } from "../format.js";
+import { describeMoments, isSettled } from "../group_life.js";
 import { runLink, runView } from "./frame.js";
 
 const MOST_TOKENS = 2000;
@@ -14,6 +15,7 @@ const MODES = [["text", "text"], ["logprob", "tokens by logprob"], ["version", "
 export function openGroup({ query }, run, groupId) {
   const [life, list] = [h("div", {}), h("div", {})];
   let group = null;
+  let seen = "";
   let [mode] = MODES.map(([name]) => name).filter((name) => name === query.get("show")).concat("text");
   const choice = h("select", { id: "show", change: (event) => paint((mode = event.target.value)) }, MODES.map(([value, name]) => h("option", { value, selected: value === mode }, name)));
   const bar = h("div", { class: "bar" }, h("div", {}, h("label", { for: "show" }, "Show"), choice));
@@ -31,8 +33,17 @@ export function openGroup({ query }, run, groupId) {
   async function hasChanged() {
     const page = await get(runPath(run, "/groups"), { after: group.number - 1, limit: 1 });
     const summary = page.groups.find((one) => one.number === group.number);
+    if (!isSettled(group) && (await hasMoved())) return true;
     const moving = (one) => JSON.stringify([one.state, one.batches, one.late_columns]);
     return summary !== undefined && moving(summary) !== moving(group);
+  }
+
+  // Whether a step was trained or a version published since the last look.
+  async function hasMoved() {
+    const { row } = await get(runPath(run, "/flow"));
+    const before = seen;
+    seen = `${row.step} ${row.published_version}`;
+    return seen !== before;
   }
 
   function paint() {
@@ -43,13 +54,7 @@ export function openGroup({ query }, run, groupId) {
 }
 
 function describeLife(run, group) {
-  const moments = [
-    ["sampled", `by version ${group.policy_version}`],
-    ["stored", clockTime(group.arrival_s)],
-    ...group.late_columns.map((name) => ["column added", name]),
-    ...group.batches.map((step) => [h("a", { href: runLink(run, `/steps/${step}`) }, `step ${step}`), "in the batch"]),
-    [group.state.replaceAll("_", " "), group.reason ?? lifeNow(group)],
-  ];
+  const moments = describeMoments(group, (step) => runLink(run, `/steps/${step}`));
   const pairs = [
     ["Prompt", group.prompt_id],
     ["Prompt index", group.prompt_index === null ? "–" : count(group.prompt_index)],
@@ -61,11 +66,7 @@ function describeLife(run, group) {
     group.adapter ? ["Adapter", group.adapter] : null,
   ].filter(Boolean);
   const metadata = group.metadata && Object.keys(group.metadata).length ? h("details", {}, h("summary", {}, "Metadata"), h("pre", { class: "change" }, shorten(JSON.stringify(group.metadata, null, 1), 5000))) : null;
-  return [h("ol", { class: "life", "aria-label": "Life of the group" }, moments.map(([what, when]) => h("li", {}, what, h("small", {}, when)))), facts(pairs), group.detail && h("p", { class: "bad" }, group.detail), metadata];
-}
-
-function lifeNow(group) {
-  return { live: "a batch may use it", in_batches: "kept for a resume", retired: "freed after a checkpoint" }[group.state] ?? "";
+  return [h("ol", { class: "life", "aria-label": "Life of the group" }, moments.map(([what, when]) => h("li", {}, what, when.map((line) => h("small", {}, line))))), facts(pairs), group.detail && h("p", { class: "bad" }, group.detail), metadata];
 }
 
 function describeRollouts(group, mode) {

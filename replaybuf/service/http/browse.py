@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from replaybuf.errors import BrokenFrame, Gone, NotFound
 from replaybuf.kernel.column_table import SCORES
+from replaybuf.kernel.group_life import describe_life
 from replaybuf.kernel.group_query import GroupQuery
 from replaybuf.kernel.queries import find_group_state, list_dead_letters, steps_by_group
 from replaybuf.service.http.group_pages import find_page
 from replaybuf.service.run.run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.store.keys import late_column
-from replaybuf.wire.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary
+from replaybuf.wire.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary, LifeMoment
 from replaybuf.wire.frame import decode_frame
 from replaybuf.wire.group import split_rollouts
 from replaybuf.wire.plan import decode_late
@@ -51,7 +52,21 @@ async def describe_group(
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     frames = await fetch_frames(run, entries)
     summary = summarize(run, entries[0], steps_by_group(run.state, [number])[number])
-    return summary | await read_content(frames[number], tokenizer, pieces=pieces)
+    life = _describe_life(run, entries[0], summary)
+    return summary | {"life": life} | await read_content(frames[number], tokenizer, pieces=pieces)
+
+
+def _describe_life(run: Run, entry: IndexEntry, summary: Mapping[str, Any]) -> list[LifeMoment]:
+    oldest = int(entry.values["policy_version"])
+    return describe_life(
+        run.state,
+        entry.number,
+        entry.strings.adapter,
+        summary["batches"],
+        versions=(oldest, int(entry.values["policy_version_max"]), oldest + int(entry.values["staleness_at_write"])),
+        stored_s=summary["arrival_s"],
+        ticket_s=entry.strings.ticket_s,
+    )
 
 
 class StoredFrames(NamedTuple):

@@ -86,7 +86,15 @@ class AdmissionCheck:
                 value=len(frame),
                 bound=largest,
             )
-        return PendingGroup(group, group_id, key, frame, stored_checksum(frame))
+        return PendingGroup(group, group_id, key, frame, stored_checksum(frame), self._ticket_s(group))
+
+    def _ticket_s(self, group: Group) -> float | None:
+        """Return when the ticket of a group was issued, by the wall clock; None if it is no longer out."""
+        if group.ticket is None:
+            return None
+        clock = self._journal.clock
+        age_s = self._book.age_s(parse_ticket(group.ticket), clock.monotonic())
+        return None if age_s is None else clock.wall() - age_s
 
     def _identify(self, group: Group) -> tuple[str, str, Group]:
         """Return group id, prompt key ("" without a ticket) and the group with its prompt index."""
