@@ -166,10 +166,13 @@ class Run:
             self.side_state.restore(stored)
 
     async def tick(self) -> None:
-        """Do what time requires: expire tickets, finish a used-up run, delete freed payloads, trim."""
+        """Do what time requires: what a leader owes, and a look at why the run waits."""
+        if self.journal.leading:
+            await self._tick_leader()
         self.state_cache.look()
-        if not self.journal.leading:
-            return
+
+    async def _tick_leader(self) -> None:
+        """Expire tickets, finish a used-up run, delete freed payloads, trim."""
         await self.arrivals.settle()
         await self.side_state.write_removed()
         await self.tickets.take_back(heard=not self.lease.ended())
