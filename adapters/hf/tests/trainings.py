@@ -159,12 +159,16 @@ class Paired(PolicyTrainer):
         return 2
 
 
-def train_hf(settings: Settings) -> None:
-    """Train with the Trainer of transformers."""
-    model, folder = model_of(settings), Path(settings["folder"])
+def as_arguments(settings: Settings) -> TrainingArguments:
+    """Return the arguments of a training on a CPU."""
     arguments = {"max_steps": STEPS, "save_steps": 2, "save_total_limit": 2, "learning_rate": 1e-3, "logging_steps": 1}
     arguments |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True} | settings.get("arguments", {})
-    args = TrainingArguments(str(folder), **arguments)
+    return TrainingArguments(settings["folder"], **arguments)
+
+
+def train_hf(settings: Settings) -> None:
+    """Train with the Trainer of transformers."""
+    model, folder, args = model_of(settings), Path(settings["folder"]), as_arguments(settings)
     kind = globals()[settings.get("kind", "PolicyTrainer")]
     trainer = kind(model=model, args=args, replaybuf=RunOptions(**settings["options"]))
     resume = settings.get("resume", "last")
