@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from killed_sidecar import PHASES, start
 
 from replaybuf.client import Client, group_builder
+from replaybuf.errors import NotFound
 from replaybuf.wire.group import Group
 from replaybuf_prime_rl.command import main
 from tests.conftest import RunClient, ServeProcess
@@ -46,7 +48,11 @@ class Producer(threading.Thread):
         with Client(self._url, self._run_name, retry_for_s=30.0) as client:
             while not self._stopped.is_set():
                 tickets = client.take_tickets("test", 4, wait_ms=200)
-                client.append([group_of(ticket, tickets.published_version) for ticket in tickets.tickets])
+                results = client.append([group_of(ticket, tickets.published_version) for ticket in tickets.tickets])
+                for ticket, result in zip(tickets.tickets, results, strict=True):
+                    if result.status == "rejected":  # of a version that a rewind took back
+                        with contextlib.suppress(NotFound):
+                            client.return_ticket(ticket.ticket, "lost_lineage")
 
     def stop(self) -> None:
         self._stopped.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import threading
@@ -14,7 +15,7 @@ import pytest
 from slime_loop import PHASES, manager_of, train
 
 from replaybuf.client import Client, group_builder
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import NotFound, ReplaybufError
 from replaybuf.wire.group import Group
 from tests.conftest import RunClient, ServeProcess
 
@@ -48,7 +49,11 @@ class Producer(threading.Thread):
         with Client(self._url, self._run_name, retry_for_s=30.0) as client:
             while not self._stopped.is_set():
                 tickets = client.take_tickets("test", 4, wait_ms=200)
-                client.append([group_of(ticket, tickets.published_version) for ticket in tickets.tickets])
+                results = client.append([group_of(ticket, tickets.published_version) for ticket in tickets.tickets])
+                for ticket, result in zip(tickets.tickets, results, strict=True):
+                    if result.status == "rejected":  # of a version that a rewind took back
+                        with contextlib.suppress(NotFound):
+                            client.return_ticket(ticket.ticket, "lost_lineage")
 
     def stop(self) -> None:
         self._stopped.set()
