@@ -179,7 +179,10 @@ def test_arguments_that_do_not_fit_are_named_before_training(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"adapters": {"a": {"groups_per_batch": 2}}}, "adapters is ['a']; needed: [] (slime trains one policy)"),
+        (
+            {"adapters": {"a": {"groups_per_batch": 2}}, "batch": {}},
+            "adapters is ['a']; needed: [] (slime trains one policy)",
+        ),
         ({"batch": CONFIG["batch"] | {"tokens_per_batch": 64}}, "batch.tokens_per_batch is 64; needed: None"),
         ({"steps_per_publish": 2}, "steps_per_publish is 2; needed: 1"),
     ],
