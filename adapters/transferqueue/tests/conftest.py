@@ -10,6 +10,7 @@ import pytest
 import ray
 import transfer_queue
 from omegaconf import OmegaConf
+from starting_ray import start_ray
 
 import replaybuf_transferqueue
 from replaybuf_transferqueue.settings import Settings
@@ -49,13 +50,7 @@ def open_store(valkey: Valkey) -> Iterator[Callable[..., Store]]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        runtime_env={"worker_process_setup_hook": "replaybuf_transferqueue.register"},
-    )
+    start_ray(2)
     yield
     ray.shutdown()
 

@@ -15,10 +15,10 @@ import shutil
 import sys
 from pathlib import Path
 
-import ray
 import torch
 import transfer_queue
 from omegaconf import OmegaConf
+from starting_ray import start_ray
 from tensordict import NonTensorStack, TensorDict
 
 from replaybuf_transferqueue import BACKEND, restore
@@ -116,7 +116,7 @@ def main() -> None:
     """Restore and check; then work until killed."""
     path, folder, round_, url = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     journal, rng = Journal(path), random.Random(round_)
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    start_ray(1)
     backend = {"storage_backend": BACKEND, BACKEND: {"url": url, "timeout_s": 60.0}}
     transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend}))
     newest = next((name for name, _ in reversed(journal.saved) if Path(name).exists()), None)

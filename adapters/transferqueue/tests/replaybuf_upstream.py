@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 import pytest
-import ray
 from omegaconf import OmegaConf
+from starting_ray import start_ray
 
 import replaybuf_transferqueue
 
@@ -29,9 +29,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             module.BACKEND_CONFIGS[replaybuf_transferqueue.BACKEND] = CONFIG
         elif hasattr(module, "_TQ_CONFIG"):
             module._TQ_CONFIG = OmegaConf.create(CONFIG)
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        logging_level="error",
-        runtime_env={"worker_process_setup_hook": "replaybuf_transferqueue.register"},
-    )
+    start_ray(4)
