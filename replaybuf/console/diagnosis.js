@@ -38,5 +38,8 @@ const amounts = (waiting) => ["groups", "tokens"].filter((name) => waiting?.need
 
 const missing = (waiting) => (waiting.missing ?? []).map((one) => `${one.name} was last seen ${age(one.last_seen_s)} ago`);
 
+// Producers that a person has to look for: those of a finished run may leave.
+export const goneOf = (row) => (row.state === "finished" ? 0 : row.producers_gone);
+
 // How many things under Problems need a person.
-export const problemsOf = (row) => row.producers_gone + row.dead_lettered + (row.alarm ? 1 : 0);
+export const problemsOf = (row) => goneOf(row) + row.dead_lettered + (row.alarm ? 1 : 0);

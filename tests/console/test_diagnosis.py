@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import ClockedServe, RunClient
 from tests.conftest import group as make_group
 from tests.console.conftest import play
+from tests.waiting import eventually
 
 OpenPage = Callable[..., Any]
 
@@ -72,6 +73,22 @@ def test_a_dead_engine_is_the_first_cause(clocked: ClockedServe, open_page: Open
     page.locator(".state", has_text="The trainer is gone").wait_for()
     page.get_by_text("gen-1: no engine takes its requests").wait_for()
     run.http.close()
+
+
+def test_a_finished_run_waits_nowhere_and_misses_nobody(run: RunClient, open_page: OpenPage) -> None:
+    """Its producers have left because nothing is to be done: that is no problem, also not in the list of runs."""
+    run.put(batch={"groups_per_batch": 1}, tickets={"heartbeat_s": 0.1})
+    run.http.put(f"{run.path}/producers/gen-1", json={"engines": 1}).raise_for_status()
+    run.http.patch(run.path, json={"state": "finished"}).raise_for_status()
+    eventually(lambda: run.get("flow").json()["row"]["producers_gone"], 60.0)
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}")
+    page.locator(".state strong", has_text="The run is finished.").wait_for()
+    page.locator(".flow li").first.wait_for()
+    assert (page.locator(".flow li.here").count(), page.locator("main .bad").count()) == (0, 0)
+    page = open_page(str(run.http.base_url))
+    row = page.locator("table.runs tbody tr", has_text=run.run)
+    row.wait_for()
+    assert row.locator(".bad").count() == 0
 
 
 def test_a_change_is_marked_and_compared_with_the_steps_before(run: RunClient, open_page: OpenPage) -> None:

@@ -2,7 +2,7 @@
 
 import { find, get, runPath } from "../api.js";
 import { CHARTS, Chart, saveCsv } from "../charts.js";
-import { diagnose, problemsOf } from "../diagnosis.js";
+import { diagnose, goneOf, problemsOf } from "../diagnosis.js";
 import { h, update } from "../dom.js";
 import { age, count, decimal, rate } from "../format.js";
 import { REASON_CHARTS, ReasonChart, totals } from "../reason_charts.js";
@@ -128,11 +128,12 @@ function describeState(row, run, idle) {
 function describeFlow(flow, run) {
   const { row } = flow;
   const { kind, place } = diagnose(row);
-  const here = place ?? (row.waiting ? PLACES[row.waiting.blocked_on] : "");
+  const waits = row.waiting && row.state !== "finished";
+  const here = place ?? (waits ? PLACES[row.waiting.blocked_on] : "");
   const card = (name, big, ...lines) =>
     h("li", { class: name === here ? `here ${kind}` : null }, h("h3", {}, name), h("div", { class: "big" }, big), lines.map((line) => h("div", {}, line)), name === here && h("div", { class: "mark" }, "the run waits here"));
   return [
-    card("Producers", count(row.producers_known), row.producers_last_seen_s === null ? "never seen" : `seen ${age(row.producers_last_seen_s)} ago`, row.producers_gone ? h("a", { class: "bad", href: runLink(run, "/problems") }, `${row.producers_gone} gone`) : rate(row.groups_per_s, "groups/s")),
+    card("Producers", count(row.producers_known), row.producers_last_seen_s === null ? "never seen" : `seen ${age(row.producers_last_seen_s)} ago`, goneOf(row) ? h("a", { class: "bad", href: runLink(run, "/problems") }, `${goneOf(row)} gone`) : rate(row.groups_per_s, "groups/s")),
     card("Tickets", `${count(flow.tickets_out)} out`, flow.group_s ? `${age(flow.group_s)} from ticket to group` : "no group came by ticket yet"),
     card("Buffer", `${count(row.groups_live)} groups`, `${count(row.tokens_live)} tokens`, flow.stored_s === null ? "no group yet" : `newest ${age(flow.stored_s)} ago`),
     card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${count(row.max_steps)} steps in all` : "", row.step > 0 && [h("a", { href: runLink(run, `/steps/${row.step - 1}`) }, `step ${count(row.step - 1)}`), ", ", h("a", { href: runLink(run, `/rollouts?step=${row.step - 1}&order=reward&desc=false`) }, "its worst rewards")]),

@@ -1,7 +1,7 @@
 // All runs of the server, one row each.
 
 import { get } from "../api.js";
-import { diagnose } from "../diagnosis.js";
+import { diagnose, goneOf } from "../diagnosis.js";
 import { h, pill, sparkline, update } from "../dom.js";
 import { age, count, decimal, rate } from "../format.js";
 
@@ -35,7 +35,7 @@ function reward(row) {
 }
 
 function producers(row) {
-  const gone = row.producers_gone ? h("span", { class: "bad" }, ` ${row.producers_gone} gone`) : "";
+  const gone = goneOf(row) ? h("span", { class: "bad" }, ` ${goneOf(row)} gone`) : "";
   return [age(row.producers_last_seen_s), gone];
 }
 
