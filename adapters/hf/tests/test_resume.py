@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,11 @@ def settings_of(run: RunClient, folder: Path) -> Settings:
     return {"folder": str(folder), "options": {"url": str(run.http.base_url), "run": run.run}, "dropout": 0.1}
 
 
+def lines_of(settings: Settings) -> int:
+    path = Path(settings["folder"]) / "lines.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
 @BOTH
 def test_the_curve_after_random_kills_is_that_of_a_whole_training(
     train: Train,
@@ -30,12 +34,10 @@ def test_the_curve_after_random_kills_is_that_of_a_whole_training(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The moments are random; a kill that comes after the end counts as none."""
+    """Each kill comes up to 0.5 s after a random step; one that comes after the end counts as none."""
     url, chance = str(run.http.base_url), random.Random(request.config.getoption("--kill-seed"))
     fill(run)
-    began_s = time.monotonic()
     assert Training(train, settings_of(run, tmp_path / "whole")).wait() == {}
-    lasts_s = time.monotonic() - began_s
     expected = curve(tmp_path / "whole")
     assert sorted(expected) == list(range(1, STEPS + 1))
 
@@ -47,7 +49,10 @@ def test_the_curve_after_random_kills_is_that_of_a_whole_training(
         settings = settings_of(killed, tmp_path / f"killed-{attempt}")
         for _ in range(2):
             training = Training(train, settings)
-            training.processes[chance.randrange(2)].join(chance.uniform(0.2, 0.9) * lasts_s)
+            done, more = lines_of(settings), chance.randrange(1, 4)
+            while lines_of(settings) < done + more and training.processes[0].is_alive():
+                training.processes[0].join(0.005)
+            training.processes[0].join(chance.uniform(0.0, 0.5))
             kills += training.kill(first=chance.randrange(2))
         assert Training(train, settings).wait() == {}
         assert curve(Path(settings["folder"])) == expected
