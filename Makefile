@@ -106,6 +106,8 @@ test-adapters: $(ADAPTERS:%=test-adapter-%)
 test-adapter-%: $(STAMP) $(ADAPTERS_VENV)/%/.installed
 	$(ADAPTERS_VENV)/$*/bin/python -m pytest adapters/$*/tests -c adapters/$*/pyproject.toml --rootdir adapters/$* $(ARGS)
 
+# Otherwise make deletes it as an intermediate file, and installs again each time.
+.PRECIOUS: $(ADAPTERS_VENV)/%/.installed
 $(ADAPTERS_VENV)/%/.installed: adapters/%/pyproject.toml adapters/%/constraints.txt adapters/install.sh
 	@adapters/install.sh $(PYTHON) $* $(ADAPTERS_VENV)
 
