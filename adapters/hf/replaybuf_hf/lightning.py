@@ -197,7 +197,8 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
             )
         check_origin(feed.options, feed.ranks, "the checkpoint", state["run"], state["ranks"])
         if state["ranks"] == feed.ranks.size:
-            self._generator = state["generators"][feed.ranks.rank].cpu()
+            # A copy: torch 2.13 crashes on a state that is part of a larger tensor.
+            self._generator = state["generators"][feed.ranks.rank].cpu().clone()
 
     def _publish(self, trainer: Trainer, pl_module: LightningModule, *, now: bool = False) -> None:
         publish = self.publish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -65,8 +66,12 @@ class Training:
         for process in self.processes:
             process.join(TIMEOUT_S)
         assert not self.kill(), "the training did not end"
-        found = {rank: self.folder / f"error-{rank}" for rank in range(len(self.processes))}
-        return {rank: path.read_text() for rank, path in found.items() if path.exists()}
+        found = {}
+        for rank, process in enumerate(self.processes):
+            path = self.folder / f"error-{rank}"
+            if path.exists() or process.exitcode:
+                found[rank] = path.read_text() if path.exists() else f"exit code {process.exitcode}"
+        return found
 
     def kill(self, first: int = 0) -> bool:
         """Kill all ranks with SIGKILL, `first` before the others; return whether any was alive."""
@@ -91,6 +96,7 @@ def run_rank(train: Callable[[Settings], None], settings: Settings, rank: int, r
     if ranks == 1:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
             del os.environ[name]
+    faulthandler.enable()
     torch.set_num_threads(1)
     try:
         train(settings)
