@@ -37,7 +37,30 @@ export function update(parent, ...wanted) {
   now.slice(next.length).forEach((node) => node.remove());
 }
 
+const TURN_MS = 12;
+
+// Like `update` with what each of `makers` makes, in short turns: a long list does not hold the page. A newer call for
+// the same parent ends an older one.
+const newest = new WeakMap();
+export async function updateInTurns(parent, makers) {
+  const call = {};
+  newest.set(parent, call);
+  let began = performance.now();
+  for (const [place, make] of makers.entries()) {
+    if (performance.now() - began > TURN_MS) {
+      await new Promise((resolve) => setTimeout(resolve));
+      if (newest.get(parent) !== call) return;
+      began = performance.now();
+    }
+    const old = parent.childNodes[place];
+    if (old) morph(old, make());
+    else parent.append(make());
+  }
+  [...parent.childNodes].slice(makers.length).forEach((node) => node.remove());
+}
+
 function morph(old, node) {
+  if (old === node) return;
   if (old.nodeType !== node.nodeType || old.nodeName !== node.nodeName) {
     old.replaceWith(node);
   } else if (old.nodeType === Node.TEXT_NODE) {

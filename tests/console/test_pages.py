@@ -155,7 +155,7 @@ def test_a_server_that_goes_away_is_reported_and_found_again(
 
 
 def test_a_thousand_runs_do_not_hold_the_page(trained: RunClient, open_page: Callable[..., Any]) -> None:
-    """It shows the first 200 and finds any of them."""
+    """It shows the first 200 and finds any of them, also while it is still filling the list."""
     url = str(trained.http.base_url)
     row = trained.http.get("/v1/overview").json()
     sums = next(run for run in row["runs"] if run["run"] == "sums")
@@ -163,12 +163,30 @@ def test_a_thousand_runs_do_not_hold_the_page(trained: RunClient, open_page: Cal
     page = open_page(url)
     page.route("**/v1/overview", lambda route: route.fulfill(json=row))
     page.get_by_text("1000 of 1000 runs").wait_for()
-    assert page.locator("tbody tr").count() == 200
+    lines = page.locator("tbody tr")
+    lines.nth(199).wait_for()
+    assert lines.count() == 200
     page.get_by_label("Search runs").fill("run-0999")
-    assert page.locator("tbody tr").count() == 1
+    assert lines.count() == 1
     page.get_by_label("Search runs").fill("")
     page.get_by_role("button", name="Show 800 more").click()
-    assert page.locator("tbody tr").count() == 1000
+    lines.nth(999).wait_for()
+    assert lines.count() == 1000
+    page.evaluate(
+        """() => {
+          const type = (text) => {
+            const search = document.querySelector("[type=search]");
+            search.value = text;
+            search.dispatchEvent(new Event("input"));
+          };
+          type("run");
+          type("run-0999");
+        }"""
+    )
+    page.get_by_text("1 of 1000 runs").wait_for()
+    with page.expect_response("**/v1/overview"):  # by then the first search would have filled the list
+        pass
+    assert lines.all_inner_texts() == [lines.first.inner_text()]
 
 
 def test_a_group_is_read_again_only_when_it_has_changed(run: RunClient, open_page: Callable[..., Any]) -> None:
@@ -184,8 +202,8 @@ def test_a_group_is_read_again_only_when_it_has_changed(run: RunClient, open_pag
         pass
     assert len(whole) == 1
     run.train(run.attach(), range(1))
-    page.get_by_role("link", name="step 0").wait_for()
-    assert len(whole) == 2
+    page.get_by_role("link", name="trained, step 0").wait_for()
+    assert len(whole) in (2, 3)  # it may have looked between batch and ack
 
 
 def test_a_refresh_without_news_changes_nothing_in_the_page(trained: RunClient, open_page: Callable[..., Any]) -> None:
@@ -196,6 +214,7 @@ def test_a_refresh_without_news_changes_nothing_in_the_page(trained: RunClient, 
     page = open_page(str(trained.http.base_url))
     page.route("**/v1/overview", lambda route: route.fulfill(json=overview))
     page.get_by_text("1000 of 1000 runs").wait_for()
+    page.locator("tbody tr").nth(199).wait_for()
     with page.expect_response("**/v1/overview"):
         page.evaluate(
             """() => {

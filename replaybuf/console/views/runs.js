@@ -2,7 +2,7 @@
 
 import { get } from "../api.js";
 import { diagnose, goneOf } from "../diagnosis.js";
-import { h, pill, sparkline, update } from "../dom.js";
+import { h, pill, sparkline, update, updateInTurns } from "../dom.js";
 import { age, count, decimal, rate } from "../format.js";
 
 const SHOWN = 200;
@@ -66,6 +66,8 @@ function select(rows) {
 
 export function openRuns({ refreshNow }) {
   let overview = null;
+  const [broken, head, lines] = [h("div", {}), h("tr", {}), h("tbody", {})];
+  const table = h("table", { class: "runs" }, h("caption", { class: "hidden" }, "Runs"), h("thead", {}, head), lines);
   const body = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Runs" });
   // A screen reader reads a status after each change: the speed, which always changes, is not part of it.
   const summary = h("span", { role: "status" }, "Loading");
@@ -89,13 +91,14 @@ export function openRuns({ refreshNow }) {
     if (!overview) return;
     const rows = select([...overview.runs]);
     const shown = filter.all ? rows : rows.slice(0, SHOWN);
-    const lines = shown.map((row) => h("tr", {}, COLUMNS.map(([, kind, , cell]) => h("td", { class: kind }, cell(row)))));
-    const head = h("thead", {}, h("tr", {}, COLUMNS.map(heading)));
     const unreadable = Object.entries(overview.unreadable).map(([name, cause]) => h("p", { class: "bad" }, `Run ${name} cannot be read: ${cause}`));
     const nothing = overview.runs.length
       ? h("p", { class: "empty" }, "No run matches. Clear the search or choose any state.")
       : h("p", { class: "empty" }, "No run yet. Create one here, or start ", h("code", {}, "replaybuf demo"), " to see a whole run.");
-    update(body, unreadable, rows.length ? h("table", { class: "runs" }, h("caption", { class: "hidden" }, "Runs"), head, h("tbody", {}, lines)) : nothing);
+    update(broken, unreadable);
+    update(body, rows.length ? table : nothing);
+    update(head, COLUMNS.map(heading));
+    updateInTurns(lines, shown.map((row) => () => h("tr", {}, COLUMNS.map(([, kind, , cell]) => h("td", { class: kind }, cell(row))))));
     const left = rows.length - shown.length;
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");
     update(speed, ` · ${rate(overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0), "tokens/s")} trained`);
@@ -110,6 +113,6 @@ export function openRuns({ refreshNow }) {
   }
 
   const bar = h("div", { class: "bar" }, search, state, h("span", { class: "grow" }), h("a", { class: "button", href: "#/new" }, "Create a run"));
-  const node = h("div", {}, h("h1", {}, "Runs"), h("p", { class: "quiet" }, summary, speed), bar, body, more);
+  const node = h("div", {}, h("h1", {}, "Runs"), h("p", { class: "quiet" }, summary, speed), bar, broken, body, more);
   return { title: "Runs", crumbs: [], node, refresh, period_ms: 2000, refreshNow };
 }
