@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prime_source import NoSource, checkout, load
+from prime_source import SOURCE, load
 
 from tests.conftest import connect, own_service, run, service
+from tests.pinned_source import NoSource
 
 # The process that sidecars are forked from knows its own modules only.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -21,6 +22,6 @@ __all__ = ["connect", "own_service", "run", "service"]
 def prime_data() -> Any:
     """Return the module of prime-rl's data loader."""
     try:
-        return load(checkout())
+        return load(SOURCE.checkout())
     except NoSource as error:
         pytest.skip(str(error))

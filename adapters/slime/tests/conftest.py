@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from slime_source import NoSource, checkout
+from slime_source import SOURCE
 
 from tests.conftest import connect, own_service, run, service
+from tests.pinned_source import NoSource
 
 # The process that trainings are forked from knows its own modules only.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -20,6 +21,6 @@ __all__ = ["connect", "own_service", "run", "service"]
 def source() -> Path:
     """Return the checkout of slime."""
     try:
-        return checkout()
+        return SOURCE.checkout()
     except NoSource as error:
         pytest.skip(str(error))

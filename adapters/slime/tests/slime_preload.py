@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 
 import slime_loop
-from slime_source import NoSource, checkout, load
+from slime_source import SOURCE, load
 
 import replaybuf_slime
+from tests.pinned_source import NoSource
 
 with contextlib.suppress(NoSource):
-    load(checkout())
+    load(SOURCE.checkout())
 
 __all__ = ["replaybuf_slime", "slime_loop"]
