@@ -1,4 +1,4 @@
-"""Write dashboards/*.json of Grafana from the tables of panels.py.
+"""Write dashboards/*.json of Grafana from the tables of boards.py.
 
 python docker/grafana/dashboards.py
 """
@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from panels import DASHBOARDS, Panel
+from boards import DASHBOARDS
+from panels import Panel
 
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = {"type": "prometheus", "uid": "replaybuf-prometheus"}
