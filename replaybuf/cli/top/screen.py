@@ -57,6 +57,6 @@ def attention(row: RunRow) -> int:
     """Return how much a run needs a person: 0 = somebody has to act, 1 = it waits, 2 = it runs, 3 = it is finished."""
     if row.state == "finished":
         return 3
-    if row.state == "paused" or row.alarm or (row.waiting and row.waiting.missing):
+    if row.state == "paused" or row.stands_still or row.alarm or (row.waiting and row.waiting.missing):
         return 0
     return 1 if row.waiting and row.waiting.blocked_on != "trainer" else 2

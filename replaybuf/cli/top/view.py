@@ -42,7 +42,7 @@ class Column:
 
 COLUMNS = (
     Column("run", 20, 0, lambda row: row.run),
-    Column("state", 8, 2, lambda row: row.state),
+    Column("state", 8, 2, lambda row: _state(row)),
     Column("step", 11, 1, lambda row: f"{row.step}/{row.max_steps}" if row.max_steps else str(row.step), right=True),
     Column("vers", 5, 6, lambda row: str(row.published_version), right=True),
     Column("tok/s", 6, 3, lambda row: count(row.tokens_per_s), right=True),
@@ -122,6 +122,10 @@ def _runs(rows: Sequence[RunRow], screen: Screen, console: Console) -> Renderabl
     return Group(table, Text(f"{hidden} more runs", style="dim")) if hidden > 0 else table
 
 
+def _state(row: RunRow) -> str:
+    return "stalled" if row.stands_still else row.state
+
+
 def _producers(row: RunRow) -> str:
     gone = f" -{row.producers_gone}" if row.producers_gone else ""
     return f"{row.producers_known}{gone} {age(row.producers_last_seen_s)}"
@@ -132,7 +136,7 @@ def _producers(row: RunRow) -> str:
 
 def _run(flow: Flow, producers: Sequence[ProducerStatus], console: Console) -> RenderableType:
     row = flow.row
-    title = f"run {row.run}: {row.state}, {row.strategy}, step {row.step}" + (
+    title = f"run {row.run}: {_state(row)}, {row.strategy}, step {row.step}" + (
         f" of {row.max_steps}" if row.max_steps else ""
     )
     parts: list[RenderableType] = [Text(printable(title), style=f"bold {STYLES[attention(row)]}"), _flow(flow, console)]

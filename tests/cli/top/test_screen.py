@@ -31,6 +31,11 @@ def test_runs_that_need_a_person_come_first() -> None:
     assert screen.order == "attention"
 
 
+def test_a_run_that_stands_still_comes_before_one_that_waits_as_usual() -> None:
+    still = row("still", stands_still=True)
+    assert [one.run for one in Screen().shown([*ROWS, still])] == ["still", "stopped", "slow", "busy", "done"]
+
+
 def test_the_selection_stays_on_its_run() -> None:
     """Whatever the order; at the ends it stops; a run that is gone gives it to the first."""
     screen = Screen()

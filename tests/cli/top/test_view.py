@@ -40,8 +40,8 @@ def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
 
 def test_a_wide_list_shows_every_figure() -> None:
     waits = waiting_answer("too_few_groups", "producers")
-    shown = drawn(overview(row("toy", waiting=waits, producers_gone=1, idle_s=190.0)), 200)
-    for text in ("12/100", "12.3k", "0.600", "too_few_groups", "<- producers", "8 -1 0.4s", "1.0s", "3m"):
+    shown = drawn(overview(row("toy", waiting=waits, producers_gone=1, idle_s=190.0, stands_still=True)), 200)
+    for text in ("12/100", "stalled", "12.3k", "0.600", "too_few_groups", "<- producers", "8 -1 0.4s", "1.0s", "3m"):
         assert text in shown, text
 
 
