@@ -60,6 +60,7 @@ def main() -> None:
         callbacks=[ReplaybufCallback(worker)],
     )
     trainer.train(resume_from_checkpoint=newest_checkpoint(given.output))
+    trainer.accelerator.end_training()  # ends the threads of torch.distributed: at the exit they may abort the process
 
 
 if __name__ == "__main__":
