@@ -247,8 +247,8 @@ class RunClient:
 
 
 def lasting(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a run without what time alone changes: how long ago its clients called."""
-    return {name: value for name, value in state.items() if name not in ("trainer", "producers")}
+    """Return the state of a run without what time alone changes: how long ago its clients called, how long it waits."""
+    return {name: value for name, value in state.items() if name not in ("trainer", "producers", "waiting_s")}
 
 
 def group(

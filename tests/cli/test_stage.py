@@ -152,7 +152,7 @@ def test_several_stages_of_one_column_are_harmless(run: RunClient, stages: Stage
         assert one.stdout is not None and one.stdout.readline().startswith("stage adds")
     eventually(lambda: lacking(run) == [], WITHIN_S)
     added = [int(re.search(r"added (\d+), passed \d+, failed 0", stop(one))[1]) for one in several]  # type: ignore[index]
-    assert sum(added) == 40
+    assert 40 - len(several) <= sum(added) <= 40  # an answer on its way is not counted after the signal
     assert sorted(one["number"] for record in records(run) for one in record["groups"]) == list(range(1, 41))
 
 

@@ -81,7 +81,7 @@ def test_a_batch_waits_for_its_slot_and_says_which(run: RunClient) -> None:
     assert (waits["reason"], waits["blocked_on"]) == ("too_few_groups", "producers")
     assert (waits["have"]["groups"], waits["need"]["groups"]) == (2, 3)
     assert waits["detail"] == "slots of this batch that wait for a ticket: 1; the first is prompt_index 1"
-    assert run.state()["waiting"]["detail"] == waits["detail"]
+    eventually(lambda: run.state()["waiting"]["detail"] == waits["detail"], 30.0)
     deliver(run, tickets[1])
     run.train(epoch, range(2))
     assert [indexes(run, step) for step in range(2)] == [[0, 1, 2], [3, 4, 5]]
