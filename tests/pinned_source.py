@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 FETCH_TIMEOUT_S = 120.0
@@ -63,7 +63,9 @@ def stand_in(names: Iterable[str]) -> None:
 
 
 class _Anything(types.ModuleType):
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []  # as a package has
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
