@@ -38,11 +38,25 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
+    """Start a service of one test, with options. It ends after the pages: one that polls a dead service reports it."""
+    servers: list[ServeProcess] = []
+
+    def start(*options: str) -> ServeProcess:
+        servers.append(ServeProcess(tmp_path / "data", *options).start())
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end()
+
+
 OpenPage = Callable[..., Any]
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[OpenPage]:
+def open_page(browser: Any, own_server: Callable[..., ServeProcess]) -> Iterator[OpenPage]:
     """Open addresses of a service. At the end, the browser must have reported no error but the `expected` ones."""
     errors: list[str] = []
     contexts = []

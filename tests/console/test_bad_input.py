@@ -144,52 +144,50 @@ def test_a_clock_that_agrees_is_not_mentioned(run: RunClient, open_page: OpenPag
     assert page.locator("#clock").inner_text() == ""
 
 
-def test_a_token_that_ends_while_the_page_is_open_is_asked_for_again(tmp_path: Path, open_page: OpenPage) -> None:
+def test_a_token_that_ends_while_the_page_is_open_is_asked_for_again(
+    tmp_path: Path, own_server: Callable[..., ServeProcess], open_page: OpenPage
+) -> None:
     """Revoked: the page keeps what it shows, says why it asks, and goes on with another token."""
     tokens = tmp_path / "tokens"
     old, new = (new_token("reader", name, tokens) for name in ("old", "new"))
     operator = new_token("operator", "ops", tokens)
-    server = ServeProcess(tmp_path / "data", "--tokens-file", str(tokens)).start()
-    try:
-        headers = {"Authorization": f"Bearer {operator}"}
-        url = f"{server.url}/v1/runs/kept"
-        assert httpx.put(url, json={"batch": {"groups_per_batch": 1}}, headers=headers).is_success
-        page = open_page(server.url, "/runs/kept", expected=REFUSED)
-        give_token(page, old)
-        page.locator(".state strong").wait_for()
-        revoke_token("old", tokens)
-        server.signal(1)
-        page.get_by_text("was not in the tokens file").wait_for()
-        assert page.locator(".state strong").is_visible()
-        give_token(page, new)
-        page.locator("dialog").wait_for(state="hidden")
-        page.locator(".title .pill.running").wait_for()
-    finally:
-        server.end()
+    server = own_server("--tokens-file", str(tokens))
+    headers = {"Authorization": f"Bearer {operator}"}
+    url = f"{server.url}/v1/runs/kept"
+    assert httpx.put(url, json={"batch": {"groups_per_batch": 1}}, headers=headers).is_success
+    page = open_page(server.url, "/runs/kept", expected=REFUSED)
+    give_token(page, old)
+    page.locator(".state strong").wait_for()
+    revoke_token("old", tokens)
+    server.signal(1)
+    page.get_by_text("was not in the tokens file").wait_for()
+    assert page.locator(".state strong").is_visible()
+    give_token(page, new)
+    page.locator("dialog").wait_for(state="hidden")
+    page.locator(".title .pill.running").wait_for()
 
 
-def test_a_token_of_other_runs_and_one_with_a_limit_get_the_reason(tmp_path: Path, open_page: OpenPage) -> None:
+def test_a_token_of_other_runs_and_one_with_a_limit_get_the_reason(
+    tmp_path: Path, own_server: Callable[..., ServeProcess], open_page: OpenPage
+) -> None:
     """The page says what the token may not do; with few calls per second it is slow and complete."""
     tokens = tmp_path / "tokens"
     mine = new_token("reader", "mine", tokens, runs=["mine"])
     slow = new_token("reader", "slow", tokens, max_calls_per_s=1.0)
     operator = new_token("operator", "ops", tokens)
-    server = ServeProcess(tmp_path / "data", "--tokens-file", str(tokens)).start()
-    try:
-        for run in ("mine", "theirs"):
-            headers = {"Authorization": f"Bearer {operator}"}
-            config = {"batch": {"groups_per_batch": 1}}
-            assert httpx.put(f"{server.url}/v1/runs/{run}", json=config, headers=headers).is_success
-        page = open_page(server.url, expected=(*REFUSED, "status of 429"))
-        give_token(page, mine)
-        page.get_by_role("link", name="mine").wait_for()
-        assert page.get_by_role("link", name="theirs").count() == 0
-        page.evaluate("location.hash = '#/runs/theirs'")
-        page.locator("#banner", has_text="mine").wait_for()
-        limited = open_page(server.url, "/runs/mine", expected=REFUSED)
-        give_token(limited, slow)
-        limited.locator(".state strong").wait_for()
-        limited.get_by_text("No batch yet").first.wait_for()
-        limited.locator("#banner").wait_for(state="hidden")
-    finally:
-        server.end()
+    server = own_server("--tokens-file", str(tokens))
+    for run in ("mine", "theirs"):
+        headers = {"Authorization": f"Bearer {operator}"}
+        config = {"batch": {"groups_per_batch": 1}}
+        assert httpx.put(f"{server.url}/v1/runs/{run}", json=config, headers=headers).is_success
+    page = open_page(server.url, expected=(*REFUSED, "status of 429"))
+    give_token(page, mine)
+    page.get_by_role("link", name="mine").wait_for()
+    assert page.get_by_role("link", name="theirs").count() == 0
+    page.evaluate("location.hash = '#/runs/theirs'")
+    page.locator("#banner", has_text="mine").wait_for()
+    limited = open_page(server.url, "/runs/mine", expected=REFUSED)
+    give_token(limited, slow)
+    limited.locator(".state strong").wait_for()
+    limited.get_by_text("No batch yet").first.wait_for()
+    limited.locator("#banner").wait_for(state="hidden")

@@ -136,22 +136,19 @@ def test_the_theme_is_switched_and_kept(trained: RunClient, open_page: Callable[
 
 
 def test_a_server_that_goes_away_is_reported_and_found_again(
-    tmp_path: Path, open_page: Callable[..., Any], connect: Callable[[str, str], RunClient]
+    own_server: Callable[[], ServeProcess], open_page: Callable[..., Any], connect: Callable[[str, str], RunClient]
 ) -> None:
     """The page keeps what it knew, says since when, and continues with the server that comes back."""
-    server = ServeProcess(tmp_path / "data").start()
-    try:
-        connect(server.url, "here").put(batch={"groups_per_batch": 1})
-        page = open_page(server.url, expected=("ERR_CONNECTION", "Failed to load resource"))
-        page.get_by_role("link", name="here").wait_for()
-        server.port = server.url.rpartition(":")[2]
-        server.stop()
-        page.get_by_text("The server has not answered since").wait_for()
-        assert page.get_by_role("link", name="here").is_visible()
-        server.start()
-        page.locator("#banner").wait_for(state="hidden")
-    finally:
-        server.end()
+    server = own_server()
+    connect(server.url, "here").put(batch={"groups_per_batch": 1})
+    page = open_page(server.url, expected=("ERR_CONNECTION", "Failed to load resource"))
+    page.get_by_role("link", name="here").wait_for()
+    server.port = server.url.rpartition(":")[2]
+    server.stop()
+    page.get_by_text("The server has not answered since").wait_for()
+    assert page.get_by_role("link", name="here").is_visible()
+    server.start()
+    page.locator("#banner").wait_for(state="hidden")
 
 
 def test_a_thousand_runs_do_not_hold_the_page(trained: RunClient, open_page: Callable[..., Any]) -> None:
