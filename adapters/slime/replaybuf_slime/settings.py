@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.metadata
-import logging
 import os
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
+from replaybuf.client.peers import warn_if_untested
 from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import RunStatus
 
-logger = logging.getLogger(__name__)
-
-TESTED = "0.3.1"
+TESTED = ("0.3.1", "0.4")
 DEFAULT_URL = "http://127.0.0.1:8900"
 
 
@@ -34,7 +33,8 @@ class Settings:
     @classmethod
     def of(cls, args: Any) -> Settings:
         """Read `replaybuf_*` of slime's arguments, else `REPLAYBUF_*` of the environment. Raises `Invalid`."""
-        _warn_untested()
+        with contextlib.suppress(PackageNotFoundError):  # slime may run from a checkout
+            warn_if_untested("replaybuf-slime", "slime", *TESTED)
         if not args.rollout_global_dataset:
             raise _invalid("--disable-rollout-global-dataset", "set", "not set: else slime calls neither load nor save")
         steps_ahead = _setting(args, "steps_ahead", 0 if args.colocate else None)
@@ -78,15 +78,6 @@ def _update_interval(args: Any, settings: Settings) -> int:
 def _setting(args: Any, name: str, default: Any) -> Any:
     given = getattr(args, f"replaybuf_{name}", None)
     return os.environ.get(f"REPLAYBUF_{name.upper()}", default) if given is None else given
-
-
-def _warn_untested() -> None:
-    try:
-        version = importlib.metadata.version("slime")
-    except importlib.metadata.PackageNotFoundError:  # runs from a checkout
-        return
-    if version != TESTED:
-        logger.warning("replaybuf-slime is tested with slime %s; this is %s", TESTED, version)
 
 
 def _invalid(name: str, value: object, bound: str) -> Invalid:
