@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import numpy as np
 import pytest
 from slime_loop import PHASES, manager_of, train
 
-from replaybuf.client import Client, group_builder
-from replaybuf.errors import NotFound, ReplaybufError
-from replaybuf.wire.group import Group
+from replaybuf.errors import ReplaybufError
 from tests.conftest import RunClient, ServeProcess
+from tests.ticket_producer import Rows, producing, recorded_rows
 
 PROMPTS, SAMPLES, ROLLOUTS = 2, 2, 5
 CONFIG: dict[str, Any] = {
@@ -29,45 +26,12 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["slime_preload"])
 
 
-def group_of(ticket: Any, version: int) -> Group:
-    """Build the group of a ticket, whose tokens name its prompt: rollout 1 has the text of a tool in it."""
-    index = ticket.prompt_index
-    builder = group_builder([7, 8], prompt_id=f"p/{index}", policy_version=version, ticket=ticket)
-    builder.add([100 + index, 5], [-0.25, -0.5], 1.0)
-    builder.add([100 + index, 6, 9], [-0.25, 0.0, -1.0], 0.0, mask=[1, 0, 1])
-    return builder.build()
-
-
-class Producer(threading.Thread):
-    """Appends a group for every ticket, until it is stopped or the run ends."""
-
-    def __init__(self, url: str, run: str) -> None:
-        super().__init__(daemon=True)
-        self._url, self._run_name, self._stopped = url, run, threading.Event()
-
-    def run(self) -> None:
-        with Client(self._url, self._run_name, retry_for_s=30.0) as client:
-            while not self._stopped.is_set():
-                tickets = client.take_tickets("test", 4, wait_ms=200)
-                results = client.append([group_of(ticket, tickets.published_version) for ticket in tickets.tickets])
-                for ticket, result in zip(tickets.tickets, results, strict=True):
-                    if result.status == "rejected":  # of a version that a rewind took back
-                        with contextlib.suppress(NotFound):
-                            client.return_ticket(ticket.ticket, "lost_lineage")
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join(TIMEOUT_S)
-
-
 @pytest.fixture
 def fed(run: RunClient, service: ServeProcess) -> Iterator[RunClient]:
     """Create a run with a producer."""
     assert run.put(**CONFIG).status_code == 201
-    producer = Producer(service.url, run.run)
-    producer.start()
-    yield run
-    producer.stop()
+    with producing(service.url, run.run):
+        yield run
 
 
 def arguments(run: RunClient, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -92,13 +56,10 @@ def start(source: Path, given: dict[str, Any]) -> int | None:
     return process.exitcode
 
 
-def recorded(run: RunClient, steps: int) -> list[list[list[int]]]:
-    """Return the tokens of each step of the surviving history, as the ledger and the stored groups have them."""
-    found = []
-    for step in range(steps):
-        groups = [group["prompt_index"] for group in run.get(f"batches/{step}/record").json()["groups"]]
-        found.append(sorted(row for index in groups for row in ([7, 8, 100 + index, 5], [7, 8, 100 + index, 6, 9])))
-    return found
+def trained_model(folder: Path) -> list[Rows]:
+    """Return the tokens that trained the model of the last checkpoint, by step."""
+    steps = json.loads((folder / f"{ROLLOUTS - 1}.model").read_text())
+    return [[tuple(row) for row in rows] for rows in steps]
 
 
 def test_slimes_manager_gets_the_values_of_the_groups(fed: RunClient, source: Path, tmp_path: Path) -> None:
@@ -116,8 +77,7 @@ def test_slimes_manager_gets_the_values_of_the_groups(fed: RunClient, source: Pa
         for number, tokens in enumerate(rank["tokens"]):
             values = [rank[name][number] for name in columns]
             rows[tuple(map(int, tokens))] = tuple(np.asarray(value).tolist() for value in values)
-    (expected,) = recorded(fed, 1)
-    assert sorted(map(list, rows)) == expected
+    assert [sorted(rows)] == recorded_rows(fed, 1)
     for tokens, (length, mask, logprobs, reward) in rows.items():
         answers = tokens[3] == 5
         assert (length, mask) == ((2, [1, 1]) if answers else (3, [1, 0, 1]))
@@ -132,7 +92,7 @@ def test_a_training_acks_publishes_and_records_its_steps(
     assert start(source, arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)) == 0
     state = fed.state()
     assert (state["step"], state["published_version"], state["checkpoints"]) == (ROLLOUTS, ROLLOUTS, [ROLLOUTS])
-    assert json.loads((tmp_path / f"{ROLLOUTS - 1}.model").read_text()) == recorded(fed, ROLLOUTS)
+    assert trained_model(tmp_path) == recorded_rows(fed, ROLLOUTS)
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["train.py", "train_async.py"])
@@ -145,9 +105,9 @@ def test_a_trainer_killed_in_any_phase_trains_each_step_once(
     step = 0 if phase == "attached" else 3 if phase in ("model_saved", "recorded") else 2
     assert start(source, given | {"kill_at": f"{phase}:{step}"}) == -9
     assert start(source, given) == 0
-    model = json.loads((tmp_path / f"{ROLLOUTS - 1}.model").read_text())
-    assert model == recorded(fed, ROLLOUTS)
-    rows = [tuple(row) for rows in model for row in rows]
+    model = trained_model(tmp_path)
+    assert model == recorded_rows(fed, ROLLOUTS)
+    rows = [row for rows in model for row in rows]
     assert len(rows) == len(set(rows)) == ROLLOUTS * PROMPTS * SAMPLES
     state = fed.state()
     assert (state["step"], state["checkpoints"]) == (ROLLOUTS, [ROLLOUTS])
@@ -197,6 +157,17 @@ def test_a_run_that_does_not_fit_is_named(
     assert message in str(caught.value)
 
 
+def test_another_release_of_slime_is_a_warning(
+    fed: RunClient, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "slime-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.4\nName: slime\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match="slime is 9.9; replaybuf-slime is tested with 0.3.1"):
+        manager_of(source, arguments(fed, tmp_path)).data_source.close()
+
+
 def test_a_checkpoint_of_another_run_is_named(fed: RunClient, source: Path, tmp_path: Path) -> None:
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "replaybuf_0.json").write_text('{"run": "other", "steps_done": 1}')
@@ -213,17 +184,15 @@ def test_a_loop_that_the_strategy_does_not_allow_ends_instead_of_waiting(
 ) -> None:
     """`on-policy` gives step 1 after the ack of step 0, which `train_async.py` sends later."""
     run.put(**CONFIG | {"strategy": {"name": "on-policy"}})
-    producer = Producer(str(run.http.base_url), run.run)
-    producer.start()
     manager = manager_of(source, arguments(run, tmp_path, replaybuf_steps_ahead=1))
     try:
-        manager.load(-1)
-        manager.generate(0)
-        with pytest.raises(ReplaybufError, match="awaiting_ack would never end: the strategy does not allow"):
-            manager.generate(1)
+        with producing(str(run.http.base_url), run.run):
+            manager.load(-1)
+            manager.generate(0)
+            with pytest.raises(ReplaybufError, match="awaiting_ack would never end: the strategy does not allow"):
+                manager.generate(1)
     finally:
         manager.data_source.close()
-        producer.stop()
 
 
 def test_evaluation_and_other_data_sources_are_rejected(fed: RunClient, source: Path, tmp_path: Path) -> None:
