@@ -56,7 +56,7 @@ def show_status(options: ServiceOptions, run: str | None, console: Console | Non
     if options.json:
         print_json(runs[0] if name else runs)
         return
-    ready = fetch(address, READINESS, None, Readiness)
+    ready = fetch(address, READINESS, options.token, Readiness)
     for line in _describe_server(ready):
         console.print(line, markup=False)
     if not runs and not ready.unreadable:

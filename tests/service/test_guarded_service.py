@@ -120,6 +120,24 @@ def test_a_token_for_some_runs_lists_these_runs_alone(guarded: Guarded) -> None:
     assert guarded.client("theirs", "guest").get("").status_code == 403
 
 
+def test_readiness_is_open_and_names_only_runs_that_the_caller_may_see(guarded: Guarded) -> None:
+    """A probe without a token learns whether the service is ready, and no name of a run."""
+    for name in ("ours", "theirs"):
+        guarded.client(name, "root").put(**CONFIG)
+    guarded.add("prober", "reader", runs=("ours",))
+    guarded.add("of-old", "reader", expires_s=1.0)
+    guarded.reload()
+    named = {}
+    for holder in ("prober", "root", "of-old", "no-such-secret"):
+        answer = guarded.client("ours", holder).http.get("/readyz")
+        assert answer.status_code == 200 and answer.json()["status"] == "ready"
+        assert answer.json()["runs"] == list(answer.json()["leaders"])
+        named[holder] = answer.json()["runs"]
+    assert named["prober"] == ["ours"] and {"ours", "theirs"} <= set(named["root"])
+    assert named["of-old"] == named["no-such-secret"] == []
+    assert b"theirs" not in httpx.get(f"{guarded.server.url}/readyz").content
+
+
 def test_a_role_that_may_not_list_runs_may_not_list_its_own(guarded: Guarded) -> None:
     guarded.add("writer", "producer", runs=("ours",))
     guarded.reload()

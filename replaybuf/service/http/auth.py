@@ -16,14 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 class Caller(NamedTuple):
-    """Who makes a call: name of the token, "" without tokens, and the runs it is limited to; none = all."""
+    """Who makes a call: name of the token, "" without one, and the runs it may see; None = all."""
 
     name: str = ""
-    runs: tuple[str, ...] = ()
+    runs: tuple[str, ...] | None = None
 
     def may_see(self, run: str) -> bool:
         """Return whether the token is for this run."""
-        return not self.runs or run in self.runs
+        return self.runs is None or run in self.runs
+
+
+STRANGER = Caller(runs=())
 
 
 class Tokens:
@@ -94,10 +97,10 @@ class Tokens:
         """
         if self._by_hash is None:
             return Caller()
-        scheme, _, token = (authorization or "").partition(" ")
-        found = self._by_hash.get(hash_token(token)) if scheme.lower() == "bearer" else None
+        found = self._find(authorization)
         if found is None:
-            cause = "the token was not in the tokens file when it was last read" if token else "the token is missing"
+            sent = (authorization or "").partition(" ")[2]
+            cause = "the token was not in the tokens file when it was last read" if sent else "the token is missing"
             raise Unauthorized(
                 f"{cause}; send the header Authorization: Bearer TOKEN (commands: --token)", name="Authorization"
             )
@@ -113,12 +116,23 @@ class Tokens:
             _check_run(found, run)
         if found.max_calls_per_s or found.max_bytes_per_s:
             self._rate_of(found, now_s).take(1, body_bytes, now_s)
-        return Caller(found.name, found.runs)
+        return _caller(found)
+
+    def recognise(self, authorization: str | None) -> Caller:
+        """Return who makes a call that needs no token; where there are tokens, one without a valid one sees no run."""
+        if self.open:
+            return Caller()
+        found = self._find(authorization)
+        return _caller(found) if found and not found.expired(self._clock()) else STRANGER
 
     def charge(self, authorization: str | None, body_bytes: int) -> None:
         """Count bytes of a body that did not declare its size."""
         if rate := self._rates.get(hash_token((authorization or "").partition(" ")[2])):
             rate.spend(0, body_bytes)
+
+    def _find(self, authorization: str | None) -> StoredToken | None:
+        scheme, _, token = (authorization or "").partition(" ")
+        return (self._by_hash or {}).get(hash_token(token)) if scheme.lower() == "bearer" else None
 
     def _rate_of(self, token: StoredToken, now_s: float) -> TokenRate:
         """Return what the token has left; a changed limit begins anew."""
@@ -126,6 +140,10 @@ class Tokens:
         if rate is None or rate.token != token:
             rate = self._rates[token.sha256] = TokenRate(token, now_s)
         return rate
+
+
+def _caller(token: StoredToken) -> Caller:
+    return Caller(token.name, token.runs or None)
 
 
 def _check_role(found: StoredToken, allowed: frozenset[str]) -> None:

@@ -37,6 +37,10 @@ class Guard:
             self._log_refusal(request, error)
             raise
 
+    def recognise(self, request: Request) -> Caller:
+        """Return who makes a call that needs no token."""
+        return self._tokens.recognise(request.headers.get("authorization"))
+
     def settle(self, request: Request, call: Call, read_bytes: int, status: int) -> None:
         """Charge what a body had beyond its declared size, and record what an operator changed."""
         if not self._tokens.open and read_bytes > (declared := declared_bytes(request)):

@@ -38,7 +38,7 @@ from replaybuf.service.http.requests import (
     text,
     wait_s,
 )
-from replaybuf.service.http.visible_runs import list_runs, list_unreadable
+from replaybuf.service.http.visible_runs import describe_lost, list_runs, list_unreadable
 from replaybuf.service.run.evaluations import list_evaluations, record_evaluation
 from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.run import Run
@@ -325,11 +325,10 @@ async def get_healthz(request: Request) -> Response:
 
 
 async def get_readyz(request: Request) -> Response:
-    """Check that Redis answers and holds every acknowledged write."""
-    service = _service(request)
+    """Check that Redis answers and holds every acknowledged write. Names only runs that the caller may see."""
+    service, seen = _service(request), list_runs(request)
     report = service.report
-    lost = next((run.journal.lost.detail for run in service.runs.values() if run.journal.lost), None)
-    trouble = service.outage or lost
+    trouble = service.outage or describe_lost(request)
     ready = trouble is None and report is not None
     answer = Readiness(
         status="ready" if ready else "not ready",
@@ -341,9 +340,9 @@ async def get_readyz(request: Request) -> Response:
         wait_replicas=report.policy.replicas if report else 0,
         redis_version=report.version if report else None,
         waiting_for=trouble,
-        runs=sorted(service.runs),
-        unreadable=service.unreadable.reasons,
-        leaders={name: run.journal.leader_url for name, run in sorted(service.runs.items())},
+        runs=[name for name, _ in seen],
+        unreadable=list_unreadable(request),
+        leaders={name: run.journal.leader_url for name, run in seen},
     )
     return json_response(answer, 200 if ready else 503)
 

@@ -94,7 +94,10 @@ class Application:
             for route in self._routes.get((scope["method"], _section(given)), ()):
                 if found := route.path.match(given):
                     scope["path_params"] = found.groupdict()
-                    return await (route.call.handler(request) if route.open else self._call(route.call, request))
+                    if not route.open:
+                        return await self._call(route.call, request)
+                    request.state.caller = self._guard.recognise(request)
+                    return await route.call.handler(request)
         return self._refuse(scope["method"], path)
 
     async def _call(self, call: Call, request: Request) -> Response:

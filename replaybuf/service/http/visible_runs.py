@@ -8,6 +8,8 @@ from replaybuf.service.host import Service
 from replaybuf.service.http.auth import Caller
 from replaybuf.service.run.run import Run
 
+_LOST = "Redis lacks acknowledged data of a run; a token that may see the run is told more"
+
 
 def list_runs(request: Request) -> list[tuple[str, Run]]:
     """Return names and runs of this server that the caller may see, by name."""
@@ -19,6 +21,15 @@ def list_unreadable(request: Request) -> dict[str, str]:
     """Return the runs that cannot be read and that the caller may see, with the error."""
     service, caller = _of(request)
     return {name: why for name, why in service.unreadable.reasons.items() if caller.may_see(name)}
+
+
+def describe_lost(request: Request) -> str | None:
+    """Return why Redis lacks acknowledged data of a run, without its name if the caller may not see it."""
+    service, caller = _of(request)
+    for name, run in service.runs.items():
+        if run.journal.lost:
+            return run.journal.lost.detail if caller.may_see(name) else _LOST
+    return None
 
 
 def _of(request: Request) -> tuple[Service, Caller]:
