@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pad-to-multiple-of", type=_positive, help="tokens; for context parallelism")
     parser.add_argument("--engine", action="append", default=[], help="vLLM server to load new weights into; repeat")
     parser.add_argument("--keep-checkpoints", type=_positive, help="checkpoints that stay resumable; all on disk")
-    parser.add_argument("--poll-s", type=_seconds, default=0.5, help="seconds between two looks at the folder")
+    parser.add_argument("--poll-s", type=_seconds, default=0.1, help="seconds between two looks at the folder")
     return parser
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from replaybuf_prime_rl.micro_batches import encode
 
 logger = logging.getLogger(__name__)
 
-WARN_AFTER_POLLS = 50
+WARN_AFTER_POLLS = 250
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,14 @@ class SidecarOptions:
     - `output_dir`: that of prime-rl's trainer; `dp_world_size`: its data-parallel ranks
     - `pad_to_multiple_of`: that of its context parallelism, None = the run's
     - `keep_checkpoints`: newest complete checkpoints that stay resumable; None = all that are on disk
-    - `poll_s`: seconds between two looks at the folder
+    - `poll_s`: seconds between two looks at the folder; a batch is awaited in between
     """
 
     output_dir: Path
     dp_world_size: int = 1
     pad_to_multiple_of: int | None = None
     keep_checkpoints: int | None = None
-    poll_s: float = 0.5
+    poll_s: float = 0.1
 
 
 class Sidecar:
@@ -73,39 +74,40 @@ class Sidecar:
         """
         self._check_run()
         while not self._stopped.is_set():
+            looked_s = time.monotonic()
             done = self._folders.steps_done()
             if done is None:
                 markers = self._folders.broadcasts / "step_N" / "STABLE"
                 self._report(
                     f"no {markers}: the trainer is not up, or its weight broadcast is neither filesystem nor nccl"
                 )
-            elif self._attached is None or done < self._done:
-                self._attach(done)
-            elif done > self._done:
-                self._trained(self._attached, done)
-            elif self._finished():
-                return
-            self._stopped.wait(self._options.poll_s)
+            else:
+                if self._attached is None or done < self._done:
+                    self._attached = self._attach(done)
+                elif done > self._done:
+                    self._trained(self._attached, done)
+                if self._finished(self._attached):
+                    return
+            self._stopped.wait(looked_s + self._options.poll_s - time.monotonic())  # 0 where the service has waited
 
     # ------------------------------------------------------------------ the trainer's side
 
-    def _attach(self, done: int) -> None:
+    def _attach(self, done: int) -> Attachment:
         """Become the run's trainer where prime-rl's trainer is."""
         if self._attached is not None:
             logger.warning("the trainer has resumed at step %d; it had done %d", done, self._done)
         options = self._options
         rewinds = self._client.get_run().step > done
         pad = {} if options.pad_to_multiple_of is None else {"pad_to_multiple_of": options.pad_to_multiple_of}
-        self._attached = attach_at(self._client, done, dp_world_size=options.dp_world_size, **pad)
+        attached = attach_at(self._client, done, dp_world_size=options.dp_world_size, **pad)
         if rewinds or self._folders.has_rank(options.dp_world_size):
             self._folders.remove_all()  # of another history or layout
-        self._folders.remove_before(
-            done
-        )  # those after are written again with the same bytes, perhaps while they are read
+        self._folders.remove_before(done)  # later ones are written again, perhaps while they are read: the same bytes
         self._done = self._written = done
         self._recorded = 0
-        self._publish(self._attached, done)
-        logger.info("attached epoch=%d step=%d ranks=%d", self._attached.epoch, done, options.dp_world_size)
+        self._publish(attached, done)
+        logger.info("attached epoch=%d step=%d ranks=%d", attached.epoch, done, options.dp_world_size)
+        return attached
 
     def _trained(self, attached: Attachment, done: int) -> None:
         for step in range(self._done, done):
@@ -133,11 +135,8 @@ class Sidecar:
 
     # ------------------------------------------------------------------ the run's side
 
-    def _finished(self) -> bool:
+    def _finished(self, attached: Attachment) -> bool:
         """Write the next batch if there is one. Return whether the run has ended and everything is trained."""
-        attached = self._attached
-        if attached is None:
-            return False
         self._record(attached)
         try:
             while not self._stopped.is_set() and self._written <= self._done + attached.look_ahead:
@@ -151,9 +150,9 @@ class Sidecar:
         return False
 
     def _write(self, step: int, epoch: int) -> bool:
-        ranks = []
+        ranks, wait_ms = [], int(1000 * self._options.poll_s)
         for rank in range(self._options.dp_world_size):
-            body = self._client.fetch_batch(step, epoch, dp_rank=rank)
+            body = self._client.fetch_batch(step, epoch, dp_rank=rank, wait_ms=wait_ms)
             if isinstance(body, WaitingAnswer):
                 lacks = f"blocked on {body.blocked_on}, have {body.have}, need {body.need}"
                 self._report(f"step {step}: {body.reason}, {lacks}")
@@ -176,7 +175,6 @@ class Sidecar:
         needed = {"adapters": (sorted(facts.adapters), []), "steps_per_publish": (facts.steps_per_publish, 1)}
         for name, (found, wanted) in needed.items():
             if found != wanted:
-                detail = (
-                    f"{name} of the run is {found}; needed: {wanted}: prime-rl broadcasts one policy after each step"
-                )
+                why = "prime-rl broadcasts one policy after each step"
+                detail = f"{name} of the run is {found}; needed: {wanted}: {why}"
                 raise Invalid(detail, name=name, value=str(found), bound=str(wanted))
