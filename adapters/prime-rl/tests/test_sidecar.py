@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from killed_sidecar import PHASES, start
@@ -56,17 +56,17 @@ class SidecarProcess:
         """Wait until it ends with the run."""
         eventually(lambda: self.process.exitcode == 0, self.keep_up)
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.join(TIMEOUT_S)
 
 
 def test_prime_rls_loader_gets_the_values_of_the_groups(fed: RunClient, prime_data: Any, tmp_path: Path) -> None:
-    sidecar = SidecarProcess(fed, tmp_path)
-    try:
+    with SidecarProcess(fed, tmp_path) as sidecar:
         ranks = PrimeTrainer(prime_data, tmp_path).batch(sidecar.keep_up)
-    finally:
-        sidecar.end()
     seen = []
     for micro in (micro for rank in ranks for micro in rank):
         start = 0
@@ -93,15 +93,12 @@ def test_prime_rls_loader_gets_the_values_of_the_groups(fed: RunClient, prime_da
 
 def test_a_training_acks_publishes_and_records_its_steps(fed: RunClient, prime_data: Any, tmp_path: Path) -> None:
     """The process ends with the run. Files of trained steps are gone."""
-    sidecar = SidecarProcess(fed, tmp_path)
-    try:
+    with SidecarProcess(fed, tmp_path) as sidecar:
         trainer = PrimeTrainer(prime_data, tmp_path)
         trainer.train(sidecar.keep_up, 2)
         trainer.checkpoint()
         trainer.train(sidecar.keep_up, STEPS - 2)
         sidecar.wait()
-    finally:
-        sidecar.end()
     assert trainer.model == recorded_rows(fed, STEPS)
     state = fed.state()
     assert (state["step"], state["published_version"], state["checkpoints"]) == (STEPS, STEPS, [2])
@@ -113,15 +110,12 @@ def test_a_sidecar_killed_in_any_phase_changes_nothing(
     fed: RunClient, prime_data: Any, tmp_path: Path, phase: str
 ) -> None:
     """Each step is trained once, as the history says; no group is in two of them."""
-    sidecar = SidecarProcess(fed, tmp_path, f"{phase}:{0 if phase == 'attached' else 2}")
-    try:
+    with SidecarProcess(fed, tmp_path, f"{phase}:{0 if phase == 'attached' else 2}") as sidecar:
         trainer = PrimeTrainer(prime_data, tmp_path)
         trainer.train(sidecar.keep_up, 3)
         trainer.checkpoint()
         trainer.train(sidecar.keep_up, STEPS - 3)
         sidecar.wait()
-    finally:
-        sidecar.end()
     assert sidecar.deaths == 1 and trainer.model == recorded_rows(fed, STEPS)
     rows = [row for rows in trainer.model for row in rows]
     assert len(rows) == len(set(rows)) == STEPS * GROUPS * 2
@@ -133,8 +127,7 @@ def test_a_trainer_that_resumes_gets_the_same_steps_again(
     fed: RunClient, prime_data: Any, tmp_path: Path, phase: str
 ) -> None:
     """Its first broadcast is of an older policy than the newest one; the sidecar may be killed then too."""
-    sidecar = SidecarProcess(fed, tmp_path, f"{phase}:2")
-    try:
+    with SidecarProcess(fed, tmp_path, f"{phase}:2") as sidecar:
         first = PrimeTrainer(prime_data, tmp_path)
         first.train(sidecar.keep_up, 2)
         resumed = first.checkpoint()
@@ -144,8 +137,6 @@ def test_a_trainer_that_resumes_gets_the_same_steps_again(
         second = PrimeTrainer(prime_data, tmp_path, *resumed)
         second.train(sidecar.keep_up, STEPS - 2)
         sidecar.wait()
-    finally:
-        sidecar.end()
     assert second.model == recorded_rows(fed, STEPS) and first.model == second.model[:4]
     assert fed.state()["generation"] == 1
 
@@ -183,14 +174,14 @@ def test_engines_load_a_policy_before_it_is_published(run: RunClient, prime_data
     output = tmp_path / "out"
     for step in range(2):
         write_model(output / "broadcasts" / f"step_{step}", step)
-    with producing(str(run.http.base_url), run.run), served(output / "broadcasts" / "step_0") as engine:
-        sidecar = SidecarProcess(run, output, "none:0", "--engine", engine.url)
-        try:
-            PrimeTrainer(prime_data, output).train(sidecar.keep_up)
-            sidecar.wait()
-            version = engine.version()
-        finally:
-            sidecar.end()
+    with (
+        producing(str(run.http.base_url), run.run),
+        served(output / "broadcasts" / "step_0") as engine,
+        SidecarProcess(run, output, "none:0", "--engine", engine.url) as sidecar,
+    ):
+        PrimeTrainer(prime_data, output).train(sidecar.keep_up)
+        sidecar.wait()
+        version = engine.version()
     assert version == "1"
     policy = run.get("policy").json()
     assert (policy["version"], policy["weights_uri"]) == (1, (output / "broadcasts" / "step_1").as_uri())
