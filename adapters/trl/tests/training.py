@@ -29,7 +29,14 @@ Groups = dict[str, dict[str, Any]]
 """Groups as JSON, by name."""
 
 
-def fill(run: RunClient, steps: int = STEPS, groups: int = GROUPS, size: int = SIZE, **changes: Any) -> Groups:
+def fill(
+    run: RunClient,
+    steps: int = STEPS,
+    groups: int = GROUPS,
+    size: int = SIZE,
+    spread: float = 0.05,
+    **changes: Any,
+) -> Groups:
     """Create the run and append groups for so many steps; each has its own tokens and logprobs. Return them."""
     response = run.put(**CONFIG | changes)
     assert response.status_code == 201, response.text
@@ -40,7 +47,7 @@ def fill(run: RunClient, steps: int = STEPS, groups: int = GROUPS, size: int = S
         for rollout in made["rollouts"]:
             length = len(rollout["completion_ids"])
             rollout["completion_ids"] = rng.integers(3, 98, length).tolist()
-            rollout["inference_logprobs"] = (-4.6 + rng.normal(0, 0.05, length)).tolist()
+            rollout["inference_logprobs"] = (-4.6 + rng.normal(0, spread, length)).tolist()
             rollout["completion_mask"] = [1, *rng.integers(0, 2, length - 1).tolist()]
         assert run.append(made)[0]["status"] == "stored"
         made_groups[f"g{number}"] = made
