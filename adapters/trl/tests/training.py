@@ -62,6 +62,7 @@ def make_trainer(
     callback: bool = True,
     worker: Any = None,
     weight_transfer: Any = None,
+    peft_config: Any = None,
     **args: Any,
 ) -> Recorded:
     """Make a trainer on the run, with its worker and weight transfer unless others are given."""
@@ -88,6 +89,7 @@ def make_trainer(
         rollout_worker=worker,
         weight_transfer=weight_transfer,
         callbacks=[ReplaybufCallback(worker, keep)] if callback else [],
+        peft_config=peft_config,
     )
 
 
