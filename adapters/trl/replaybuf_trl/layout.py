@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import msgspec
+from transformers.trainer_utils import SaveStrategy
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from replaybuf.client.peers import warn_if_untested
@@ -34,6 +35,7 @@ def check_version() -> None:
 def check_arguments(args: AsyncGRPOConfig) -> None:
     """Check what needs no service, before TRL asks an engine. Raises `Invalid`."""
     budget, restores = args.token_budget, args.restore_callback_states_from_checkpoint
+    searches, saves = args.auto_find_batch_size, args.save_strategy != SaveStrategy.NO
     _check(
         Rule(budget == 0, "token_budget", budget, 0, "TRL's steps would not be those of the run"),
         Rule(args.max_steps > 0, "max_steps", args.max_steps, 1, "TRL would count epochs of data it does not read"),
@@ -43,6 +45,14 @@ def check_arguments(args: AsyncGRPOConfig) -> None:
             restores,
             False,
             "transformers would replace ReplaybufCallback by one without a worker",
+        ),
+        Rule(not searches, "auto_find_batch_size", searches, False, "a smaller batch size is not a batch of the run"),
+        Rule(
+            not (saves and args.save_only_model),
+            "save_only_model",
+            args.save_only_model,
+            False,
+            "a resume needs the optimizer; or set save_strategy='no'",
         ),
     )
 

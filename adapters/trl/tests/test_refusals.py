@@ -21,6 +21,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "another token budget": ({"token_budget": 512}, "token_budget is 512; needed: 0"),
     "epochs": ({"max_steps": -1}, "max_steps is -1; needed: 1"),
     "restored callbacks": ({"restore_callback_states_from_checkpoint": True}, "by one without a worker"),
+    "a search for a batch size": ({"auto_find_batch_size": True}, "auto_find_batch_size is True; needed: False"),
+    "checkpoints without optimizer": ({"save_only_model": True}, "save_only_model is True; needed: False"),
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another batch size": (
