@@ -22,7 +22,7 @@ from typing import Any
 import on_cpu
 import torch
 from training import Recorded, fill, make_trainer
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replaybuf.wire.batch import read_batch
@@ -31,7 +31,7 @@ from replaybuf_trl.samples import samples_of
 from replaybuf_trl.transfer import SentWeights, beside_weights
 from tests.conftest import RunClient, ServeProcess
 
-GROUPS, SIZE, STEPS, WARM_UP = 8, 4, 12, 2
+GROUPS, SIZE, STEPS, WARM_UP = 8, 4, 52, 2
 ARGUMENTS = {
     "per_device_train_batch_size": 16,
     "gradient_accumulation_steps": 2,
@@ -99,6 +99,7 @@ def step_s(trainer: Recorded) -> list[float]:
     """Train; return the seconds of each step behind the first ones."""
     clock = Clock()
     trainer.add_callback(clock)
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [end - start for start, end in pairwise(clock.ends_s[WARM_UP - 1 :])]
 
