@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -17,6 +19,8 @@ from typing import Any
 
 from training import Groups, with_advantages
 
+from replaybuf.lab.demo.accuracy import HeldOutProblems
+from replaybuf.lab.demo.folder import Folder
 from tests.conftest import RunClient, ServeProcess
 from tests.trainer.engine_process import engine_process
 from tests.valkeys import Valkey, free_port
@@ -25,6 +29,7 @@ from tests.waiting import eventually
 ROOT = Path(__file__).parents[3]
 RUN = "trl"
 GROUPS, GROUP_SIZE = 16, 8
+ENVIRONMENT_NAME, MAX_TOKENS = "reasoning-gym", 8
 TIMEOUT_S = 1500.0
 MODULE = [sys.executable, "-m", "replaybuf"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
@@ -61,6 +66,7 @@ class WholeRun:
             assert self.client.put(**config).status_code == 201
             # It keeps the bytes of all groups for the check at the end.
             assert self.client.get("cursors/check", kind="stored").status_code == 200
+            self.accuracy_before = self.held_out_accuracy()
             self.generator = self._start("generate", *self._generate())
             self.trainer = self._start_trainer()
             opening.callback(self._end_children)
@@ -77,11 +83,11 @@ class WholeRun:
             "--url": self.service.url,
             "--run": RUN,
             "--engine": self.engine,
-            "--environment": "reasoning-gym",
+            "--environment": ENVIRONMENT_NAME,
             "--prompts": str(self.model / "prompts.jsonl"),
             "--tokenizer": str(self.model),
             "--group-size": str(GROUP_SIZE),
-            "--max-tokens": "8",
+            "--max-tokens": str(MAX_TOKENS),
         }
         return [*MODULE, "generate", *(word for pair in given.items() for word in pair)]
 
@@ -95,7 +101,6 @@ class WholeRun:
             "--output": str(self.folder / "out"),
             "--steps": str(self.steps),
             "--save-steps": str(self.save_steps),
-            "--learning-rate": "3e-4",
         }
         words = [word for pair in given.items() for word in pair]
         return self._start(
@@ -115,6 +120,18 @@ class WholeRun:
     def log(self, name: str) -> str:
         """The end of the log of `train` or `generate`."""
         return (self.folder / f"{name}.log").read_text()[-4000:]
+
+    # ------------------------------------------------------------------ accuracy
+
+    def held_out_accuracy(self) -> dict[str, float]:
+        """Share of correct answers of the engine by held-out problem, sampled at temperature 1."""
+        root = self.folder / "held-out"
+        root.mkdir(exist_ok=True)
+        (root / "model").unlink(missing_ok=True)
+        (root / "model").symlink_to(self.model.resolve())
+        problems = HeldOutProblems(Folder(root), ENVIRONMENT_NAME, MAX_TOKENS)
+        evaluation, _ = asyncio.run(problems.evaluate(self.engine, 0, greedy=False))
+        return evaluation.sampled_by_problem
 
     # ------------------------------------------------------------------ kills
 
@@ -198,7 +215,6 @@ def rollouts_of(record: dict[str, Any], groups: Groups) -> list[dict[str, Any]]:
     return [rollout for used in record["groups"] for rollout in with_advantages(groups[used["group_id"]]["rollouts"])]
 
 
-def mean_reward(records: list[dict[str, Any]], groups: Groups) -> float:
-    """Mean reward of the rollouts of some steps."""
-    rewards = [rollout["reward"] for record in records for rollout in rollouts_of(record, groups)]
-    return sum(rewards) / len(rewards)
+def mean_reward(record: dict[str, Any], groups: Groups) -> float:
+    """Mean reward of the rollouts of a step."""
+    return statistics.fmean(rollout["reward"] for rollout in rollouts_of(record, groups))
