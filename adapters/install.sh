@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install one adapter with the peer it serves in an environment of its own: install.sh PYTHON NAME FOLDER.
-# Needs a package index. Versions are those of adapters/NAME/constraints.txt.
+# Needs a package index. Versions are those of adapters/NAME/constraints.txt. Packages in adapters/NAME/no-deps.txt, if
+# there is one, come without the dependencies that they ask for.
 set -euo pipefail
 python=$1 name=$2 venv=$3/$2
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,4 +21,8 @@ rm -f "$venv/.installed"
 "$python" -m venv "$venv" >"$log" 2>&1
 "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check --no-input \
   -c "$adapter/constraints.txt" -e "$root" -e "$adapter[test]" >>"$log" 2>&1
+if [ -f "$adapter/no-deps.txt" ]; then
+  "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check --no-input \
+    --no-deps -r "$adapter/no-deps.txt" >>"$log" 2>&1
+fi
 touch "$venv/.installed"
