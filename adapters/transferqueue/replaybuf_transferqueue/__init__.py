@@ -7,24 +7,16 @@ in every process that uses TransferQueue, or start Ray with
 
 from __future__ import annotations
 
-import logging
-from importlib.metadata import version
-
 import replaybuf_transferqueue.manager  # noqa: F401 - registers the back end
+from replaybuf.client.peers import warn_if_untested
 from replaybuf_transferqueue.records import Later, Missing, Restored
 from replaybuf_transferqueue.restoring import restore
 from replaybuf_transferqueue.settings import BACKEND, Settings
 
 __all__ = ["BACKEND", "Later", "Missing", "Restored", "Settings", "register", "restore"]
 
-TESTED = "0.1.11"
-_found = version("TransferQueue")
-if _found != TESTED:
-    logging.getLogger(__name__).warning(
-        "TransferQueue is %s; replaybuf-transferqueue is tested with %s: run its tests before you rely on it",
-        _found,
-        TESTED,
-    )
+TESTED = ("0.1.11", "0.1.12")
+warn_if_untested("replaybuf-transferqueue", "TransferQueue", *TESTED)
 
 
 def register() -> None:
