@@ -1,10 +1,31 @@
-"""Start Ray on a machine that may be busy: Ray gives up after 30 seconds, whatever is configured."""
+"""Start Ray on a machine that may be busy.
+
+Ray's limits come from variables that its processes inherit. The wait for a node that starts is 30 seconds whatever is
+configured, so that one is tried again.
+"""
 
 from __future__ import annotations
+
+import os
 
 import ray
 
 ATTEMPTS = 5
+PATIENCE = {
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_gcs_rpc_server_connect_timeout_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_health_check_initial_delay_ms": "60000",
+    "RAY_health_check_timeout_ms": "60000",
+    "RAY_WORKER_PROCESS_SETUP_HOOK_LOAD_TIMEOUT": "300",
+    # Less work at each start.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+os.environ.update(PATIENCE)
 
 
 def start_ray(num_cpus: int) -> None:

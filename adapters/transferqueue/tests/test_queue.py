@@ -182,7 +182,7 @@ def test_another_process_reads_and_writes(start_queue: Start) -> None:
         transfer_queue.init()
         found = transfer_queue.kv_batch_get(keys=["a"], partition_id="train")["ids"].unbind()[0].tolist()
         transfer_queue.kv_batch_put(["b"], "train", TensorDict({"ids": torch.tensor([found])}, batch_size=1))
-        transfer_queue.close()
+        transfer_queue.get_client().close()  # transfer_queue.close() would kill the controller of all
         return list(found)
 
     assert ray.get(work.remote()) == [1, 1]
