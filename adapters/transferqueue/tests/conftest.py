@@ -21,8 +21,9 @@ BACKEND = replaybuf_transferqueue.BACKEND
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the kill test run longer than a usual run does."""
+    """Let the kill tests run longer than a usual run does, and at other moments."""
     parser.addoption("--kills", type=int, default=1, help="how often the kill test kills everything")
+    parser.addoption("--seed", type=int, default=7, help="seed of the moments at which the kill test kills")
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ class Journal:
 
 
 def check_restore(journal: Journal, folder: str | None) -> dict[str, int]:
-    """Restore, and compare every value with the journal; returns the numbers by key."""
+    """Restore, and compare the report and every value with the journal; returns the numbers by key."""
     before = dict(journal.saved).get(folder or "", {})
     restored = restore(folder)
     assert not restored.missing, restored.missing
@@ -94,8 +94,11 @@ def check_restore(journal: Journal, folder: str | None) -> dict[str, int]:
         if key in before:
             allowed |= {before[key]} if key in journal.unsure or key not in journal.alive else set()
         assert found.get(key, -1) in allowed, (key, found.get(key, -1), allowed, folder)
-    with_values = restored.samples + sum(1 for one in restored.later if one.index is None and one.key not in before)
-    assert len(found) <= with_values, (len(found), with_values)
+    later = {str(one.key) for one in restored.later}
+    put_later = {key for key, number in journal.alive.items() if number != before.get(key)} - journal.unsure.keys()
+    assert restored.samples == len(before), (restored.samples, len(before))
+    assert put_later <= later <= put_later | journal.unsure.keys(), (put_later ^ later, journal.unsure)
+    assert found.keys() == before.keys() | later, found.keys() ^ (before.keys() | later)
     return found
 
 

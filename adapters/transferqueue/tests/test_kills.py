@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -42,15 +43,16 @@ def driver(round_: int, valkey: Valkey, folder: Path) -> Iterator[subprocess.Pop
 @pytest.mark.timeout(7200)
 def test_nothing_acknowledged_is_lost_or_mixed_up(valkey: Valkey, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     (tmp_path / "checkpoints").mkdir()
-    rng, kills, restored = random.Random(7), int(pytestconfig.getoption("--kills")), 0
-    for round_ in range(kills + 1):
+    kills, seed, restored = int(pytestconfig.getoption("--kills")), int(pytestconfig.getoption("--seed")), 0
+    rng = random.Random(seed)
+    for round_ in range(1000 * seed, 1000 * seed + kills + 1):
         with driver(round_, valkey, tmp_path) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("restored"), (tmp_path / "driver.log").read_text()[-4000:]
             restored += int(line.split()[1])
             print(f"round {round_}: {line.strip()}", flush=True)
-            if round_ == kills:
+            if round_ == 1000 * seed + kills:
                 break
             # When and in which order is the point of the test.
             time.sleep(rng.uniform(0.0, 2.0))
@@ -65,7 +67,9 @@ def test_nothing_acknowledged_is_lost_or_mixed_up(valkey: Valkey, tmp_path: Path
             valkey.start()
     journal = (tmp_path / "journal").read_text().splitlines()
     puts, saves = (sum(line.startswith(word) for line in journal) for word in ("put ", "save "))
+    inside = sum(after.startswith("restored") and before.startswith("begin-") for before, after in pairwise(journal))
     print(
-        f"\n{kills} kills: {puts} acknowledged puts, {saves} checkpoints, {restored} samples restored, 0 wrong or lost"
+        f"\n{kills} kills, {inside} of them inside a put or clear, seed {seed}: {puts} acknowledged puts, {saves} "
+        f"checkpoints, {restored} samples restored, 0 wrong or lost"
     )
     assert puts
