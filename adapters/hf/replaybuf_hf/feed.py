@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from replaybuf.client import Client, ReaderOptions, attach_at
-from replaybuf.errors import Invalid, WrongStep
+from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
@@ -106,22 +106,8 @@ class Feed:
         return look_ahead
 
     def _attach(self, step: int) -> tuple[int, int]:
-        try:
-            attached = attach_at(
-                self._client,
-                step,
-                dp_world_size=self.ranks.size,
-                on_resume=self.options.on_resume,
-                reward_parts=True,
-            )
-        except WrongStep as error:
-            raise WrongStep(
-                f"run {self.options.run} cannot resume after {step} steps: {error.detail}. Resume from a checkpoint "
-                "of one of these steps, or create a new run",
-                name="resume_step",
-                value=step,
-                bound=error.bound,
-            ) from error
+        how = {"dp_world_size": self.ranks.size, "on_resume": self.options.on_resume, "reward_parts": True}
+        attached = attach_at(self._client, step, **how)
         return attached.epoch, attached.look_ahead
 
     def batches(self) -> Iterator[TensorBatch]:

@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_run_and_a_freed_step_are_refused(
     assert run.state()["checkpoints"] == [4]
 
     old = settings | {"resume": str(Path(settings["folder"]) / CHECKPOINTS[train])}
-    with pytest.raises(WrongStep, match=r"cannot resume after 2 steps: resume_step is 2; steps 4 .* can be resumed"):
+    with pytest.raises(WrongStep, match=r"resume_step is 2; steps 4 .* can be resumed"):
         train(old)
 
     other = connect(str(run.http.base_url), f"{run.run}-other")
