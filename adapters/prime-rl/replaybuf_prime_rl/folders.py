@@ -50,7 +50,7 @@ class Folders:
 
     def write(self, step: int, ranks: list[bytes]) -> None:
         """Write the files of a step of the run, durable and whole, the last rank last."""
-        folder = self._rollout(step)
+        folder = self.rollouts / f"step_{step + 1}"
         folder.mkdir(parents=True, exist_ok=True)
         for rank, content in enumerate(ranks):
             scratch = folder / f"rank_{rank}.bin.tmp"
@@ -67,19 +67,14 @@ class Folders:
 
     def remove_before(self, step: int) -> None:
         """Remove the files of steps that are trained: a trainer that resumes must wait for them."""
-        self._remove(range(step))
+        for number, folder in _steps(self.rollouts):
+            if number <= step:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def remove_all(self) -> None:
         """Remove the files of all steps."""
-        self._remove(range(1 << 62))
-
-    def _remove(self, steps: range) -> None:
-        for number, folder in _steps(self.rollouts):
-            if number - 1 in steps:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _rollout(self, step: int) -> Path:
-        return self.rollouts / f"step_{step + 1}"
+        for _, folder in _steps(self.rollouts):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -86,7 +86,7 @@ class Sidecar:
                     self._attached = self._attach(done)
                 elif done > self._done:
                     self._trained(self._attached, done)
-                if self._finished(self._attached):
+                if self._deliver(self._attached):
                     return
             self._stopped.wait(looked_s + self._options.poll_s - time.monotonic())  # 0 where the service has waited
 
@@ -135,8 +135,8 @@ class Sidecar:
 
     # ------------------------------------------------------------------ the run's side
 
-    def _finished(self, attached: Attachment) -> bool:
-        """Write the next batch if there is one. Return whether the run has ended and everything is trained."""
+    def _deliver(self, attached: Attachment) -> bool:
+        """Write the batches that are ready. Return whether the run has ended and everything is trained."""
         self._record(attached)
         try:
             while not self._stopped.is_set() and self._written <= self._done + attached.look_ahead:

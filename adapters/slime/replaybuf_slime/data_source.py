@@ -22,7 +22,7 @@ import numpy as np
 from replaybuf.client import BatchReader, Client, ReaderOptions, attach_at
 from replaybuf.errors import BatchOverdue, Conflict, Invalid, RunFinished, WrongStep
 from replaybuf.wire.batch import Batch
-from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf_slime.settings import Settings, check_run
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,8 @@ class ReplaybufDataSource:
         check_run(args, self.settings, status)
         self._steps_per_publish = status.facts().steps_per_publish
         self._prompts: int | None = status.config["tickets"]["prompts"]
-        self._attached: Attachment | None = None
         self._reader: BatchReader | None = None
-        self._unacked = self._version = 0
+        self._epoch = self._unacked = self._version = 0
         self._awaits_disk: int | None = None  # steps of a checkpoint that slime still writes in the background
 
     # ------------------------------------------------------------------ what slime calls
@@ -60,8 +59,8 @@ class ReplaybufDataSource:
         if steps_done:
             self._check_same_run(steps_done)
         self.close_reader()
-        self._attached = attached = attach_at(self._client, steps_done, lengths=True)
-        self._unacked, self._version = attached.step, attached.published_version
+        attached = attach_at(self._client, steps_done, lengths=True)
+        self._epoch, self._unacked, self._version = attached.epoch, attached.step, attached.published_version
         options = ReaderOptions(wait_ms=1000, deadline_s=self.settings.deadline_s, on_waiting=self._check_waiting)
         self._reader = BatchReader(self._client, attached.epoch, attached.step, options)
         logger.info("attached run=%s epoch=%d step=%d", self.settings.run, attached.epoch, attached.step)
@@ -87,7 +86,7 @@ class ReplaybufDataSource:
         else:
             written, self._awaits_disk = steps_done, None
         if written is not None:
-            self._client.checkpoint(written, self._attachment().epoch)
+            self._client.checkpoint(written, self._epoch)
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
         """Reject: prompts belong to the tickets of the run."""
@@ -108,9 +107,7 @@ class ReplaybufDataSource:
 
     def fetch(self, rollout_id: int) -> Batch:
         """Wait for the batch of a rollout. Raises `RunFinished`, `BatchOverdue`, `Fenced`, `Invalid`."""
-        reader = self._reader
-        if reader is None:
-            raise Invalid("generate_rollout before load; slime calls load at its start", name="load", value=None)
+        reader = self._attached()
         if rollout_id != reader.step:
             detail = f"slime asks for rollout {rollout_id}; the next step of the run is {reader.step}"
             raise WrongStep(detail, name="rollout_id", value=rollout_id, bound=reader.step)
@@ -122,11 +119,10 @@ class ReplaybufDataSource:
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Return what slime logs beside its own metrics."""
         staleness = np.concatenate([row.staleness for row in batch.micro_batches])
-        waited_s = sum(self._reader.waited_s.values()) if self._reader is not None else 0.0
         return {
             "replaybuf/staleness_mean": float(staleness.mean()),
             "replaybuf/staleness_max": float(staleness.max()),
-            "replaybuf/waited_s_total": waited_s,
+            "replaybuf/waited_s_total": sum(self._attached().waited_s.values()),
         }
 
     def close_reader(self) -> None:
@@ -142,20 +138,20 @@ class ReplaybufDataSource:
 
     # ------------------------------------------------------------------
 
-    def _attachment(self) -> Attachment:
-        if self._attached is None:
+    def _attached(self) -> BatchReader:
+        if self._reader is None:
             raise Invalid("the data source is not attached; slime calls load at its start", name="load", value=None)
-        return self._attached
+        return self._reader
 
     def _ack_before(self, step: int) -> None:
         """Ack the steps before `step`, whose weights slime has trained and loaded, and publish their version."""
-        epoch = self._attachment().epoch
+        self._attached()
         while self._unacked < step:
-            self._client.ack(self._unacked, epoch)
+            self._client.ack(self._unacked, self._epoch)
             self._unacked += 1
         version = self._unacked // self._steps_per_publish
         if version > self._version:
-            self._client.publish_policy(version, epoch)
+            self._client.publish_policy(version, self._epoch)
             self._version = version
 
     def _whole(self, batch: Batch) -> Batch:
