@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from prime_source import SOURCE, load
 from prime_trainer import RANKS, PrimeTrainer
 
@@ -156,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=5)
     pairs = parser.parse_args().pairs
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         service = ServeProcess(Path(scratch, "data")).start()
         try:

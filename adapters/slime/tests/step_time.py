@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from slime_loop import manager_of
 from slime_source import SOURCE
 
@@ -90,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=5)
     pairs = parser.parse_args().pairs
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         service = ServeProcess(Path(scratch, "data")).start()
         try:
