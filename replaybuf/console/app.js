@@ -4,6 +4,7 @@ import { NoAnswer, Problem, clock, token } from "./api.js";
 import { dialog, h, update, visible } from "./dom.js";
 import { age } from "./format.js";
 import { openActions } from "./views/actions.js";
+import { openCompare } from "./views/compare.js";
 import { openGroup } from "./views/group.js";
 import { openLedger } from "./views/ledger.js";
 import { openNewRun } from "./views/new_run.js";
@@ -19,6 +20,7 @@ const CLOCK_S = 60;
 const ROUTES = [
   [/^\/?$/, openRuns],
   [/^\/new$/, openNewRun],
+  [/^\/compare$/, openCompare],
   [/^\/runs\/([^/]+)$/, openRun],
   [/^\/runs\/([^/]+)\/rollouts$/, openRollouts],
   [/^\/runs\/([^/]+)\/groups\/(.+)$/, openGroup],

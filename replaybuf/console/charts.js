@@ -49,10 +49,12 @@ export class Chart {
     this.marks = marks;
     const data = [x, ...this.spec.series.map(([, read]) => read(columns))];
     this.data = data;
-    const newest = this.spec.series.map(([name], place) => `${name} ${format(data[place + 1].at(-1))}`);
+    const newest = this.spec.series.map(([name], place) => `${name} ${format(data[place + 1].findLast((value) => value !== undefined))}`);
     this.place.setAttribute("aria-label", `${this.spec.title} over ${x.length} points. Newest: ${newest.join(", ")}.`);
-    if (this.plot && this.time === time) this.plot.setData(data);
+    const lines = [this.spec.x, ...this.spec.series.map(([name]) => name)].join();
+    if (this.plot && this.time === time && this.lines === lines) this.plot.setData(data);
     else this.build(data, time);
+    this.lines = lines; // uPlot cannot change their number or names
     this.plot.setLegend({ idx: x.length - 1 });
   }
 
@@ -71,7 +73,7 @@ export class Chart {
       height: HEIGHT,
       scales: { x: { time } },
       axes: [axis(null), axis((_, values) => values.map((value) => (Math.abs(value) >= 10000 ? count(value) : String(+value.toPrecision(4)))))],
-      series: [{ label: time ? "time" : "step", value: (_, value) => (value === null ? "–" : time ? new Date(value * 1000).toLocaleString("sv") : String(value)) }, ...series],
+      series: [{ label: this.spec.x ?? (time ? "time" : "step"), value: (_, value) => (value === null ? "–" : time ? new Date(value * 1000).toLocaleString("sv") : Number.isInteger(value) ? String(value) : value.toFixed(3)) }, ...series],
       bands: this.spec.band ? [{ series: [1, 2], fill: `${color("--line-1")}22` }] : [],
       cursor: { sync: { key: "console", filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => null } },
       hooks: { setSelect: [(plot) => this.select(plot)], draw: [(plot) => this.drawMarks(plot)] },
@@ -117,7 +119,7 @@ export class Chart {
 
   save() {
     if (!this.data) return;
-    saveCsv(`${this.spec.title}.csv`, [this.time ? "at_s" : "step", ...this.spec.series.map(([name]) => name)], this.data);
+    saveCsv(`${this.spec.title}.csv`, [this.spec.x ?? (this.time ? "at_s" : "step"), ...this.spec.series.map(([name]) => name)], this.data);
   }
 
   repaint() {

@@ -72,6 +72,7 @@ function morph(old, node) {
       if (name === "style") old.style.cssText = value;
       else old.setAttribute(name, value);
     }
+    if ("checked" in old) old.checked = node.checked; // what a person clicked is not in the attribute
     update(old, [...node.childNodes]);
   }
 }

@@ -17,10 +17,6 @@ export class ReasonChart extends Chart {
     const columns = largest(history[this.spec.part]);
     const names = Object.keys(columns);
     this.node.hidden = !names.length;
-    if (names.join() !== this.spec.series.map(([name]) => name).join()) {
-      this.plot?.destroy(); // uPlot has a fixed number of lines
-      this.plot = null;
-    }
     this.spec = { ...this.spec, series: names.map((name) => [name, ({ steps }) => columns[name].map((value, place) => value / steps[place])]) };
     if (names.length) this.show(x, history.columns, time, marks);
     else this.data = null;
@@ -37,6 +33,11 @@ function largest(byReason) {
 }
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+// What all reasons together had per step, in each row.
+export function perStep({ columns, ...parts }, part) {
+  return columns.steps.map((steps, place) => sum(Object.values(parts[part]).map((values) => values[place])) / steps);
+}
 
 // Sums over the rows by reason, and what the newest step has so far.
 export function totals(byReason, soFar) {

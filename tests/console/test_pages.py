@@ -15,6 +15,7 @@ from tests.console.conftest import AXE, HOSTILE
 PAGES = [
     ("/", "paused-run", "table.runs td.reward svg"),
     ("/new", "Create a run", "textarea"),
+    ("/compare?run=sums&run=paused-run", "strategy.options.max_staleness", ".charts canvas"),
     ("/runs/sums", "2 of 4 groups", ".charts canvas"),
     ("/runs/sums/rollouts", "g5-0", "tbody tr"),
     ("/runs/sums/rollouts?step=3&order=reward&desc=false", "g3-0", "tbody tr"),

@@ -1,13 +1,12 @@
 // What a change did: each change of a run, with means over the steps before and after it.
 
 import { h } from "../dom.js";
+import { FIGURES, mean, stepsOf } from "../figures.js";
 import { clockTime, count, decimal } from "../format.js";
 import { runLink } from "./frame.js";
 
 const MOST_CHANGES = 8;
 const MOST_STEPS = 50;
-// Name, column, digits.
-const FIGURES = [["reward", "reward_mean", 3], ["staleness", "staleness", 2], ["seconds per step", "step_s", 2], ["trained tokens/s", "tokens_out_per_s", 0], ["rollout length", "length", 0], ["uses of a group", "uses", 2], ["batch fill", "fill", 2]];
 
 export function describeChanges(history, run) {
   const { changes } = history;
@@ -35,10 +34,4 @@ function between({ step, steps: sizes }, first, end) {
   return step.map((_, place) => place).filter((place) => step[place] >= first && step[place] + sizes[place] <= end);
 }
 
-const steps = ({ steps: sizes }, places) => `${places.reduce((sum, place) => sum + sizes[place], 0)} steps`;
-
-function mean(columns, name, places) {
-  const known = places.filter((place) => columns[name][place] !== null);
-  const weight = known.reduce((sum, place) => sum + columns.steps[place], 0);
-  return weight ? known.reduce((sum, place) => sum + columns[name][place] * columns.steps[place], 0) / weight : null;
-}
+const steps = (columns, places) => `${stepsOf(columns, places)} steps`;

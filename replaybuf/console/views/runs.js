@@ -4,9 +4,11 @@ import { get } from "../api.js";
 import { diagnose, goneOf } from "../diagnosis.js";
 import { h, pill, sparkline, update, updateInTurns } from "../dom.js";
 import { age, count, decimal, rate } from "../format.js";
+import { MOST_RUNS } from "./compare.js";
 
 const SHOWN = 200;
 const order = { by: "state", down: false };
+const picked = new Set();
 const filter = { text: "", state: "", all: false };
 
 // In the order of what needs a person.
@@ -15,7 +17,7 @@ const stateOf = (row) => (row.stands_still ? "stands_still" : row.state);
 
 // Heading, class, value to sort by, cell.
 const COLUMNS = [
-  ["Run", "", (row) => row.run, (row) => h("a", { href: `#/runs/${encodeURIComponent(row.run)}` }, row.run)],
+  ["Run", "", (row) => row.run, name],
   ["State", "", (row) => STATES.indexOf(stateOf(row)), (row) => pill(stateOf(row))],
   ["Waits for", "why", (row) => row.waiting?.reason ?? "", why],
   ["Step", "number", (row) => row.step, (row) => (row.max_steps ? `${count(row.step)} / ${count(row.max_steps)}` : count(row.step))],
@@ -27,6 +29,11 @@ const COLUMNS = [
   ["Trainer seen", "number", (row) => row.trainer_last_seen_s ?? Infinity, (row) => age(row.trainer_last_seen_s)],
   ["Producers seen", "number", (row) => row.producers_last_seen_s ?? Infinity, producers],
 ];
+
+function name(row) {
+  const pick = h("input", { type: "checkbox", "aria-label": `Compare ${row.run}`, "data-pick": row.run, checked: picked.has(row.run) });
+  return [pick, h("a", { href: `#/runs/${encodeURIComponent(row.run)}` }, row.run)];
+}
 
 function reward(row) {
   const newest = row.rewards.at(-1);
@@ -64,6 +71,13 @@ function select(rows) {
   return kept.sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) || (a.run > b.run ? 1 : -1));
 }
 
+function describePicked() {
+  if (!picked.size) return "";
+  if (picked.size < 2 || picked.size > MOST_RUNS) return h("span", { class: "quiet" }, `choose 2 to ${MOST_RUNS} runs to compare`);
+  const query = new URLSearchParams([...picked].map((run) => ["run", run]));
+  return h("a", { class: "button", href: `#/compare?${query}` }, `Compare ${picked.size} runs`);
+}
+
 export function openRuns({ refreshNow }) {
   let overview = null;
   const [broken, head, lines] = [h("div", {}), h("tr", {}), h("tbody", {})];
@@ -73,6 +87,7 @@ export function openRuns({ refreshNow }) {
   const summary = h("span", { role: "status" }, "Loading");
   const speed = h("span", {});
   const more = h("p", {});
+  const compare = h("span", {});
   const search = h("input", { type: "search", placeholder: "Name, strategy or reason", "aria-label": "Search runs", value: filter.text });
   const states = ["", ...STATES].map((state) => h("option", { value: state, selected: state === filter.state }, state.replaceAll("_", " ") || "any state"));
   const state = h("select", { "aria-label": "State" }, states);
@@ -83,6 +98,11 @@ export function openRuns({ refreshNow }) {
     if (!by) return;
     order.down = order.by === by ? !order.down : false;
     order.by = by;
+    paint();
+  });
+  body.addEventListener("change", ({ target }) => {
+    if (target.checked) picked.add(target.dataset.pick);
+    else picked.delete(target.dataset.pick);
     paint();
   });
   more.addEventListener("click", (event) => event.target.closest("button") && paint((filter.all = true)));
@@ -100,6 +120,7 @@ export function openRuns({ refreshNow }) {
     update(head, COLUMNS.map(heading));
     updateInTurns(lines, shown.map((row) => () => h("tr", {}, COLUMNS.map(([, kind, , cell]) => h("td", { class: kind }, cell(row))))));
     const left = rows.length - shown.length;
+    update(compare, describePicked());
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");
     update(speed, ` · ${rate(overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0), "tokens/s")} trained`);
     const still = overview.runs.filter((row) => row.stands_still).length;
@@ -112,7 +133,7 @@ export function openRuns({ refreshNow }) {
     paint();
   }
 
-  const bar = h("div", { class: "bar" }, search, state, h("span", { class: "grow" }), h("a", { class: "button", href: "#/new" }, "Create a run"));
+  const bar = h("div", { class: "bar" }, search, state, h("span", { class: "grow" }), compare, h("a", { class: "button", href: "#/new" }, "Create a run"));
   const node = h("div", {}, h("h1", {}, "Runs"), h("p", { class: "quiet" }, summary, speed), bar, broken, body, more);
   return { title: "Runs", crumbs: [], node, refresh, period_ms: 2000, refreshNow };
 }

@@ -1,0 +1,140 @@
+// Runs side by side: what differs between their settings, their newest steps, and one line per run in each chart.
+
+import { find, runPath } from "../api.js";
+import { CHARTS, Chart } from "../charts.js";
+import { h, pill, table, update } from "../dom.js";
+import { FIGURES, mean, newestPlaces, stepsOf } from "../figures.js";
+import { count, decimal } from "../format.js";
+import { perStep, REASON_CHARTS } from "../reason_charts.js";
+import uPlot from "../vendor/uPlot.esm.js";
+import { runLink } from "./frame.js";
+
+// As many as there are colours of lines.
+export const MOST_RUNS = 6;
+const NEWEST_STEPS = 50;
+const POINTS = 600;
+const NONE = "–";
+
+// Title and unit of a chart, and how to read its line from a history.
+const COMPARED = [
+  ...CHARTS.map(({ title, series, band }) => {
+    const [name, read] = series[band ? 2 : 0];
+    return [series.length > 1 ? `${title}, ${name}` : title, "", ({ columns }) => read(columns)];
+  }),
+  ...REASON_CHARTS.map(({ title, part }) => [title, "per step", (history) => perStep(history, part)]),
+];
+
+class ComparedChart extends Chart {
+  // Each of `runs` has a name, a history and its values of x, named `x`.
+  showRuns(runs, x) {
+    const [joined, ...lines] = uPlot.join(runs.map((one) => [one.x, this.spec.read(one.history)]));
+    this.spec = { ...this.spec, x, series: runs.map(({ name }, place) => [name, () => lines[place]]) };
+    this.show(joined, null, false);
+  }
+}
+
+export function openCompare({ query, refreshNow }) {
+  const names = [...new Set(query.getAll("run"))].slice(0, MOST_RUNS);
+  const runs = names.map((name) => ({ name, step: null, range: [null, null] }));
+  const [missing, settings, newest] = [h("div", {}), h("div", {}), h("div", {})];
+  const charts = COMPARED.map(([title, unit, read]) => new ComparedChart({ title, unit, read, series: [] }, zoom, () => null));
+  const axis = h("select", { "aria-label": "Axis", change: showAll }, h("option", { value: "step" }, "over steps"), h("option", { value: "hours" }, "over hours since the first batch"));
+  const reset = h("button", { type: "button", hidden: true, click: showAll }, "Whole runs");
+  const bar = h("div", { class: "bar" }, axis, reset, h("span", { class: "quiet" }, "Drag over a chart for a range."));
+  const grid = h("div", { class: "charts" }, charts.map((chart) => chart.node));
+
+  function zoom(low, high) {
+    for (const one of shown()) {
+      const { step, steps } = one.history.columns;
+      const inside = [...step.keys()].filter((place) => one.x[place] >= low && one.x[place] <= high);
+      one.range = inside.length ? [step[inside[0]], step[inside.at(-1)] + steps[inside.at(-1)] - 1] : null;
+    }
+    readAgain(true);
+  }
+
+  function showAll() {
+    for (const one of runs) one.range = [null, null];
+    readAgain(false);
+  }
+
+  function readAgain(bounded) {
+    for (const one of runs) one.step = null;
+    reset.hidden = !bounded;
+    refreshNow();
+  }
+
+  const shown = () => runs.filter((one) => one.history?.columns.step.length);
+
+  async function refresh() {
+    await Promise.all(runs.map(refreshRun));
+    const found = runs.filter((one) => one.status);
+    update(missing, runs.filter((one) => !one.status).map(({ name }) => h("p", { class: "bad" }, `There is no run ${name} that you may see.`)));
+    update(settings, found.length ? describeSettings(found) : "");
+    update(newest, shown().length ? describeNewest(shown()) : "");
+    draw();
+  }
+
+  async function refreshRun(one) {
+    one.status = await find(runPath(one.name));
+    if (!one.status || !one.range) one.history = null;
+    else if (one.status.step !== one.step) {
+      const [from_step, to_step] = one.range;
+      one.history = await find(runPath(one.name, "/history"), { from_step, to_step, points: POINTS });
+      one.step = one.status.step;
+    }
+  }
+
+  function draw() {
+    const drawn = shown();
+    [grid.hidden, bar.hidden] = [!drawn.length, !drawn.length];
+    if (!drawn.length) return;
+    for (const one of drawn) {
+      const { step, at_s } = one.history.columns;
+      one.began_s ??= at_s[0];
+      one.x = axis.value === "step" ? step : at_s.map((value) => (value - one.began_s) / 3600);
+    }
+    for (const chart of charts) chart.showRuns(drawn, axis.value);
+  }
+
+  const title = "Runs side by side";
+  const empty = names.length < 2 && h("p", { class: "empty" }, "Choose two or more in the ", h("a", { href: "#/" }, "list of runs"), ".");
+  const node = h("div", {}, h("h1", {}, title), empty, missing, settings, newest, h("h2", {}, "Steps"), bar, grid);
+  const close = () => charts.forEach((chart) => chart.close());
+  const repaint = () => charts.forEach((chart) => chart.repaint());
+  return { title, crumbs: [["runs", "#/"], ["side by side", null]], node, refresh, period_ms: 5000, close, repaint };
+}
+
+const columnsOf = (runs) => [["", "", (row) => row.name], ...runs.map((one, place) => [h("a", { href: runLink(one.name) }, one.name), "number", (row) => row.values[place]])];
+
+function describeNewest(runs) {
+  const places = runs.map(({ history }) => newestPlaces(history.columns, NEWEST_STEPS));
+  const value = (column, place) => mean(runs[place].history.columns, column, places[place]);
+  const reasons = (part, place) => meanOf(perStep(runs[place].history, part), runs[place].history.columns, places[place]);
+  const each = (name, read) => ({ name, values: runs.map((one, place) => read(one, place)) });
+  const rows = [
+    each("state", ({ status }) => pill(status.state)),
+    each("step", ({ status }) => count(status.step)),
+    each("newest steps, of which these are means", ({ history }, place) => count(stepsOf(history.columns, places[place]))),
+    ...FIGURES.map(([name, column, digits]) => each(name, (_, place) => decimal(value(column, place), digits))),
+    each("seconds the trainer waited per step", (_, place) => decimal(reasons("waited", place), 2)),
+    each("groups dropped per step", (_, place) => decimal(reasons("dropped", place), 2)),
+  ];
+  return [h("h2", {}, "Newest steps"), table("Newest steps", columnsOf(runs), rows, "")];
+}
+
+const meanOf = (values, { steps }, places) => mean({ steps, values }, "values", places);
+
+// Only what differs: two runs share most of their settings.
+function describeSettings(runs) {
+  const flat = runs.map(({ status }) => flatten(status.config));
+  const names = [...new Set(flat.flatMap((one) => [...one.keys()]))].sort();
+  const rows = names.map((name) => ({ name, values: flat.map((one) => one.get(name) ?? NONE) })).filter(({ values }) => new Set(values).size > 1);
+  return [h("h2", {}, "Settings that differ"), table("Settings that differ", columnsOf(runs), rows, "The runs have the same settings.")];
+}
+
+// Settings by their path, as JSON.
+function flatten(value, path = "") {
+  const nested = value !== null && typeof value === "object" && !Array.isArray(value);
+  if (!nested) return new Map([[path, JSON.stringify(value)]]);
+  return new Map(Object.entries(value).flatMap(([name, part]) => [...flatten(part, path ? `${path}.${name}` : name)]));
+}
