@@ -103,7 +103,7 @@ class ReaderOptions:
 DEFAULTS = ReaderOptions()
 
 
-class _WaitingLog:
+class WaitingLog:
     """Log of one wait for a batch: INFO for each new reason, WARNING after 10 s and then with growing gaps."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class StepReader(Generic[B]):
         self._held: B | None = None
         self._failure: Exception | None = None
         self._patience: Patience | None = None
-        self._log = _WaitingLog()
+        self._log = WaitingLog()
         self._thread = threading.Thread(target=self._work, name=f"batches of rank {options.dp_rank}", daemon=True)
 
     @abstractmethod
@@ -183,7 +183,7 @@ class StepReader(Generic[B]):
             if self.finished:
                 raise StopIteration
             self._wanted_since_s, self._parked, self._patience = self._clock(), False, None
-            self._log = _WaitingLog()
+            self._log = WaitingLog()
             self._nudge()
             in_time = self._changed.wait_for(
                 lambda: self._held is not None or self._failure is not None or self._stopped, self.options.deadline_s

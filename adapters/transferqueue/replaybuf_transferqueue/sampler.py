@@ -1,0 +1,293 @@
+"""The sampler for verl: batches come from a replaybuf run, by its strategy, and its ledger records what was trained.
+
+What verl calls, and what it means for the run::
+
+    sample(G, "train")    the steps before are trained and their weights are loaded: ack, publish, fetch the next batch
+    sample(G, "val")      global step G is trained: ack it; the groups are those of verl's own sampler
+    on_save(G)            the checkpoint of global step G is on disk: record it
+
+A finished group of the queue is appended to the run and then cleared from the queue. A group's id is its prompt's uid,
+so a crash between the two appends a duplicate, which changes nothing. The first `sample` attaches at the steps that the
+checkpoint of verl has trained. A batch goes back to the queue under keys of its step, which verl clears after training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from replaybuf.client import Client, attach_at
+from replaybuf.client.reader import WaitingLog
+from replaybuf.errors import GroupRejected, Invalid, NoRoom, ServiceUnavailable, WrongStep
+from replaybuf.wire.batch import Batch, read_batch
+from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf.wire.group import Group
+from replaybuf.wire.run_status import RunStatus
+from replaybuf_transferqueue.sampler_settings import Pace, check_run, read_settings
+from replaybuf_transferqueue.trajectories import Trajectory, group_of, trajectories_of, uid_of
+
+logger = logging.getLogger(__name__)
+
+TRAIN = "train"
+PRODUCER = "verl"
+RETRY_FOR_S = 60.0
+GROUPS_PER_APPEND = 16
+_MARK = "-step"
+
+
+class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not typed
+    """`trainer.v1.sampler.custom_sampler.name`; its path is `pkg://replaybuf_transferqueue.sampler`.
+
+    verl's own `max_off_policy_threshold` has no effect: the run's strategy bounds staleness.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._settings = read_settings(self.sampler_kwargs)
+        self._pace = Pace.of(self.trainer_mode, self.trainer_config)
+        self.poll_interval = self._settings.poll_s
+        at = self._settings.address, self._settings.run_name, os.environ.get("REPLAYBUF_TOKEN")
+        self._client = Client(*at, retry_for_s=RETRY_FOR_S)
+        self._intake = Client(*at)  # without retries: what does not fit yet stays in the queue
+        self._attached: Attachment | None = None
+        self._step = self._unacked = self._version = self._evicted = self._rejected = 0
+
+    # ------------------------------------------------------------------ what verl calls
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
+        """Wait for the next batch of the run; for validation, for verl's own.
+
+        Raises `WrongStep`, `RunFinished`, `Fenced`, and `Invalid` where the run or a field does not fit.
+        """
+        if partition_id != TRAIN:
+            if self._attached is not None:
+                self._ack_before(global_steps * self._pace.batches)
+            result: tuple[KVBatchMeta, dict[str, float]] = super().sample(global_steps, partition_id, batch_size)
+            return result
+        self._begin_step(global_steps, batch_size)
+        began_s = time.monotonic()
+        batch = self._wait_for_batch(batch_size)
+        waited_s = time.monotonic() - began_s
+        kept = self._put_back(batch)
+        self._step += 1
+        return kept, {"replaybuf/waited_s": waited_s} | self._metrics(batch)
+
+    def record_checkpoint(self, global_steps: int) -> None:
+        """Record that training can resume after `global_steps`, which ends with their last batch."""
+        steps = global_steps * self._pace.batches
+        self._ack_before(steps)
+        self._client.checkpoint(steps, self._epoch, keep=self._settings.keep_checkpoints)
+
+    # ------------------------------------------------------------------ the trainer of the run
+
+    @property
+    def _epoch(self) -> int:
+        if self._attached is None:
+            raise Invalid("the run has no trainer before the first sample", name="epoch")
+        return self._attached.epoch
+
+    def _begin_step(self, global_steps: int, batch_size: int) -> None:
+        """Attach at the first call; then ack the steps before this one and publish their weights."""
+        first = (global_steps - 1) * self._pace.batches
+        if self._attached is None:
+            check_run(self._client.get_run(), self._pace, batch_size)
+            self._attached = attached = attach_at(self._client, first, lengths=True)
+            self._step = self._unacked = first
+            self._version = attached.published_version
+            self._evicted = self._dropped(self._client.get_run())
+            self._clear_batches()
+            logger.info("attached epoch=%d step=%d", attached.epoch, first)
+        if not first <= self._step < first + self._pace.batches:
+            detail = f"verl asks for global step {global_steps}; the next step of the run is {self._step}"
+            raise WrongStep(detail, name="global_steps", value=global_steps, bound=self._step)
+        self._ack_before(self._step)
+        version = self._step // self._pace.batches
+        if version > self._version:
+            self._client.publish_policy(version, self._epoch)
+            self._version = version
+
+    def _ack_before(self, step: int) -> None:
+        while self._unacked < min(step, self._step):
+            self._client.ack(self._unacked, self._epoch)
+            self._unacked += 1
+
+    def _wait_for_batch(self, batch_size: int) -> Batch:
+        log, began_s, short = WaitingLog(), time.monotonic(), 0
+        while True:
+            self._sync_metadata_from_transfer_queue()
+            self._store_finished(batch_size)
+            self._refill(batch_size, short)
+            answer = self._client.fetch_batch(self._step, self._epoch, wait_ms=int(self.poll_interval * 1000))
+            if not isinstance(answer, WaitingAnswer):
+                return read_batch(answer)
+            log.report(self._step, answer, time.monotonic() - began_s)
+            short = answer.need.groups - answer.have.groups
+
+    # ------------------------------------------------------------------ from the queue to the run
+
+    def _store_finished(self, batch_size: int) -> None:
+        """Append the finished groups to the run and clear them and the failed ones from the queue.
+
+        Raises `GroupRejected` once the run has rejected a whole batch in a row.
+        """
+        keys: dict[str, list[str]] = defaultdict(list)
+        for key in self.partitions[TRAIN]:
+            keys[uid_of(key)].append(key)
+        finished = sorted(self.finished_keys[TRAIN], key=lambda uid: (self.prompt_global_steps[TRAIN][uid], uid))
+        self._clear_groups(TRAIN, self.failure_keys[TRAIN] | {uid for uid in finished if not keys[uid]})
+        for uids in _chunks([uid for uid in finished if keys[uid]], GROUPS_PER_APPEND):
+            try:
+                self._store({uid: self._trajectories(keys[uid]) for uid in uids}, batch_size)
+            except (NoRoom, ServiceUnavailable) as error:
+                logger.info("finished groups stay in the queue: %s", error)
+                return
+            self._clear_groups(TRAIN, set(uids))
+
+    def _store(self, found: dict[str, list[Trajectory]], batch_size: int) -> None:
+        groups: dict[str, Group] = {}
+        for uid, trajectories in found.items():
+            try:
+                groups[uid] = group_of(trajectories, uid)
+            except GroupRejected as error:
+                self._count_rejected(uid, error, batch_size)
+        again = []
+        for uid, result in zip(groups, self._intake.append(list(groups.values())), strict=True):
+            if result.status == "rejected":
+                reason = str(result.reason)
+                self._count_rejected(uid, GroupRejected(reason, f"{reason}: {result.detail}", name=reason), batch_size)
+                continue
+            self._rejected = 0
+            if result.status == "duplicate" and self._is_lost(uid):
+                again.append(group_of(found[uid], f"{uid}.{self._generation}"))
+        if again:
+            self._intake.append(again)
+
+    @property
+    def _generation(self) -> int:
+        return 0 if self._attached is None else self._attached.generation
+
+    def _is_lost(self, group_id: str) -> bool:
+        """Return whether a rewind evicted this group, whose prompt verl has generated again since."""
+        stored = self._client.get_group(group_id)
+        return stored.state == "evicted" and stored.reason == "lost_lineage"
+
+    def _count_rejected(self, group_id: str | None, error: GroupRejected, batch_size: int) -> None:
+        logger.warning("the run rejects group %s, verl generates another: %s", group_id, error)
+        self._rejected += 1
+        if self._rejected >= max(batch_size, GROUPS_PER_APPEND):
+            raise error
+
+    def _trajectories(self, keys: list[str]) -> list[Trajectory]:
+        data = transfer_queue.kv_batch_get(keys=keys, partition_id=TRAIN)
+        columns = {name: _values(data, name) for name in data.keys()}  # noqa: SIM118 - not a dict
+        tags = self.partitions[TRAIN]
+        return [
+            Trajectory(key, {name: values[row] for name, values in columns.items()}, tags[key])
+            for row, key in enumerate(keys)
+        ]
+
+    def _refill(self, batch_size: int, short: int) -> None:
+        """Submit prompts in place of those that failed or were evicted.
+
+        Invariant: prompts in the queue + live groups >= those that verl generates ahead, and >= what the batch lacks.
+        """
+        coming = len(self.prompt_global_steps[TRAIN])
+        with contextlib.suppress(ServiceUnavailable):
+            self._intake.send_heartbeat(PRODUCER, in_flight=coming)
+        live = self._client.get_run().groups.live
+        lacking = max(self._pace.prompts_ahead(batch_size, self._step) - coming - live, short - coming)
+        if lacking > 0:
+            logger.info("verl generates %d prompts more: %d in the queue, %d live groups", lacking, coming, live)
+            self.refill_fn(lacking)
+
+    # ------------------------------------------------------------------ from the run to the queue
+
+    def _put_back(self, batch: Batch) -> KVBatchMeta:
+        metadata = {group_id: self._client.get_group(group_id).metadata for group_id in batch.meta.group_ids}
+        trajectories = trajectories_of(batch, metadata, f"{_MARK}{batch.meta.step}")
+        for _, alike in itertools.groupby(trajectories, key=lambda one: sorted(one.fields)):
+            some = list(alike)
+            transfer_queue.kv_batch_put(
+                keys=[one.key for one in some],
+                partition_id=TRAIN,
+                fields=list_of_dict_to_tensordict([one.fields for one in some]),
+                tags=[one.tag for one in some],
+            )
+        keys, tags = [one.key for one in trajectories], [one.tag for one in trajectories]
+        return KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
+
+    def _clear_batches(self) -> None:
+        """Clear batches that a checkpoint of the queue brought back; verl saves it before it clears the batch."""
+        listed = (transfer_queue.kv_list(TRAIN) or {}).get(TRAIN, {})
+        old = [key for key in listed if _MARK in uid_of(key)]
+        if old:
+            transfer_queue.kv_clear(keys=old, partition_id=TRAIN)
+
+    @staticmethod
+    def _dropped(status: RunStatus) -> int:
+        return sum(status.groups.evicted.values()) + status.groups.dead_lettered
+
+    def _metrics(self, batch: Batch) -> dict[str, float]:
+        """Return what verl logs beside its own metrics."""
+        staleness, uses = (
+            np.concatenate([getattr(row, name) for row in batch.micro_batches])
+            for name in ("staleness", "times_sampled")
+        )
+        before, self._evicted = self._evicted, self._dropped(self._client.get_run())
+        return {
+            "replaybuf/staleness/mean": float(staleness.mean()),
+            "replaybuf/staleness/max": float(staleness.max()),
+            "replaybuf/times_sampled/mean": float(uses.mean()),
+            "training/off_policy/evicted_samples": float(self._evicted - before),
+        }
+
+
+class CheckpointReport(CheckpointCallback):  # type: ignore[misc]  # verl is not typed
+    """`trainer.checkpoint_callback_class`: records verl's checkpoints in the run, which frees what they do not need."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._being_written: int | None = None
+
+    def on_save(
+        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
+    ) -> None:
+        """Record a checkpoint; one that is saved asynchronously is recorded at the save after it."""
+        sampler = trainer.replay_buffer
+        if not isinstance(sampler, ReplaybufSampler):
+            name, found = "trainer.v1.sampler.custom_sampler.name", type(sampler).__name__
+            raise Invalid(f"{name} is {found}; needed: ReplaybufSampler", name=name, value=found)
+        written = self._being_written if async_save else global_step
+        self._being_written = global_step if async_save else None
+        if written is not None:
+            sampler.record_checkpoint(written)
+
+
+def _values(data: TensorDict, name: str) -> list[Any]:
+    """Return the values of a field, one per row."""
+    column = data[name]
+    if isinstance(column, torch.Tensor):
+        return list(column.unbind())
+    return [value.data if isinstance(value, NonTensorData) else value for value in column]
+
+
+def _chunks(uids: list[str], size: int) -> Iterator[list[str]]:
+    rest: Iterable[str] = iter(uids)
+    while chunk := list(itertools.islice(rest, size)):
+        yield chunk

@@ -1,0 +1,108 @@
+"""Settings of the sampler, from verl's configuration and the environment, and their check against the run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from omegaconf import DictConfig, OmegaConf
+
+from replaybuf.errors import Invalid
+from replaybuf.wire.run_status import RunStatus
+
+logger = logging.getLogger(__name__)
+
+TESTED = "0.9.1"
+KWARGS = "trainer.v1.sampler.sampler_kwargs"
+_MODES = ("colocate_async", "separate_async")
+
+
+class SamplerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings in `trainer.v1.sampler.sampler_kwargs`.
+
+    - `run`, `url`: the run and its service; None = `$REPLAYBUF_RUN`, `$REPLAYBUF_URL`
+    - `keep_checkpoints`: how many of verl's newest checkpoints stay resumable; None = the run's rule
+    - `poll_s`: seconds between two looks at the queue while a step waits
+    """
+
+    run: str | None = None
+    url: str | None = None
+    keep_checkpoints: Annotated[int, Meta(ge=1)] | None = None
+    poll_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
+
+    @property
+    def run_name(self) -> str:
+        """The run. Raises `Invalid` if there is none."""
+        name = self.run or os.environ.get("REPLAYBUF_RUN")
+        if not name:
+            raise Invalid(f"no run: set +{KWARGS}.run or $REPLAYBUF_RUN", name="run")
+        return name
+
+    @property
+    def address(self) -> str:
+        """The address of the service."""
+        return self.url or os.environ.get("REPLAYBUF_URL", "http://127.0.0.1:8900")
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """How verl's loop asks: batches per global step, and batches of prompts that it generates ahead."""
+
+    batches: int
+    warmup: float
+
+    @classmethod
+    def of(cls, trainer_mode: str, config: Mapping[str, Any]) -> Pace:
+        """Read the configuration of a trainer's mode. Raises `Invalid` for one that this sampler does not fit."""
+        if trainer_mode not in _MODES:
+            why = "a synchronous trainer stops its engines while prompts are in flight"
+            raise _invalid("trainer.v1.trainer_mode", trainer_mode, f"{' or '.join(_MODES)} ({why})")
+        name = f"trainer.v1.{trainer_mode}.hybrid_rollout.enable_switch"
+        if (config.get("hybrid_rollout") or {}).get("enable_switch", False):
+            raise _invalid(name, True, "False (it counts groups in the queue; this sampler moves them to the run)")
+        return cls(int(config.get("parameter_sync_step", 1)), float(config.get("num_warmup_batches", 1)))
+
+    def prompts_ahead(self, batch_size: int, step: int) -> int:
+        """Return how many prompts verl has submitted and not trained when it asks for `step`."""
+        per_global_step = self.batches * batch_size
+        return int(self.warmup * per_global_step) + per_global_step - step % self.batches * batch_size
+
+
+def read_settings(given: Mapping[str, Any] | DictConfig | None) -> SamplerSettings:
+    """Check the settings, and warn if verl is of another version than the tested one. Raises `Invalid`."""
+    found = importlib.metadata.version("verl")
+    if found != TESTED:
+        logger.warning("the sampler is tested with verl %s; this is %s: run its tests first", TESTED, found)
+    plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given or {})
+    try:
+        return msgspec.convert(plain, SamplerSettings)
+    except msgspec.ValidationError as error:
+        known = ", ".join(SamplerSettings.__struct_fields__)
+        raise Invalid(f"{KWARGS}: {error}; the settings are {known}", name=KWARGS) from error
+
+
+def check_run(status: RunStatus, pace: Pace, batch_size: int) -> None:
+    """Raise `Invalid` where batches of the run would not fit the batches that verl asks for."""
+    facts, batch = status.facts(), status.config["batch"]
+    groups = batch["groups_per_batch"]
+    if not groups or groups % batch_size:
+        why = "data.train_batch_size / parameter_sync_step, or a multiple where groups are used several times"
+        raise _invalid(f"run {status.run}: batch.groups_per_batch", groups, f"{batch_size} ({why})")
+    needed: dict[str, tuple[object, object, str]] = {
+        "adapters": (sorted(facts.adapters), [], "verl trains one policy"),
+        "batch.tokens_per_batch": (batch["tokens_per_batch"], None, "a budget would make batches of fewer groups"),
+        "batch.timeout_s": (batch["timeout_s"], None, "a time limit would make batches of fewer groups"),
+        "batch.overlong": (batch["overlong"], "reject", "verl needs whole trajectories"),
+        "steps_per_publish": (facts.steps_per_publish, pace.batches, "parameter_sync_step"),
+    }
+    for name, (value, wanted, why) in needed.items():
+        if value != wanted:
+            raise _invalid(f"run {status.run}: {name}", value, f"{wanted} ({why})")
+
+
+def _invalid(name: str, value: object, bound: str) -> Invalid:
+    return Invalid(f"{name} is {value}; needed: {bound}", name=name, value=str(value), bound=bound)

@@ -1,0 +1,179 @@
+"""Trajectories of verl as the rollouts of a group, and back.
+
+A group has columns for what every trainer needs: tokens, mask, logprobs, reward, policy version. verl writes more
+fields for each trajectory. Those that follow from the columns are computed again; the others travel in the group's
+metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from replaybuf.client import group_builder
+from replaybuf.errors import Invalid
+from replaybuf.wire.batch import Batch
+from replaybuf.wire.group import Group
+from replaybuf_transferqueue.values import decode, encode
+
+METADATA = "verl"
+LARGEST_OTHERS_BYTES = 192 << 10
+"""A frame has 256 KiB for its header, and base 85 adds a quarter."""
+_NEEDED = {
+    "prompts": "verl's agent loop writes it",
+    "responses": "verl's agent loop writes it",
+    "response_mask": "verl's agent loop writes it",
+    "rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=True",
+    "rm_scores": "use a reward function, or reward.reward_model.enable_resource_pool=True",
+}
+
+
+class Trajectory(NamedTuple):
+    """One trajectory in the queue: its key `UID_SESSION_INDEX`, its fields and its tag."""
+
+    key: str
+    fields: dict[str, Any]
+    tag: dict[str, Any]
+
+
+class _Others(msgspec.Struct, array_like=True):
+    """What a group keeps beside its columns: fields that all trajectories share, then those of each, encoded."""
+
+    shared: dict[str, bytes]
+    own: list[dict[str, bytes]]
+    keys: list[str]
+    tags: list[dict[str, Any]]
+
+
+def uid_of(key: str) -> str:
+    """Return the uid of the prompt, as verl reads it from the key of a trajectory."""
+    return key.split("_", 1)[0]
+
+
+def group_of(trajectories: Sequence[Trajectory], group_id: str) -> Group:
+    """Build the group of a prompt. Raises `GroupRejected`, and `Invalid` that names a field which does not fit."""
+    ordered = sorted(trajectories, key=lambda one: [int(part) for part in one.key.split("_")[1:]])
+    versions = [_oldest_version(one.tag) for one in ordered]
+    builder = group_builder(
+        prompt_id=_prompt_name(ordered[0]),
+        policy_version=min(versions),
+        group_id=group_id,
+        metadata={METADATA: _pack([_other_fields(one) for one in ordered], ordered)},
+    )
+    for one, version in zip(ordered, versions, strict=True):
+        builder.add(
+            one.fields["responses"].numpy(),
+            one.fields["rollout_log_probs"].float().numpy(),
+            float(one.fields["rm_scores"].sum()),
+            mask=one.fields["response_mask"].numpy(),
+            prompt_ids=one.fields["prompts"].numpy(),
+            policy_version=version,
+        )
+    return builder.build()
+
+
+def trajectories_of(batch: Batch, metadata: Mapping[str, Mapping[str, Any] | None], suffix: str) -> list[Trajectory]:
+    """Return the trajectories of a batch, group by group, with `suffix` behind their uids.
+
+    `metadata`: of each group, by its id. The body must have the extra `lengths`.
+    """
+    found: list[Trajectory] = []
+    rollouts = dict(_rollouts_of(batch))
+    for index, group_id in enumerate(batch.meta.group_ids):
+        others, uid = _unpack(group_id, metadata[group_id]), f"{group_id}{suffix}"
+        for number, (key, tag) in enumerate(zip(others.keys, others.tags, strict=True)):
+            encoded = others.shared | others.own[number]
+            fields = rollouts[index, number] | {name: decode(value, name) for name, value in encoded.items()}
+            _, session = key.split("_", 1)
+            found.append(Trajectory(f"{uid}_{session}", fields | {"uid": uid}, tag))
+    return found
+
+
+def _rollouts_of(batch: Batch) -> Iterator[tuple[tuple[int, int], dict[str, torch.Tensor]]]:
+    """Yield the fields that follow from the columns, by number of the group and of the rollout."""
+    for row in batch.micro_batches:
+        if row.prompt_lengths is None:
+            raise Invalid("the body has no prompt_lengths; attach with lengths=True", name="lengths", value=False)
+        if row.sampling_weights is not None:
+            detail = "the strategy gives sampling weights, which verl cannot apply; set its option importance to 0"
+            raise Invalid(detail, name="sampling_weights", value=batch.meta.strategy)
+        for number in range(len(row.group_index)):
+            start, end = (int(bound) for bound in row.cu_seqlens[number : number + 2])
+            first = start + int(row.prompt_lengths[number])
+            columns = (row.input_ids[start:first], row.input_ids[first:end], row.loss_mask[first:end])
+            fields = _fields_of(*columns, row.inference_logprobs[first:end], reward=float(row.rewards[number]))
+            yield (int(row.group_index[number]), int(row.rollout_index[number])), fields
+
+
+def _fields_of(prompt: Any, completion: Any, mask: Any, logprobs: Any, *, reward: float) -> dict[str, torch.Tensor]:
+    """Compute the fields that verl derives from the columns of a rollout, as its agent loop does."""
+    prompts, responses, response_mask = (
+        torch.tensor(np.asarray(ids), dtype=torch.int64) for ids in (prompt, completion, mask)
+    )
+    rm_scores = torch.zeros(len(responses))
+    rm_scores[-1:] = reward
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": response_mask,
+        "loss_mask": response_mask,
+        "input_ids": torch.cat([prompts, responses]),
+        "position_ids": torch.arange(len(prompts) + len(responses)),
+        "rollout_log_probs": torch.tensor(np.asarray(logprobs), dtype=torch.float32) * response_mask,
+        "rm_scores": rm_scores,
+    }
+
+
+def _other_fields(one: Trajectory) -> dict[str, bytes]:
+    """Encode the fields that do not follow from the columns. Raises `Invalid` for a field that is missing."""
+    for name, way_out in _NEEDED.items():
+        if not isinstance(one.fields.get(name), torch.Tensor):
+            raise Invalid(f"trajectory {one.key} has no field {name!r}; {way_out}", name=name, value=None)
+    columns = (one.fields[name] for name in ("prompts", "responses", "response_mask", "rollout_log_probs"))
+    derived = _fields_of(*columns, reward=float(one.fields["rm_scores"].sum()))
+    return {
+        name: encode(value, name)
+        for name, value in one.fields.items()
+        if name != "uid" and not (name in derived and torch.equal(value, derived[name]))
+    }
+
+
+def _oldest_version(tag: Mapping[str, Any]) -> int:
+    """Return the version that sampled the first token: verl numbers weights by the steps that trained them."""
+    oldest = tag.get("min_global_steps")
+    return int(tag["global_steps"]) - 1 if oldest is None else int(oldest)
+
+
+def _prompt_name(one: Trajectory) -> str:
+    source, index = one.fields.get("data_source"), one.fields.get("index")
+    named = isinstance(source, str) and isinstance(index, int | str | np.integer)
+    return f"{source}/{index}" if named else uid_of(one.key)
+
+
+def _pack(fields: Sequence[dict[str, bytes]], trajectories: Sequence[Trajectory]) -> str:
+    shared = {name: value for name, value in fields[0].items() if all(one.get(name) == value for one in fields)}
+    own = [{name: value for name, value in one.items() if name not in shared} for one in fields]
+    others = _Others(shared, own, [one.key for one in trajectories], [dict(one.tag) for one in trajectories])
+    packed = zlib.compress(msgspec.msgpack.encode(others))
+    if len(packed) > LARGEST_OTHERS_BYTES:
+        sizes = {name: sum(len(one.get(name, b"")) for one in fields) for one in fields for name in one}
+        largest = max(sizes, key=lambda name: sizes[name])
+        detail = (
+            f"prompt {uid_of(trajectories[0].key)} has {len(packed)} bytes in fields without a column in a group; "
+            f"the maximum is {LARGEST_OTHERS_BYTES}. The largest is {largest!r}: this sampler does not support it"
+        )
+        raise Invalid(detail, name=largest, value=len(packed), bound=LARGEST_OTHERS_BYTES)
+    return base64.b85encode(packed).decode()
+
+
+def _unpack(group_id: str, metadata: Mapping[str, Any] | None) -> _Others:
+    if metadata is None or METADATA not in metadata:
+        detail = f"group {group_id} has no metadata {METADATA!r}; only this sampler may append to the run"
+        raise Invalid(detail, name="metadata", value=group_id)
+    return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(metadata[METADATA])), type=_Others)
