@@ -1,0 +1,223 @@
+"""The sampler alone: what it refuses, what a group keeps of verl's fields, and what it does with the queue."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+import transfer_queue
+from test_sampler import config_of, queue
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl_training import PROMPTS, SAMPLES, trajectory_of
+from verl_training import config_of as verl_config_of
+
+from replaybuf.client import Client, attach_at
+from replaybuf.errors import GroupRejected, Invalid, NotFound, WrongStep
+from replaybuf.wire.batch import read_batch
+from replaybuf_transferqueue.sampler import CheckpointReport, ReplaybufSampler
+from replaybuf_transferqueue.trajectories import Trajectory, group_of, trajectories_of
+from tests.conftest import RunClient, connect, own_service, run, service
+
+__all__ = ["connect", "own_service", "queue", "run", "service"]
+
+
+def make(run: RunClient, mode: str = "colocate_async", refill: Any = None, **changes: Any) -> Any:
+    """Make the sampler with verl's own code."""
+    sampler = {"url": str(run.http.base_url), "run": run.run, "poll_s": 0.05} | changes.pop("sampler", {})
+    config = verl_config_of({"folder": "/nowhere", "steps": 4, "mode": mode, "sampler": sampler} | changes)
+    config.trainer.v1.separate_async.hybrid_rollout.enable_switch = changes.get("switch", False)
+    trainer = SimpleNamespace(config=config, trainer_mode=mode, _add_prompts_to_generate=refill or (lambda count: None))
+    return PPOTrainer._build_replay_buffer(trainer)
+
+
+def trajectories(uid: str, index: int, version: int = 0, **fields: Any) -> list[Trajectory]:
+    found = []
+    for session in range(SAMPLES):
+        given = trajectory_of(index, session).as_dict() | {"uid": uid, "index": index, "data_source": "numbers"}
+        lengths = {"prompt_len": 2, "response_len": len(given["responses"]), "seq_len": 2 + len(given["responses"])}
+        tag = lengths | {"status": "success", "global_steps": version + 1, "min_global_steps": version}
+        tag["max_global_steps"] = version
+        found.append(Trajectory(f"{uid}_{session}_0", given | fields, tag))
+    return found
+
+
+def put(uid: str, found: list[Trajectory], partition: str = "train", status: str = "finished") -> None:
+    """Put a finished prompt, as verl's agent loops do."""
+    for one in found:
+        data = list_of_dict_to_tensordict([one.fields])
+        transfer_queue.kv_batch_put(keys=[one.key], partition_id=partition, fields=data, tags=[one.tag])
+    tag = {"is_prompt": True, "status": status, "global_steps": 1}
+    transfer_queue.kv_batch_put(keys=[uid], partition_id=partition, tags=[tag])
+
+
+def clear() -> None:
+    for partition, keys in (transfer_queue.kv_list() or {}).items():
+        if keys:
+            transfer_queue.kv_clear(keys=list(keys), partition_id=partition)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("trainer.v1.trainer_mode", {"mode": "sync"}),
+        ("trainer.v1.separate_async.hybrid_rollout.enable_switch", {"mode": "separate_async", "switch": True}),
+        ("trainer.v1.sampler.sampler_kwargs", {"sampler": {"rn": "r"}}),
+        ("trainer.v1.sampler.sampler_kwargs", {"sampler": {"poll_s": 0}}),
+        ("run", {"sampler": {"run": None}}),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(
+    run: RunClient, monkeypatch: pytest.MonkeyPatch, name: str, changes: dict[str, Any]
+) -> None:
+    monkeypatch.delenv("REPLAYBUF_RUN", raising=False)
+    with pytest.raises(Invalid) as refused:
+        make(run, **changes)
+    assert refused.value.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("batch.groups_per_batch", config_of(PROMPTS + 1)),
+        ("batch.tokens_per_batch", config_of() | {"batch": config_of()["batch"] | {"tokens_per_batch": 4096}}),
+        ("batch.overlong", config_of() | {"batch": config_of()["batch"] | {"overlong": "truncate"}}),
+        ("steps_per_publish", config_of(steps_per_publish=2)),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_before_it_has_a_trainer(
+    run: RunClient, name: str, config: dict[str, Any]
+) -> None:
+    assert run.put(**config).status_code == 201
+    with pytest.raises(Invalid, match=f"{name} is") as refused:
+        make(run).sample(1, "train", PROMPTS)
+    assert refused.value.name == f"run {run.run}: {name}"
+    assert run.state()["trainer"] is None
+
+
+def test_an_unknown_run_is_refused(run: RunClient) -> None:
+    with pytest.raises(NotFound):
+        make(run).sample(1, "train", PROMPTS)
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: RunClient) -> None:
+    assert run.put(**config_of()).status_code == 201
+    with pytest.raises(WrongStep, match="another run"):
+        make(run).sample(8, "train", PROMPTS)
+    assert run.state()["trainer"] is None
+
+
+@pytest.mark.parametrize("name", ["rollout_log_probs", "rm_scores"])
+def test_a_missing_field_is_named_with_the_way_out(name: str) -> None:
+    found = trajectories("u", 1)
+    for one in found:
+        del one.fields[name]
+    with pytest.raises(Invalid, match=f"no field '{name}'; .*(set|use) ") as refused:
+        group_of(found, "u")
+    assert refused.value.name == name
+
+
+def test_a_field_that_is_too_large_for_a_group_is_named() -> None:
+    found = trajectories("u", 1, multi_modal_inputs={"pixel_values": torch.randn(400, 400)})
+    with pytest.raises(Invalid, match="largest is 'multi_modal_inputs'"):
+        group_of(found, "u")
+
+
+def test_the_checkpoint_callback_refuses_another_sampler() -> None:
+    with pytest.raises(Invalid, match="custom_sampler"):
+        CheckpointReport().on_save(SimpleNamespace(replay_buffer=object()), 1, "/nowhere")
+
+
+def test_an_asynchronous_checkpoint_is_recorded_at_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+    monkeypatch.setattr(ReplaybufSampler, "record_checkpoint", lambda _, step: recorded.append(step))
+    trainer = SimpleNamespace(replay_buffer=object.__new__(ReplaybufSampler))
+    report = CheckpointReport()
+    for step in (2, 4):
+        report.on_save(trainer, step, "/nowhere", async_save=True)
+    assert recorded == [2]
+
+
+def test_a_group_keeps_every_field(run: RunClient) -> None:
+    dense = torch.tensor([0.25, 0.0, 0.5])
+    odd = {
+        "position_ids": torch.arange(15).reshape(3, 5),
+        "rm_scores": dense,
+        "responses": torch.tensor([1, 2, 3]),
+        "response_mask": torch.tensor([1, 0, 1]),
+        "loss_mask": torch.tensor([1, 0, 0]),
+        "rollout_log_probs": torch.tensor([-0.5, -0.25, -1.0]),
+        "raw_prompt": [{"role": "user", "content": "ä"}],
+        "routed_experts": torch.ones(5, 2, 2, dtype=torch.int16),
+        "nothing": None,
+    }
+    before = trajectories("u", 1, **odd)
+    config = config_of(1)
+    assert run.put(**config).status_code == 201
+    with Client(str(run.http.base_url), run.run) as client:
+        assert client.append([group_of(before, "u")])[0].status == "stored"
+        attached = attach_at(client, 0, lengths=True)
+        body = client.fetch_batch(0, attached.epoch, wait_ms=5000)
+        assert isinstance(body, bytes)
+        after = trajectories_of(read_batch(body), {"u": client.get_group("u").metadata}, "-step0")
+    assert [one.key for one in after] == ["u-step0_0_0", "u-step0_1_0"]
+    assert [one.tag for one in after] == [one.tag for one in before]
+    for old, new in zip(before, after, strict=True):
+        assert new.fields["uid"] == "u-step0"
+        for name in old.fields.keys() - {"uid"}:
+            value, found = old.fields[name], new.fields[name]
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+
+
+def test_groups_that_the_run_rejects_are_generated_again_until_all_are(run: RunClient, queue: str) -> None:
+    clear()
+    assert run.put(**config_of(group_size=SAMPLES + 1)).status_code == 201
+    asked: list[int] = []
+
+    def refill(count: int) -> None:
+        for _ in range(count):
+            asked.append(len(asked))
+            put(f"u{len(asked)}", trajectories(f"u{len(asked)}", 1))
+
+    with pytest.raises(GroupRejected):
+        make(run, refill=refill).sample(1, "train", PROMPTS)
+    assert 16 <= len(asked) <= 32
+
+
+def test_validation_is_verls_own_and_acks_the_steps_before(run: RunClient, queue: str) -> None:
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    for number in range(PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number))
+    sampler = make(run)
+    batch, metrics = sampler.sample(1, "train", PROMPTS)
+    assert len(batch.keys) == PROMPTS * SAMPLES
+    assert metrics["replaybuf/staleness/max"] == 0
+    put("v", trajectories("v", 1), partition="val")
+    checked, _ = sampler.sample(1, "val", 1)
+    assert sorted(checked.keys) == ["v_0_0", "v_1_0"]
+    assert run.state()["step"] == 1
+
+
+def test_a_prompt_that_a_rewind_took_back_is_stored_again(run: RunClient, queue: str) -> None:
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    first = make(run)
+    for number in range(PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number))
+    first.sample(1, "train", PROMPTS)
+    for number in range(10, 11 + PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number, version=1))
+    first.sample(2, "train", PROMPTS)  # one group of version 1 stays live
+    left = [one["group_id"] for one in run.http.get(f"/v1/runs/{run.run}/groups?state=live").json()["groups"]]
+    clear()
+    put(left[0], trajectories(left[0], 10))
+    make(run).sample(1, "train", PROMPTS)
+    with Client(str(run.http.base_url), run.run) as client:
+        assert client.get_group(left[0]).reason == "lost_lineage"
+        assert client.get_group(f"{left[0]}.1").state == "live"
