@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.conftest import RunClient, connect, own_service, run, service
 
 __all__ = ["connect", "own_service", "run", "service"]
 
+# The process that trainings are forked from imports verl once; it knows its own modules only.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["verl_training"])
 TIMEOUT_S = 120.0
