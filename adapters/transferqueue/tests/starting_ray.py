@@ -21,6 +21,8 @@ PATIENCE = {
     "RAY_health_check_initial_delay_ms": "60000",
     "RAY_health_check_timeout_ms": "60000",
     "RAY_WORKER_PROCESS_SETUP_HOOK_LOAD_TIMEOUT": "300",
+    # Ray's default is 15, which a busy machine starves.
+    "RAY_worker_niceness": "0",
     # Less work at each start.
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
