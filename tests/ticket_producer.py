@@ -13,6 +13,8 @@ from replaybuf.wire.group import Group
 from tests.conftest import RunClient
 
 Rows = list[tuple[int, ...]]
+WEIGHTED = {"name": "replay", "options": {"order": "prioritized", "importance": 0.5, "max_staleness": 1}}
+"""A strategy whose batches have sampling weights."""
 JOIN_TIMEOUT_S = 90.0
 
 

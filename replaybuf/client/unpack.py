@@ -54,6 +54,16 @@ def rollout_keys(row: MicroBatch) -> list[RolloutKey]:
     return [RolloutKey(*key) for key in zip(row.group_index.tolist(), row.rollout_index.tolist(), strict=True)]
 
 
+def check_unweighted(batch: Batch, trainer: str) -> None:
+    """Raise `Invalid` if a batch has sampling weights, for a trainer that cannot apply them."""
+    if any(row.sampling_weights is not None for row in batch.micro_batches):
+        strategy = batch.meta.strategy
+        detail = (
+            f"strategy {strategy} gives sampling weights, which {trainer} cannot apply; set its option importance to 0"
+        )
+        raise Invalid(detail, name="sampling_weights", value=strategy)
+
+
 def per_rollout(
     row: MicroBatch, row_values: npt.ArrayLike, tokens: Tokens = "all"
 ) -> dict[RolloutKey, npt.NDArray[Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from replaybuf.errors import Invalid
+from replaybuf.client.unpack import check_unweighted
 from replaybuf.wire.batch import Batch, MicroBatch
 
 SHORTEST_ROW = 2
@@ -32,14 +32,12 @@ class PrimeMicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=T
 
 
 def encode(batch: Batch) -> bytes:
-    """Return the file of one rank."""
+    """Return the file of one rank. Raises `Invalid` for sampling weights, which prime-rl has no place for."""
+    check_unweighted(batch, "prime-rl")
     return msgspec.msgpack.encode([_converted(row, batch) for row in batch.micro_batches])
 
 
 def _converted(row: MicroBatch, batch: Batch) -> PrimeMicroBatch:
-    if row.sampling_weights is not None:
-        detail = "the strategy gives sampling weights, which prime-rl cannot apply; choose an order without them"
-        raise Invalid(detail, name="sampling_weights", value=batch.meta.strategy)
     added = max(0, SHORTEST_ROW - len(row.input_ids))
     lengths = np.diff(row.cu_seqlens)
     lengths[-1] += added

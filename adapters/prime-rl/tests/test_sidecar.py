@@ -13,7 +13,7 @@ from prime_trainer import RANKS, TIMEOUT_S, PrimeTrainer, eventually
 
 from replaybuf_prime_rl.command import main
 from tests.conftest import RunClient, ServeProcess
-from tests.ticket_producer import producing, recorded_rows
+from tests.ticket_producer import WEIGHTED, producing, recorded_rows
 
 GROUPS, STEPS = 2, 5
 CONFIG: dict[str, Any] = {"batch": {"groups_per_batch": GROUPS, "seq_len": 16}, "max_steps": STEPS}
@@ -158,6 +158,17 @@ def test_a_run_that_does_not_fit_is_named(run: RunClient, tmp_path: Path, config
     assert run.put(**CONFIG | config).status_code == 201
     with pytest.raises(SystemExit, match=message):
         main(["--url", str(run.http.base_url), "--run", run.run, "--output-dir", str(tmp_path)])
+
+
+def test_sampling_weights_are_rejected(run: RunClient, prime_data: Any, tmp_path: Path) -> None:
+    assert run.put(**CONFIG | {"strategy": WEIGHTED}).status_code == 201
+    PrimeTrainer(prime_data, tmp_path)
+    given = ["--url", str(run.http.base_url), "--run", run.run, "--output-dir", str(tmp_path)]
+    with (
+        producing(str(run.http.base_url), run.run),
+        pytest.raises(SystemExit, match="weights, which prime-rl cannot apply; set its option importance to 0"),
+    ):
+        main(given)
 
 
 def test_an_option_outside_its_bound_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from replaybuf.client import RolloutKey, rollout_keys
+from replaybuf.client.unpack import check_unweighted
 from replaybuf.errors import Invalid
 from replaybuf.wire.batch import Batch, MicroBatch
 
@@ -17,19 +20,15 @@ def samples_of(batch: Batch, reward_key: str | None = None) -> list[list[Sample]
     The body must have the extra `lengths`. slime computes advantages from rewards, so those of the batch are not used.
     Raises `Invalid` for sampling weights, which slime has no place for.
     """
-    found: dict[tuple[int, int], Sample] = {}
+    check_unweighted(batch, "slime")
+    found: dict[RolloutKey, Sample] = {}
     for row in batch.micro_batches:
-        if row.sampling_weights is not None:
-            detail = "the strategy gives sampling weights, which slime cannot apply; choose an order without them"
-            raise Invalid(detail, name="sampling_weights", value=batch.meta.strategy)
-        for number in range(len(row.group_index)):
-            key = int(row.group_index[number]), int(row.rollout_index[number])
+        for number, key in enumerate(rollout_keys(row)):
             found[key] = _sample(batch, row, number, reward_key)
     groups: list[list[Sample]] = [[] for _ in batch.meta.group_ids]
-    for index, (group, rollout) in enumerate(sorted(found)):
-        sample = found[group, rollout]
-        sample.group_index, sample.index = group, index
-        groups[group].append(sample)
+    for index, (key, sample) in enumerate(sorted(found.items(), key=itemgetter(0))):
+        sample.group_index, sample.index = key.group_index, index
+        groups[key.group_index].append(sample)
     return groups
 
 

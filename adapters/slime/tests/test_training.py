@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from slime_loop import PHASES, manager_of, train
 
 from replaybuf.errors import ReplaybufError
 from tests.conftest import RunClient, ServeProcess
-from tests.ticket_producer import Rows, producing, recorded_rows
+from tests.ticket_producer import WEIGHTED, Rows, producing, recorded_rows
 
 PROMPTS, SAMPLES, ROLLOUTS = 2, 2, 5
 CONFIG: dict[str, Any] = {
@@ -193,6 +194,15 @@ def test_a_loop_that_the_strategy_does_not_allow_ends_instead_of_waiting(
                 manager.generate(1)
     finally:
         manager.data_source.close()
+
+
+def test_sampling_weights_are_rejected(run: RunClient, source: Path, tmp_path: Path) -> None:
+    run.put(**CONFIG | {"strategy": WEIGHTED})
+    manager = manager_of(source, arguments(run, tmp_path))
+    with producing(str(run.http.base_url), run.run), contextlib.closing(manager.data_source):
+        manager.load(-1)
+        with pytest.raises(ReplaybufError, match="weights, which slime cannot apply; set its option importance to 0"):
+            manager.generate(0)
 
 
 def test_evaluation_and_other_data_sources_are_rejected(fed: RunClient, source: Path, tmp_path: Path) -> None:
