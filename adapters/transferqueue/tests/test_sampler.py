@@ -14,9 +14,6 @@ import pytest
 import ray
 import transfer_queue
 from omegaconf import OmegaConf
-
-pytest.importorskip("verl")
-
 from verl_training import PHASES, PROMPTS, SAMPLES, is_failing, tokens_of, train
 
 from replaybuf.client import Client

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl")
-
 import torch
 import transfer_queue
 from test_sampler import config_of, queue
