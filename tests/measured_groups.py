@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from replaybuf.client import Client, group_builder
 from replaybuf.wire.group import Group
+from tests.conftest import ServeProcess
 
 GROUPS, SIZE, PROMPT_TOKENS, TOKENS = 16, 8, 64, 448
 CONFIG: dict[str, Any] = {
@@ -45,3 +51,18 @@ def compare(pairs: int, sides: Mapping[str, Callable[[int], float]]) -> None:
         print(f"{name}: median {statistics.median(values):.1f} ms, {min(values):.1f} to {max(values):.1f}")
     ratios = [one / other for one, other in zip(*found.values(), strict=True)]
     print(f"ratio: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}, {pairs} pairs")
+
+
+@contextlib.contextmanager
+def measuring(about: str) -> Iterator[tuple[str, Path, int]]:
+    """Start a service; yield its address, a scratch folder and the number of pairs, which `--pairs` sets."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    pairs = parser.parse_args().pairs
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        service = ServeProcess(Path(scratch, "data")).start()
+        try:
+            yield service.url, Path(scratch), pairs
+        finally:
+            service.end()

@@ -8,10 +8,8 @@ samples in memory. Then seconds per step of a trainer that only reads, with ever
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,15 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from prime_source import SOURCE, load
 from prime_trainer import RANKS, PrimeTrainer
 
 from replaybuf.client import Client
 from replaybuf.wire.group import Group
 from replaybuf_prime_rl import Sidecar, SidecarOptions
-from tests.conftest import ServeProcess
-from tests.measured_groups import CONFIG, GROUPS, PROMPT_TOKENS, SIZE, TOKENS, compare, large_group, store
+from tests.measured_groups import CONFIG, GROUPS, PROMPT_TOKENS, SIZE, TOKENS, compare, large_group, measuring, store
 
 STEPS, WARM_UP = 12, 2
 SEQ_LEN: int = CONFIG["batch"]["seq_len"]
@@ -154,20 +150,12 @@ class Sides:
 
 def main() -> None:
     """Start a service and compare."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=5)
-    pairs = parser.parse_args().pairs
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        service = ServeProcess(Path(scratch, "data")).start()
-        try:
-            sides = Sides(service.url, Path(scratch))
-            print("complete batch to readable files")
-            compare(pairs, {"run": sides.delay_of_run, "prime-rl's own sender": sides.own_delay})
-            print("step of a trainer that only reads")
-            compare(pairs, {"run": sides.step_of_run, "prime-rl's own sender": sides.own_step})
-        finally:
-            service.end()
+    with measuring(str(__doc__)) as (url, folder, pairs):
+        sides = Sides(url, folder)
+        print("complete batch to readable files")
+        compare(pairs, {"run": sides.delay_of_run, "prime-rl's own sender": sides.own_delay})
+        print("step of a trainer that only reads")
+        compare(pairs, {"run": sides.step_of_run, "prime-rl's own sender": sides.own_step})
 
 
 if __name__ == "__main__":

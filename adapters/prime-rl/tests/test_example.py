@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from prime_source import SOURCE
-from prime_trainer import RANKS, TIMEOUT_S
+from prime_trainer import RANKS
 
 from tests.conftest import RunClient
+from tests.example_scripts import ROOT, run_script
 from tests.ticket_producer import Rows, producing, recorded_rows
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "prime-rl"
+EXAMPLE = ROOT / "examples" / "prime-rl"
 CLASSES = {
     "": ("TrainerConfig",),
     "model": ("ModelConfig", "BaseModelConfig"),
@@ -31,24 +27,11 @@ CLASSES = {
 }
 
 
-def start(run: RunClient, folder: Path, **environment: str) -> int:
-    """Run the script in an environment whose `torchrun` is the stand-in; return its exit code."""
-    bin_folder = folder / "bin"
-    bin_folder.mkdir(exist_ok=True)
-    stand_in = bin_folder / "torchrun"
-    stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("torchrun.py")} "$@"\n')
-    stand_in.chmod(0o755)
-    environment |= {"REPLAYBUF_URL": str(run.http.base_url), "RUN": run.run, "OUT": str(folder / "out")}
-    environment |= {"PATH": f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "GPUS": str(RANKS)}
-    environment["PYTHONPATH"] = f"{EXAMPLE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
-    script = subprocess.Popen(
-        [str(EXAMPLE / "train.sh")], env=os.environ | environment, cwd=folder, start_new_session=True
-    )
-    try:
-        return script.wait(TIMEOUT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
+def start(run: RunClient, folder: Path, kill_after: int) -> int:
+    """Run the script; return its exit code. 0 = kill no trainer."""
+    stand_in = Path(__file__).with_name("torchrun.py")
+    variables = {"GPUS": str(RANKS), "KILL_AFTER": str(kill_after)}
+    return run_script(EXAMPLE / "train.sh", run=run, folder=folder, stand_in=stand_in, **variables)[0]
 
 
 def test_the_script_resumes_a_training_that_was_killed(run: RunClient, prime_data: Any, tmp_path: Path) -> None:
@@ -56,9 +39,9 @@ def test_the_script_resumes_a_training_that_was_killed(run: RunClient, prime_dat
     assert run.put(**config).status_code == 201  # the script creates it otherwise, but the producer is there first
     steps = config["max_steps"]
     with producing(str(run.http.base_url), run.run):
-        assert start(run, tmp_path, KILL_AFTER="7") != 0
+        assert start(run, tmp_path, 7) != 0
         assert run.state()["state"] == "running"
-        assert start(run, tmp_path) == 0
+        assert start(run, tmp_path, 0) == 0
     trained = json.loads((tmp_path / "out" / "model.json").read_text())
     model: list[Rows] = [[tuple(row) for row in rows] for rows in trained]
     assert len(model) == steps and model == recorded_rows(run, steps)

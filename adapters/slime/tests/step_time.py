@@ -8,21 +8,17 @@ in between, so a run has no time to prefetch: a training sees less.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from slime_loop import manager_of
 from slime_source import SOURCE
 
 from replaybuf.client import Client
 from replaybuf.wire.group import Group
-from tests.conftest import ServeProcess
-from tests.measured_groups import CONFIG, GROUPS, SIZE, compare, large_group, store
+from tests.measured_groups import CONFIG, GROUPS, SIZE, compare, large_group, measuring, store
 
 STEPS, WARM_UP = 10, 2
 
@@ -88,17 +84,9 @@ class Sides:
 
 def main() -> None:
     """Start a service and compare."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=5)
-    pairs = parser.parse_args().pairs
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        service = ServeProcess(Path(scratch, "data")).start()
-        try:
-            sides = Sides(service.url, Path(scratch))
-            compare(pairs, {"run": sides.run, "slime's own buffer": sides.own})
-        finally:
-            service.end()
+    with measuring(str(__doc__)) as (url, folder, pairs):
+        sides = Sides(url, folder)
+        compare(pairs, {"run": sides.run, "slime's own buffer": sides.own})
 
 
 if __name__ == "__main__":

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from replaybuf.client import group_builder
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
 from tests.conftest import RunClient
+from tests.example_scripts import ROOT, run_script
 from tests.ticket_producer import producing
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "slime"
+EXAMPLE = ROOT / "examples" / "slime"
 STEPS = 4
 
 
@@ -29,34 +25,17 @@ def group_of(ticket: Ticket, version: int) -> Group:
     return builder.build()
 
 
-def start(run: RunClient, source: Path, folder: Path, kill_at: str = "none:0") -> tuple[int, str]:
-    """Run the script where `python3` is the stand-in; return its exit code and output."""
-    bin_folder = folder / "bin"
-    bin_folder.mkdir(exist_ok=True)
-    stand_in = bin_folder / "python3"
-    stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("python3.py")} "$@"\n')
-    stand_in.chmod(0o755)
-    environment = {
-        "REPLAYBUF_URL": str(run.http.base_url),
-        "RUN": run.run,
-        "OUT": str(folder / "out"),
-        "KILL_AT": kill_at,
-        "PATH": f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{EXAMPLE.parents[1]}:{os.environ['PYTHONPATH']}",
-    }
-    script = subprocess.Popen(
-        [str(EXAMPLE / "train.sh"), "--num-rollout", str(STEPS), "--save-interval", "2"],
-        env=os.environ | environment,
+def start(run: RunClient, source: Path, folder: Path, kill_at: str) -> tuple[int, str]:
+    """Run the script; return its exit code, and the options that slime leaves to Megatron and SGLang."""
+    return run_script(
+        EXAMPLE / "train.sh",
+        *("--num-rollout", str(STEPS), "--save-interval", "2"),
+        run=run,
+        folder=folder,
+        stand_in=Path(__file__).with_name("python3.py"),
         cwd=source,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        text=True,
+        KILL_AT=kill_at,
     )
-    try:
-        return script.wait(150), script.communicate()[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
 
 
 def test_the_script_resumes_a_training_that_was_killed(run: RunClient, source: Path, tmp_path: Path) -> None:
@@ -64,7 +43,7 @@ def test_the_script_resumes_a_training_that_was_killed(run: RunClient, source: P
     with producing(str(run.http.base_url), run.run, group_of):
         assert start(run, source, tmp_path, "fetched:3")[0] != 0
         assert run.state()["checkpoints"] == [2]
-        code, options = start(run, source, tmp_path)
+        code, options = start(run, source, tmp_path, "none:0")
     assert code == 0
     assert run.state()["step"] == STEPS and run.state()["checkpoints"] == [STEPS]
     model = json.loads((tmp_path / "out" / f"{STEPS - 1}.model").read_text())
