@@ -105,6 +105,16 @@ def test_a_training_acks_publishes_and_records_its_steps(fed: RunClient, prime_d
     assert not list((tmp_path / "rollouts").iterdir())
 
 
+def test_a_batch_does_not_wait_for_the_next_look_at_the_folder(run: RunClient, prime_data: Any, tmp_path: Path) -> None:
+    """The process looks every five minutes here, and the groups come after it has attached."""
+    assert run.put(**CONFIG).status_code == 201
+    trainer = PrimeTrainer(prime_data, tmp_path)
+    with SidecarProcess(run, tmp_path, "none:0", "--poll-s", "300") as sidecar:
+        eventually(lambda: run.state()["epoch"] == 1, sidecar.keep_up)
+        with producing(str(run.http.base_url), run.run):
+            assert trainer.batch(sidecar.keep_up)
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_sidecar_killed_in_any_phase_changes_nothing(
     fed: RunClient, prime_data: Any, tmp_path: Path, phase: str
