@@ -15,8 +15,9 @@ from verl_training import PROMPTS, SAMPLES, trajectory_of
 from verl_training import config_of as verl_config_of
 
 from replaybuf.client import Client, attach_at
-from replaybuf.errors import GroupRejected, Invalid, NotFound, WrongStep
+from replaybuf.errors import Fenced, GroupRejected, Invalid, NotFound, WrongStep
 from replaybuf.wire.batch import read_batch
+from replaybuf_transferqueue import sampler_settings
 from replaybuf_transferqueue.sampler import CheckpointReport, ReplaybufSampler
 from replaybuf_transferqueue.trajectories import Trajectory, group_of, trajectories_of
 from tests.conftest import RunClient, connect, own_service, run, service
@@ -218,3 +219,36 @@ def test_a_prompt_that_a_rewind_took_back_is_stored_again(run: RunClient, queue:
     with Client(str(run.http.base_url), run.run) as client:
         assert client.get_group(left[0]).reason == "lost_lineage"
         assert client.get_group(f"{left[0]}.1").state == "live"
+
+
+def test_groups_that_the_run_has_no_room_for_stay_in_the_queue(run: RunClient, queue: str) -> None:
+    clear()
+    config = config_of(limits={"max_tokens_live": 64})
+    assert run.put(**config).status_code == 201
+    sampler = make(run)
+    for number in range(3 * PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number))
+    found = [sampler.sample(step, "train", PROMPTS)[0].keys for step in (1, 2)]
+    assert run.state()["groups"]["stored"] < 3 * PROMPTS
+    found.append(sampler.sample(3, "train", PROMPTS)[0].keys)
+    assert len({key.split("-step")[0] for keys in found for key in keys}) == 3 * PROMPTS
+
+
+def test_a_second_training_fences_the_first(run: RunClient, queue: str) -> None:
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    for number in range(PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number))
+    first = make(run)
+    first.sample(1, "train", PROMPTS)
+    make(run).sample(1, "train", PROMPTS)
+    with pytest.raises(Fenced):
+        first.sample(2, "train", PROMPTS)
+
+
+def test_another_version_of_verl_is_a_warning(
+    run: RunClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sampler_settings, "TESTED", "0.0.1")
+    make(run)
+    assert "tested with verl 0.0.1; this is 0.9" in caplog.text
