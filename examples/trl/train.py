@@ -61,7 +61,17 @@ def main() -> None:
         callbacks=[ReplaybufCallback(worker)],
     )
     trainer.train(resume_from_checkpoint=newest_checkpoint(given.output))
-    trainer.accelerator.end_training()  # ends the threads of torch.distributed: at the exit they may abort the process
+    end(trainer)
+
+
+def end(trainer: AsyncGRPOTrainer) -> None:
+    """End torch.distributed, whose threads may abort the process at its exit.
+
+    A thread of TRL holds the trainer, and with it DDP and its process group, until the process ends.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -81,24 +81,31 @@ def trained_rollouts(inputs: dict[str, Any]) -> list[str]:
     return found
 
 
+def append(path: Path, **line: Any) -> None:
+    """Append a line of JSON."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def threads() -> list[str]:
+    """Names of the threads of this process, also of those that Python does not know."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
 def record(path: Path) -> None:
     """Append what TRL trains, and the bodies it gets, to a file."""
     compute_loss = async_grpo_trainer.AsyncGRPOTrainer.compute_loss
     fetch_batch = Client.fetch_batch
 
-    def append(**line: Any) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
     def recorded_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss = compute_loss(self, model, inputs, *args, **kwargs)
-        append(step=self.state.global_step, trained=trained_rollouts(inputs), loss=float(loss), pid=os.getpid())
+        append(path, step=self.state.global_step, trained=trained_rollouts(inputs), loss=float(loss), pid=os.getpid())
         return loss
 
     def recorded_fetch(self: Client, step: int, *args: Any, **kwargs: Any) -> Any:
         body = fetch_batch(self, step, *args, **kwargs)
         if isinstance(body, bytes):
-            append(step=step, body=hashlib.sha256(body).hexdigest())
+            append(path, step=step, body=hashlib.sha256(body).hexdigest())
         return body
 
     async_grpo_trainer.AsyncGRPOTrainer.compute_loss = recorded_loss
@@ -112,3 +119,5 @@ if __name__ == "__main__":
         record(Path(path))
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    if path:
+        append(Path(path), threads_at_the_end=threads())

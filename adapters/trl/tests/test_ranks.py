@@ -41,5 +41,7 @@ def test_two_ranks_train_the_batches_of_the_ledger(run: RunClient, model: Path, 
     for step in range(STEPS):
         of_step = sorted(digest for line in parts if line["step"] == step for digest in line["trained"])
         assert of_step == sorted(of_ledger(run, step, groups).elements())
+    left = [name for line in lines for name in line.get("threads_at_the_end", []) if "gloo" in name]
+    assert not left, "threads of torch.distributed, which may abort the process at its exit"
     state = run.state()
     assert (state["epoch"], state["step"], state["state"]) == (1, STEPS, "finished")
