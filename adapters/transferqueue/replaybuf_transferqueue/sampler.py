@@ -128,16 +128,17 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             self._unacked += 1
 
     def _wait_for_batch(self, batch_size: int) -> Batch:
-        log, began_s, short = WaitingLog(), time.monotonic(), 0
+        log, began_s = WaitingLog(), time.monotonic()
+        level = ahead = self._pace.prompts_ahead(batch_size, self._step)
         while True:
             self._sync_metadata_from_transfer_queue()
             self._store_finished(batch_size)
-            self._refill(batch_size, short)
+            live = self._refill(level)
             answer = self._client.fetch_batch(self._step, self._epoch, wait_ms=int(self.poll_interval * 1000))
             if not isinstance(answer, WaitingAnswer):
                 return read_batch(answer)
             log.report(self._step, answer, time.monotonic() - began_s)
-            short = answer.need.groups - answer.have.groups
+            level = max(ahead, live + answer.need.groups - answer.have.groups)
 
     # ------------------------------------------------------------------ from the queue to the run
 
@@ -202,19 +203,21 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             for row, key in enumerate(keys)
         ]
 
-    def _refill(self, batch_size: int, short: int) -> None:
-        """Submit prompts in place of those that failed or were evicted.
+    def _refill(self, level: int) -> int:
+        """Submit prompts in place of those that failed or were evicted; return the number of live groups.
 
-        Invariant: prompts in the queue + live groups >= those that verl generates ahead, and >= what the batch lacks.
+        Invariant: prompts in the queue + live groups >= level, which is what verl generates ahead, or more where the
+        batch needs more.
         """
         coming = len(self.prompt_global_steps[TRAIN])
         with contextlib.suppress(ServiceUnavailable):
             self._intake.send_heartbeat(PRODUCER, in_flight=coming)
         live = self._client.get_run().groups.live
-        lacking = max(self._pace.prompts_ahead(batch_size, self._step) - coming - live, short - coming)
+        lacking = level - coming - live
         if lacking > 0:
             logger.info("verl generates %d prompts more: %d in the queue, %d live groups", lacking, coming, live)
             self.refill_fn(lacking)
+        return live
 
     # ------------------------------------------------------------------ from the run to the queue
 

@@ -252,3 +252,27 @@ def test_another_version_of_verl_is_a_warning(
     monkeypatch.setattr(sampler_settings, "TESTED", "0.0.1")
     make(run)
     assert "tested with verl 0.0.1; this is 0.9" in caplog.text
+
+
+def test_a_group_has_the_version_of_its_oldest_token() -> None:
+    found = [*trajectories("u", 1, version=5)[:1], *trajectories("u", 1, version=3)[1:]]
+    assert group_of(found, "u").policy_version == 3
+    del found[1].tag["min_global_steps"]  # submitted at global step 4, so by the weights of step 3 or newer
+    assert group_of(found, "u").policy_version == 3
+
+
+def test_prompts_are_refilled_to_what_verl_generates_ahead(run: RunClient, queue: str) -> None:
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    asked: list[int] = []
+
+    def refill(count: int) -> None:
+        for number in range(count):
+            put(f"r{len(asked)}-{number}", trajectories(f"r{len(asked)}-{number}", number))
+        asked.append(count)
+
+    for number in range(PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number), status="failure" if number == 1 else "finished")
+    make(run, refill=refill).sample(1, "train", PROMPTS)
+    assert asked == [PROMPTS + 1]  # a batch ahead, and one for the prompt that failed
+    assert not {key for key in transfer_queue.kv_list("train")["train"] if key.startswith("u1")}
