@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from groups import one_rank_body
@@ -40,6 +40,7 @@ from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.launch.supervisor import Program, Stop, Supervisor
 from replaybuf.wire.contract import Attachment, Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
+from replaybuf.wire.run_status import RunFacts
 from replaybuf.wire.tokenizer import Tokenizer
 
 WARM_UP_STEPS = 5
@@ -145,9 +146,13 @@ class FileQueue:
         self._folder = folder
         self._steps = steps
 
-    def get_run(self) -> dict[str, Any]:
-        """Return the part of the configuration that the trainer reads."""
-        return {"config": {"steps_per_publish": 1, "adapters": {}}}
+    def get_run(self) -> Self:
+        """Return what has the facts that the trainer reads."""
+        return self
+
+    def facts(self) -> RunFacts:
+        """Return the facts of a run without options."""
+        return RunFacts()
 
     def attach(self, **_: Any) -> Attachment:
         """Accept any trainer."""

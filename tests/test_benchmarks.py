@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replaybuf.lab.demo.folder import Folder
+from replaybuf.wire.config import Cost
+from replaybuf_trainer.feeds.service import ServiceFeed
+from replaybuf_trainer.options import TrainOptions
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -52,3 +61,24 @@ def test_a_benchmark_saves_whether_each_target_was_met(tmp_path: Path) -> None:
 def test_options_without_a_benchmark_name_are_an_error(tmp_path: Path) -> None:
     done = bench("--repeats", "2", results=tmp_path)
     assert done.returncode == 2 and "--repeats 2" in done.stderr and "--only" in done.stderr
+
+
+def test_the_file_queue_has_what_the_reference_trainer_asks_of_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    file_queue, groups = importlib.import_module("file_queue"), importlib.import_module("groups")
+    folder, generator = Folder(tmp_path), np.random.default_rng(0)
+    for step in range(2):
+        content = [groups.random_group(generator, number, mean_tokens=400, longest=900) for number in range(2)]
+        file_queue.put(file_queue.batch_file(folder, step), bytes(groups.one_rank_body(content, step, 1024)))
+    feed = ServiceFeed(TrainOptions(url="", run="queue", model=folder.model), file_queue.FileQueue(folder, 2))
+    assert feed.facts().steps_per_publish == 1
+    feed.attach(0, Cost(1.0, 0.0))
+    with feed.batches() as batches:
+        for step, batch in enumerate(batches):
+            assert batch.meta.step == step
+            feed.ack()
+            feed.publish(step + 1, None)
+            feed.save(step + 1, 1)
+    assert file_queue.published(folder) == 2 and not list(tmp_path.glob("batch-*"))
