@@ -104,7 +104,7 @@ export function openCompare({ query, refreshNow }) {
   return { title, crumbs: [["runs", "#/"], ["side by side", null]], node, refresh, period_ms: 5000, close, repaint };
 }
 
-const columnsOf = (runs) => [["", "", (row) => row.name], ...runs.map((one, place) => [h("a", { href: runLink(one.name) }, one.name), "number", (row) => row.values[place]])];
+const columnsOf = (first, runs) => [[first, "", (row) => row.name], ...runs.map((one, place) => [h("a", { href: runLink(one.name) }, one.name), "number", (row) => row.values[place]])];
 
 function describeNewest(runs) {
   const places = runs.map(({ history }) => newestPlaces(history.columns, NEWEST_STEPS));
@@ -119,7 +119,7 @@ function describeNewest(runs) {
     each("seconds the trainer waited per step", (_, place) => decimal(reasons("waited", place), 2)),
     each("groups dropped per step", (_, place) => decimal(reasons("dropped", place), 2)),
   ];
-  return [h("h2", {}, "Newest steps"), table("Newest steps", columnsOf(runs), rows, "")];
+  return [h("h2", {}, "Newest steps"), table("Newest steps", columnsOf("Figure", runs), rows, "")];
 }
 
 const meanOf = (values, { steps }, places) => mean({ steps, values }, "values", places);
@@ -129,7 +129,7 @@ function describeSettings(runs) {
   const flat = runs.map(({ status }) => flatten(status.config));
   const names = [...new Set(flat.flatMap((one) => [...one.keys()]))].sort();
   const rows = names.map((name) => ({ name, values: flat.map((one) => one.get(name) ?? NONE) })).filter(({ values }) => new Set(values).size > 1);
-  return [h("h2", {}, "Settings that differ"), table("Settings that differ", columnsOf(runs), rows, "The runs have the same settings.")];
+  return [h("h2", {}, "Settings that differ"), table("Settings that differ", columnsOf("Setting", runs), rows, "The runs have the same settings.")];
 }
 
 // Settings by their path, as JSON.
