@@ -67,7 +67,7 @@ def main() -> None:
     )
     trainer.engines = tuple(given.engine)
     trainer.train(resume_from_checkpoint=newest_checkpoint(given.output))
-    trainer.accelerator.end_training()  # ends the threads of torch.distributed: at the exit they may abort the process
+    trainer.accelerator.end_training()  # leaves torch.distributed, which warns at the exit otherwise
 
 
 if __name__ == "__main__":

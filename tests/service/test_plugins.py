@@ -14,6 +14,7 @@ import pytest
 
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
+from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
 MODULE = '''
@@ -335,7 +336,11 @@ def rewarded(group_id: str, *rewards: float) -> dict[str, Any]:
 def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
     plugged: ServeProcess, connect: Connect, name: str, reason: str
 ) -> None:
-    """The run says what its plug-in did and wants an operator; another run, and the service, go on."""
+    """The run says what its plug-in did and wants an operator; another run, and the service, go on.
+
+    A call that hangs holds the loop for 1.5 s. On a busy machine the leases of 3 s may end meanwhile; then the service
+    answers 503 until it leads again.
+    """
     broken, sound = connect(plugged.url, f"run-{name}"), connect(plugged.url, f"beside-{name}")
     for run, strategy in ((broken, name), (sound, "on-policy")):
         assert run.put(batch={"groups_per_batch": 1}, strategy={"name": strategy}).status_code == 201
@@ -348,6 +353,7 @@ def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
     assert state["state"] == "paused"
     assert re.fullmatch(reason, state["paused_reason"])
     assert broken.append(group("b"))[0]["status"] == "stored"
+    eventually(lambda: sound.post("attach", resume_step=0, dp_world_size=1).status_code == 200, within_s=30.0)
     assert ids(sound.batch(0, sound.attach()).content) == ["a"]
     assert httpx.get(f"{plugged.url}/readyz").status_code == 200
     assert broken.http.patch(broken.path, json={"strategy": {"name": "best"}, "state": "running"}).status_code == 200

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from replaybuf.client import group_builder
+from replaybuf.client.unpack import check_unweighted
 from replaybuf.errors import Invalid
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.group import Group
@@ -97,12 +98,10 @@ def trajectories_of(batch: Batch, metadata: Mapping[str, Mapping[str, Any] | Non
 
 def _rollouts_of(batch: Batch) -> Iterator[tuple[tuple[int, int], dict[str, torch.Tensor]]]:
     """Yield the fields that follow from the columns, by number of the group and of the rollout."""
+    check_unweighted(batch, "verl")
     for row in batch.micro_batches:
         if row.prompt_lengths is None:
             raise Invalid("the body has no prompt_lengths; attach with lengths=True", name="lengths", value=False)
-        if row.sampling_weights is not None:
-            detail = "the strategy gives sampling weights, which verl cannot apply; set its option importance to 0"
-            raise Invalid(detail, name="sampling_weights", value=batch.meta.strategy)
         for number in range(len(row.group_index)):
             start, end = (int(bound) for bound in row.cu_seqlens[number : number + 2])
             first = start + int(row.prompt_lengths[number])
