@@ -1,7 +1,7 @@
 """Start Ray on a machine that may be busy.
 
-Ray's limits come from variables that its processes inherit. The wait for a node that starts is 30 seconds whatever is
-configured, so that one is tried again.
+Ray's limits come from variables that its processes inherit. No variable changes the 30 seconds that Ray waits for a
+node to start, so that start is tried again.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import { diagnose, goneOf } from "../diagnosis.js";
 import { h, pill, sparkline, update, updateInTurns } from "../dom.js";
 import { age, count, decimal, rate } from "../format.js";
 import { MOST_RUNS } from "./compare.js";
+import { runLink } from "./frame.js";
 
 const SHOWN = 200;
 const order = { by: "state", down: false };
@@ -32,7 +33,7 @@ const COLUMNS = [
 
 function name(row) {
   const pick = h("input", { type: "checkbox", "aria-label": `Compare ${row.run}`, "data-pick": row.run, checked: picked.has(row.run) });
-  return [pick, h("a", { href: `#/runs/${encodeURIComponent(row.run)}` }, row.run)];
+  return [pick, h("a", { href: runLink(row.run) }, row.run)];
 }
 
 function reward(row) {
