@@ -91,7 +91,8 @@ def older(run: str, known: Ends, found: Ends, file: Path | None, *, relaxed: boo
 def fenced(run: str, token: str, newest: str) -> NotLeader:
     """Build the error of a write with an old fencing token."""
     return NotLeader(
-        f"run {run}: our fencing token is {token}, the newest is {newest or 'missing'}; another server leads",
+        f"run {run}: our fencing token is {token or 'missing'}, the newest is {newest or 'missing'}; another server "
+        "leads",
         name="leader",
         bound=newest,
     )

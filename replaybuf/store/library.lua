@@ -97,6 +97,16 @@ local function guarded(callback)
   end
 end
 
+-- Wrap a function that only a leader may call: it changes nothing without a token.
+local function led(callback)
+  return guarded(function(keys, args, run)
+    if run.token == '' then
+      return 'fenced', newest_fence(run.fence)
+    end
+    return callback(keys, args, run)
+  end)
+end
+
 -- Number of the group with this id; 0 if its history is trimmed; false if there is none.
 -- `bit`: the prompt index of an id that has the form of a ticket's default id, else ''.
 local function find_number(ids, id, done, bit)
@@ -350,18 +360,18 @@ end
 
 register('rb_publish', guarded(publish))
 register('rb_ends', guarded(ends))
-register('rb_append', guarded(append))
-register('rb_columns', guarded(columns))
+register('rb_append', led(append))
+register('rb_columns', led(columns))
 register('rb_lead', guarded(lead))
-register('rb_tickets', guarded(tickets))
+register('rb_tickets', led(tickets))
 register('rb_count', guarded(count))
-register('rb_free', guarded(free))
-register('rb_spill', guarded(spill))
-register('rb_forget', guarded(forget))
-register('rb_done', guarded(done))
-register('rb_snapshot', guarded(snapshot))
-register('rb_drop', guarded(drop))
+register('rb_free', led(free))
+register('rb_spill', led(spill))
+register('rb_forget', led(forget))
+register('rb_done', led(done))
+register('rb_snapshot', led(snapshot))
+register('rb_drop', led(drop))
 register('rb_evaluate', guarded(evaluate))
-register('rb_cursor', guarded(cursor))
+register('rb_cursor', led(cursor))
 register('rb_resign', resign)
-register('rb_delete', guarded(delete))
+register('rb_delete', led(delete))

@@ -23,11 +23,12 @@ from replaybuf.service.run.admission import Incoming
 from replaybuf.service.run.group_commit import APPEND_CHUNK
 from replaybuf.service.run.run import Run
 from replaybuf.service.traffic import Traffic
-from replaybuf.store import EmbeddedServer, PendingGroup, Store
+from replaybuf.store import EmbeddedServer, Ends, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
 from replaybuf.wire.group import Group, group_from_json
+from replaybuf.wire.ledger import CheckpointRecord
 from tests.builders import rollout, wire_group
 from tests.led_run import LEASE_S, append, on_a_run, train
 from tests.waiting import until
@@ -259,6 +260,22 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_nothing(
         with pytest.raises(NotLeader):
             await append(run, "after")
         assert (await store.streams.read_end(run.name)).group == 1
+
+    on_a_run(server, work)
+
+
+def test_a_server_that_loses_the_lead_during_a_decision_records_nothing(server: EmbeddedServer) -> None:
+    """A server that was stopped hears of its successor in the middle of a decision, and then writes what it decided."""
+
+    async def work(store: Store, run: Run) -> None:
+        record, entries = CheckpointRecord(step=0, keep=1), run.state.entries
+        async with run.journal.decision():
+            successor = await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)
+            run.journal.follow("http://successor")
+            with pytest.raises(NotLeader):
+                await run.journal.append(record)
+        assert await store.streams.read_end(run.name) == Ends(entries, 0)
+        await store.ledger.append(run.name, str(successor.token), entries + 1, record)
 
     on_a_run(server, work)
 

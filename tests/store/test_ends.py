@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from replaybuf.errors import DataLost, LedgerGap
+from replaybuf.errors import DataLost, LedgerGap, NotLeader
 from replaybuf.store import EmbeddedServer, Ends, Store, WritePolicy, keys
 from replaybuf.store.known_ends import KnownEnds
 from replaybuf.store.saved_ends import LINE_BYTES
@@ -103,6 +103,29 @@ def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: Embed
             assert client.get(keys.fence(run)) == token.encode()
         (found,) = await store.streams.read_ends([run])
         assert isinstance(found, DataLost)
+
+    with_store(server, work)
+
+
+def test_functions_of_a_leader_change_nothing_without_a_token(server: EmbeddedServer) -> None:
+    """A server that has lost the lead has none; what any server or producer may write needs none."""
+    of_anyone = {"append", "direct append", "counters", "evaluations", "ends", "confirmed ends"}
+
+    async def work(store: Store) -> None:
+        token = (await store.runs.take_lease("fenced", "one", 5.0)).token
+        assert token is not None
+        await store.groups.append("fenced", [to_append("a")], {"": 0}, time.time(), token)
+        await store.ledger.append("fenced", token, 1, AckRecord(step=0, epoch=1))
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            client.set("other", 1)
+            before = dump(client, "fenced")
+            for name in writes(store, "fenced", "").keys() - of_anyone:
+                with pytest.raises(NotLeader, match="our fencing token is missing"):
+                    await writes(store, "fenced", "")[name]()
+                assert dump(client, "fenced") == before, name
+            assert client.exists("other")
+        for name in of_anyone:
+            await writes(store, "fenced", "")[name]()
 
     with_store(server, work)
 

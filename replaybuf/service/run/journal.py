@@ -49,7 +49,8 @@ class Journal:
 
     Roles: following -> `taking_over` -> leading -> `follow`, or an append that a newer leader fences -> following.
 
-    - `token`: fencing token of a leader; `leader_url`: where the leader answers, if known
+    - `token`: fencing token of a leader; "" once the lead is lost: Redis then fences what a decision still writes
+    - `leader_url`: where the leader answers, if known
     - `terms`: how often this server started to lead
     - `lost`: set while Redis holds less than it acknowledged
     - `unsettled`: groups that are folded and not settled; the journal adds them, `Arrivals` removes them
@@ -64,7 +65,7 @@ class Journal:
         self.store = store
         self.clock = clock
         self.presence = Presence(clock.monotonic)
-        self.token: str | None = None
+        self.token = ""
         self.leading = False
         self.leader_url: str | None = None
         self.terms = 0
@@ -94,7 +95,7 @@ class Journal:
 
         Code that awaits between this and a write must write with this token: the lease may be lost meanwhile.
         """
-        if not self.leading or self.token is None:
+        if not self.leading:
             where = self.leader_url or "another server, not known yet"
             raise NotLeader(
                 f"run {self.name} is led by {where}; send the request there, or again after its lease has ended",
@@ -132,11 +133,11 @@ class Journal:
                 self.leading = True
             finally:
                 if not self.leading:
-                    self.token = None
+                    self.token = ""
 
     def follow(self, leader_url: str | None) -> None:
         """Stop deciding."""
-        self.token, self.leading, self.leader_url = None, False, leader_url
+        self.token, self.leading, self.leader_url = "", False, leader_url
 
     def lose(self, error: DataLost) -> None:
         """Record that Redis lost data, until `check_ends` finds all of it again."""
@@ -269,12 +270,12 @@ class Journal:
     async def append(self, record: AnyRecord, candidates: Candidates | None = None) -> None:
         """Write one record, and what a batch was chosen from, then apply the record. Called within a decision."""
         with self._appending(record) as entry:
-            await self.store.ledger.append(self.name, self.token or "", entry, record, candidates)
+            await self.store.ledger.append(self.name, self.token, entry, record, candidates)
 
     async def append_columns(self, record: ColumnsRecord, frames: Sequence[NewColumn]) -> None:
         """Write a record with the late columns that it names, then apply it. Called within a decision."""
         with self._appending(record) as entry:
-            await self.store.ledger.append_columns(self.name, self.token or "", entry, record, frames)
+            await self.store.ledger.append_columns(self.name, self.token, entry, record, frames)
 
     @contextlib.contextmanager
     def _appending(self, record: AnyRecord) -> Iterator[int]:
@@ -334,7 +335,7 @@ class Journal:
             with self.recording_loss():
                 await forget_spilled(entries)
                 columns = self.state.pool.columns.late_names
-                await groups.free_payloads(self.name, self.token or "", payload_keys, through, columns)
+                await groups.free_payloads(self.name, self.token, payload_keys, through, columns)
             self._to_free.popleft()
 
     def mark_freed(self, through: int) -> None:

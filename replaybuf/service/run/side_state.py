@@ -73,7 +73,7 @@ class SideState:
             with journal.recording_loss():
                 await journal.store.tickets.change(
                     journal.name,
-                    journal.token or "",
+                    journal.token,
                     drop=[*removed, *change.texts_to_drop],
                     deadlines_s=dict.fromkeys(change.texts_to_add, journal.clock.wall() + self.book.ttl_s)
                     | dict.fromkeys(map(str, change.due), 0.0),

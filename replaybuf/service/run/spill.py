@@ -100,7 +100,7 @@ class Spill:
         # An older leader may have died between a move and the check of what was freed during it.
         freed = np.setdiff1d(numbers, self._journal.state.index["number"][self._held(numbers)])
         if len(freed):
-            await store.forget(run, self._journal.token or "", freed.tolist())
+            await store.forget(run, self._journal.token, freed.tolist())
         self._orphans = found is not None
 
     async def make_room(self, nbytes: int) -> None:
@@ -121,7 +121,7 @@ class Spill:
         store, journal = self._journal.store.spill, self._journal
         keys = {entry.number: entry.strings.payload_key for entry in entries}
         spilled = await store.find_spilled(journal.name, list(keys))
-        await store.forget(journal.name, journal.token or "", spilled)
+        await store.forget(journal.name, journal.token, spilled)
         self._doomed += [path_of(self._folder, number, keys[number]) for number in spilled]
         if len(self._doomed) > MOST_DOOMED:
             self._doomed, self._orphans = [], True

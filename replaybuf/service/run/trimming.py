@@ -69,7 +69,7 @@ class Trimming:
     async def _write(self, snapshot: Snapshot) -> None:
         journal = self._journal
         # Read once. With the token of a later term we could delete what the leader between kept.
-        token = journal.token or ""
+        token = journal.token
         held = set(memoryview(snapshot.set_aside).cast("q"))
         aside: dict[int, bytes] = {}
         async for chunk in journal.store.groups.read_index(journal.name, 0, snapshot.trimmed):
