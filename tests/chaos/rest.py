@@ -10,6 +10,7 @@ import msgspec
 import redis
 
 from replaybuf.client.client import Client
+from replaybuf.errors import LedgerGap
 from replaybuf.kernel.tickets import prompt_key
 from replaybuf.service.report.status import group_counts
 from replaybuf.service.run.journal import Journal
@@ -41,6 +42,7 @@ DRAIN_TIMEOUT_S = 45.0
 RETRY_FOR_S = 30.0
 PAYLOADS_READ = 200
 SENT_AGAIN = 50
+FOLD_TRIES = 3
 WORLD = 2
 PAUSE_S = 0.2
 """Between two takes of tickets: the tickets of stored groups leave Redis a little later."""
@@ -195,11 +197,17 @@ class Rest:
 
 
 async def fold(redis_url: str, run: str) -> Folded:
-    """Fold the streams anew, without any service."""
+    """Fold the streams anew, without any service. A server may trim them between two reads: they are read again."""
     store = await Store.open(redis_url)
     try:
-        journal = Journal(run, store)
-        await journal.load()
+        for tries_left in reversed(range(FOLD_TRIES)):
+            journal = Journal(run, store)
+            try:
+                await journal.load()
+                break
+            except LedgerGap:
+                if not tries_left:
+                    raise
         return Folded(at_s=now_s(), run=run, groups=group_counts(journal.state))
     finally:
         await store.close()
