@@ -34,7 +34,7 @@ def count_candidates(state: RunState, selector: Selector, rejected: Mapping[str,
 
 
 def _count_adapter(state: RunState, inputs: StrategyInputs, adapter: str) -> AdapterCandidates:
-    live, usable = state.pool.live_totals(adapter), inputs.usable_count(adapter)
+    live, usable = state.pool.live.totals(adapter), inputs.usable_count(adapter)
     left_out: dict[str, int] = {}
     if usable is None or usable < live.groups:
         left_out, usable = _count_left_out(state, inputs, adapter)
@@ -46,7 +46,7 @@ def _count_adapter(state: RunState, inputs: StrategyInputs, adapter: str) -> Ada
 def _count_left_out(state: RunState, inputs: StrategyInputs, adapter: str) -> tuple[dict[str, int], int]:
     """Count the live groups of an adapter by the first rule that they break, and those that keep all rules."""
     index, step = state.index, state.next_step
-    fits = state.pool.live_mask(adapter)
+    fits = state.pool.live.mask(adapter)
     left, left_out = int(np.count_nonzero(fits)), dict[str, int]()
     for rule in inputs.usability_rules(step, adapter):
         fits &= rule.kept(index[rule.column])

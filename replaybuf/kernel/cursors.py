@@ -15,7 +15,7 @@ import numpy as np
 
 from replaybuf.errors import Conflict, Invalid
 from replaybuf.kernel.group_query import GroupMatcher, GroupQuery
-from replaybuf.kernel.pool import Integers
+from replaybuf.kernel.index import Integers
 from replaybuf.kernel.state import RunState
 from replaybuf.wire.cursors import CursorGap, CursorKind, CursorState
 

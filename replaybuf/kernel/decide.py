@@ -95,7 +95,7 @@ def decide_room(
     limits = config_of(state).limits
     if (limits.max_tokens_live, limits.max_bytes_live, limits.max_bytes_in_memory) == (None, None, None):
         return len(coming), None
-    totals = state.pool.live_totals()
+    totals = state.pool.live.totals()
     live = Load(0, totals.tokens, totals.frame_bytes, in_memory) + entering
     return count_fitting(live, coming, limits, lambda: selector.lacking() - entering.groups)
 

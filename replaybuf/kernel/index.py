@@ -92,6 +92,7 @@ _LARGE = 1 << 16
 """Rows up to which all columns grow at once, in a few milliseconds."""
 
 Numbers = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.integer]
 
 
 def encode_entry(group: Group, frame_bytes: int, crc32c: int, published_version: int, now_s: float) -> bytes:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from replaybuf.errors import NotFound
 from replaybuf.kernel.column_bits import have_all
 from replaybuf.kernel.index import LIVE
+from replaybuf.kernel.live_groups import LiveTotals
 from replaybuf.kernel.plugin_set import Ask, PluginSet, build_plugins
-from replaybuf.kernel.pool import LiveTotals
 from replaybuf.kernel.rates import MeasuredRates, Rates
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups
@@ -113,7 +113,7 @@ class StrategyInputs:
     def view(self, step: int, groups: Groups | None = None, adapter: str = "", *, overdue: bool = False) -> BufferView:
         """Return an adapter's view of the buffer for the run's `step`; live counts are of `groups`, None = all live."""
         state, config, pool = self._state, self.config, self._state.pool
-        live = pool.live_totals(adapter)
+        live = pool.live.totals(adapter)
         if groups is not None and len(groups) < live.groups:
             live = LiveTotals.of(groups.tokens, groups.times_sampled)
         newest = reversed(list(itertools.islice(reversed(state.batches.values()), _HISTORY_BATCHES)))

@@ -12,18 +12,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.kernel.adapter_counts import AdapterCounts, count_staleness
 from replaybuf.kernel.column_table import ColumnTable
-from replaybuf.kernel.histograms import GroupHistograms, ages_ms
+from replaybuf.kernel.histograms import ages_ms
 from replaybuf.kernel.index import (
     DEAD,
     EVICTED,
@@ -32,14 +31,15 @@ from replaybuf.kernel.index import (
     NEVER,
     NO_PROMPT_INDEX,
     Index,
+    Integers,
     Numbers,
     split_by_adapter,
 )
+from replaybuf.kernel.live_groups import LiveGroups
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AddedColumns, BatchRecord
 
 Rows = npt.NDArray[np.int64]
-Integers = npt.NDArray[np.integer]
 
 BAD_INDEX_ENTRY = "bad_index_entry"
 """Dead letter that the fold makes itself: an index entry that no publish wrote."""
@@ -48,68 +48,14 @@ PURGED = 128
 """Bit of a code in `freed_as`: the group was a dead letter."""
 _EVICTION_COLUMNS = ("evicted_at", "evicted_version", "evicted_age_ms")
 
-
-NO_BYTES = np.empty(0, np.int32)
 COUNTED_LATE = 16_384
 """Most stored groups that the histograms lack; the next reader counts them, in about 2 ms."""
-
-
-class LiveTotals(NamedTuple):
-    """Sums over live groups: groups, tokens, groups never used, uses, bytes of frames."""
-
-    groups: int = 0
-    tokens: int = 0
-    fresh: int = 0
-    uses: int = 0
-    frame_bytes: int = 0
-
-    @classmethod
-    def of(cls, tokens: Integers, uses: Integers, frame_bytes: Integers = NO_BYTES) -> LiveTotals:
-        """Sum up groups by their tokens, uses and bytes, [groups] each."""
-        fresh = len(uses) - int(np.count_nonzero(uses))
-        sums = (int(column.sum(dtype=np.int64)) for column in (uses, frame_bytes))
-        return cls(len(uses), int(tokens.sum(dtype=np.int64)), fresh, *sums)
-
-
-NO_LIVE = LiveTotals()
-
-
-@dataclasses.dataclass(slots=True)
-class AdapterCounts:
-    """Counts of one adapter, or of a run, that the index does not show.
-
-    `tokens_used`, `used_staleness` and `histograms` count every use, also one that a rewind voids later.
-    """
-
-    stored: int = 0
-    retired: int = 0
-    tokens_used: int = 0
-    used_staleness: Counter[int] = dataclasses.field(default_factory=Counter)
-    evicted: Counter[str] = dataclasses.field(default_factory=Counter)
-    dead_lettered: Counter[str] = dataclasses.field(default_factory=Counter)
-    histograms: GroupHistograms = dataclasses.field(default_factory=GroupHistograms)
-
-    @property
-    def groups_used(self) -> int:
-        """Groups in all batches, each use counted."""
-        return self.used_staleness.total()
-
-    def __add__(self, other: AdapterCounts) -> AdapterCounts:
-        names = (field.name for field in dataclasses.fields(self))
-        return AdapterCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
-
-def _staleness_of(record: BatchRecord) -> Counter[tuple[str, int]]:
-    """Count the groups of a batch by adapter and staleness."""
-    if record.adapters:
-        return Counter(map(operator.attrgetter("adapter", "staleness"), record.groups))
-    ages = Counter(map(operator.attrgetter("staleness"), record.groups))  # half the time without pairs
-    return Counter({("", age): uses for age, uses in ages.items()})
 
 
 class GroupPool:
     """Rows, reasons and counts of the groups of one run.
 
+    - `live`: sums over the live groups
     - `stored`: number of the last folded group; `trimmed`: of the last one whose history is trimmed
     - `freed_as`: one code per freed group above `trimmed`, at `number - trimmed`: position in `reasons`, with the bit
       `PURGED` for a dead letter; 0 = not freed
@@ -131,7 +77,7 @@ class GroupPool:
         self.sizes: dict[int, Counter[int]] = {}
         self.stale_adapters: set[int] = set()
         self.columns = ColumnTable(self.index)
-        self._live: dict[int, LiveTotals] | None = None
+        self.live = LiveGroups(self.index)
 
     # ------------------------------------------------------------------ counts
 
@@ -148,26 +94,6 @@ class GroupPool:
         """Add up the counts of all adapters; the counts of the only adapter are returned as they are."""
         self._update_histograms()
         return functools.reduce(operator.add, self.counts.values()) if self.counts else AdapterCounts()
-
-    def live_totals(self, adapter: str | None = None) -> LiveTotals:
-        """Sum up the live groups of an adapter, or of the run; cached until live groups change."""
-        if self._live is None:
-            rows = self.index.live_slice()
-            adapters, *sums = (self.index[name][rows] for name in ("adapter", "tokens", "times_sampled", "frame_bytes"))
-            by_adapter = split_by_adapter(adapters)
-            self._live = {code: LiveTotals.of(*(column[its] for column in sums)) for code, its in by_adapter}
-        if adapter is not None:
-            return self._live.get(hash_name(adapter), NO_LIVE)
-        return LiveTotals(*map(sum, zip(NO_LIVE, *self._live.values(), strict=True)))
-
-    def live_mask(self, adapter: str) -> npt.NDArray[np.bool_]:
-        """Return which rows are live groups of an adapter."""
-        live: npt.NDArray[np.bool_] = self.index["state"] == LIVE
-        return live & (self.index["adapter"] == hash_name(adapter)) if adapter else live
-
-    def forget_live_totals(self) -> None:
-        """Drop the cached sums: live groups are about to change."""
-        self._live = None
 
     def _split(self, rows: Rows) -> Iterator[tuple[AdapterCounts, Rows | slice]]:
         """Yield the counts of each adapter that has some of these rows, with the positions of its rows."""
@@ -235,19 +161,7 @@ class GroupPool:
         self.index.insert(numbers, entries)
         for code, its in split_by_adapter(entries["adapter"]):
             self._count_stored(code, entries["rollouts"][its][numbers[its] > self.trimmed])
-            if self._live is not None:
-                new, old = len(numbers[its]), self._live.get(code, NO_LIVE)
-                tokens, frame_bytes = (
-                    int(entries[name][its].sum(dtype=np.int64)) for name in ("tokens", "frame_bytes")
-                )
-                stored = (
-                    old.groups + new,
-                    old.tokens + tokens,
-                    old.fresh + new,
-                    old.uses,
-                    old.frame_bytes + frame_bytes,
-                )
-                self._live[code] = LiveTotals(*stored)
+            self.live.add(code, entries["tokens"][its], entries["frame_bytes"][its])
         self.stored = max(self.stored, int(numbers[-1]))
         self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
         if self.stored - self.counted > COUNTED_LATE:
@@ -262,10 +176,8 @@ class GroupPool:
         for added in groups:
             self.columns.add(added)
             rows = self.index.rows_of([added.number])
-            if self._live is not None and len(rows) and self.index["state"][rows[0]] == LIVE:
-                code = int(self.index["adapter"][rows[0]])
-                live = self._live[code]
-                self._live[code] = live._replace(frame_bytes=live.frame_bytes + added.frame_bytes)
+            if len(rows) and self.index["state"][rows[0]] == LIVE:
+                self.live.add_bytes(int(self.index["adapter"][rows[0]]), added.frame_bytes)
 
     def settle(self, rows: Rows) -> None:
         """Make rows live, or used up, by their uses."""
@@ -292,7 +204,7 @@ class GroupPool:
         for counts, its in self._split(rows):
             counts.tokens_used += int(index["tokens"][rows[its]].sum(dtype=np.int64))
             counts.histograms.use(index, rows[its], record.at_s)
-        for (adapter, age), uses in _staleness_of(record).items():
+        for (adapter, age), uses in count_staleness(record).items():
             self._counts(hash_name(adapter)).used_staleness[age] += uses
         self.settle(rows)
         return earlier
@@ -345,7 +257,7 @@ class GroupPool:
         droppable = np.isin(index["state"][rows], (LIVE, IN_BATCHES))
         versions = np.zeros(len(rows), np.int64) if versions is None else versions
         rows, versions = rows[droppable], versions[droppable]
-        self.forget_live_totals()
+        self.live.forget()
         index["state"][rows] = DEAD
         for column in _EVICTION_COLUMNS:  # else a rewind would bring them back
             index[column][rows] = NEVER

@@ -140,11 +140,11 @@ class Selector:
         limits, state = self.config.limits, self._state
         room = float(LARGEST_INTEGER)
         if limits.max_tokens_live is not None:
-            room = (limits.max_tokens_live - state.pool.live_totals().tokens) / self.inputs.tokens_per_group()
+            room = (limits.max_tokens_live - state.pool.live.totals().tokens) / self.inputs.tokens_per_group()
         if limits.max_bytes_live is not None:
             recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
             mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
-            room = min(room, (limits.max_bytes_live - state.pool.live_totals().frame_bytes) / mean)
+            room = min(room, (limits.max_bytes_live - state.pool.live.totals().frame_bytes) / mean)
         return math.floor(room) - self._book.out
 
     def lacking(self) -> int:
@@ -355,7 +355,7 @@ class Selector:
         `limit`: how many of these may be used now, according to the strategy.
         """
         if self.config.adapters and not adapter:
-            live = self._state.pool.live_totals()
+            live = self._state.pool.live.totals()
             return waiting(reason, Amount(live.groups, live.tokens), self._state)
         have = self._given(adapter, groups)
         if limit:
@@ -375,7 +375,7 @@ class Selector:
             return given
         if hash_name(adapter) in self._state.pool.stale_adapters:
             return "all_stale"
-        left_over = self._state.pool.live_totals(adapter).groups or self._used_up_by_last_batch(adapter)
+        left_over = self._state.pool.live.totals(adapter).groups or self._used_up_by_last_batch(adapter)
         if self.bounds.max_uses != 1 and left_over:
             return "reuse_exhausted"
         return "no_producers" if self.silent(adapter) and not self._book.out_of(adapter) else "no_groups"

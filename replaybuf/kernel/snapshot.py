@@ -19,11 +19,12 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import DataLost, Unreadable
+from replaybuf.kernel.adapter_counts import AdapterCounts
 from replaybuf.kernel.failed_prompts import FailedPrompts
 from replaybuf.kernel.failed_share import FailedWindow
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
-from replaybuf.kernel.pool import BAD_INDEX_ENTRY, AdapterCounts
+from replaybuf.kernel.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.prompt_set import PromptSet
 from replaybuf.kernel.rotation import Rotation
 from replaybuf.kernel.state import Attachment, RunPhase, RunState
@@ -192,7 +193,7 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
     pool.columns.late_names = snapshot.late_names
     index.put_late(np.frombuffer(snapshot.late_rows, LATE_ROW))
     index.put(np.frombuffer(snapshot.rows, STATE_ROW))
-    pool.forget_live_totals()
+    pool.live.forget()
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
+from replaybuf.kernel.adapter_counts import AdapterCounts
 from replaybuf.kernel.changes import Configured
 from replaybuf.kernel.failed_prompts import FailedPrompts
 from replaybuf.kernel.history import BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
-from replaybuf.kernel.pool import AdapterCounts, GroupPool
+from replaybuf.kernel.pool import GroupPool
 from replaybuf.kernel.rotation import AdapterProgress, Rotation
 from replaybuf.kernel.step_figures import StepFigures
 from replaybuf.packing.batches import Layout
@@ -232,7 +233,7 @@ class RunState:
             )
         self.entries = entry
         if not isinstance(record, _KEEPS_LIVE_GROUPS):
-            self.pool.forget_live_totals()
+            self.pool.live.forget()
         freed = _HANDLERS[type(record)](self, record)
         self._add_figures(record)
         return _NO_NUMBERS if freed is None else freed

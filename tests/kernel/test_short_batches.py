@@ -68,7 +68,7 @@ def test_a_finite_supply_ends_with_every_group_used_or_evicted(
     run = VirtualRun(RunConfig(batch=batch, strategy=strategy, tickets=TicketSpec(prompts=prompts, max_attempts=2)), 1)
     batches = finish(run, outcomes)
     totals = run.state.totals
-    assert run.state.pool.live_totals().groups == 0
+    assert run.state.pool.live.totals().groups == 0
     used = {group.number for record in batches for group in record.groups}
     assert totals.stored == len(used) + totals.evicted.total()
     assert all(bool(record.short) == (record.fill is not None) for record in batches)
@@ -92,7 +92,7 @@ def test_a_batch_is_short_only_after_the_time_out_and_with_enough_groups(
     for number, gap_s in enumerate(gaps_s):
         run.now_s += gap_s
         run.append(entries({"prompt_index": number, "tokens": 10}))
-        live = run.state.pool.live_totals().groups
+        live = run.state.pool.live.totals().groups
         overdue = asked_s is not None and run.now_s >= asked_s + timeout_s
         outcome = run.batch(run.state.step)
         assert isinstance(outcome, BatchRecord) == (live == groups or (overdue and live >= batch.min_groups))

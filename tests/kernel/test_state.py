@@ -411,9 +411,9 @@ def test_a_lower_max_uses_uses_groups_up_and_a_higher_one_makes_them_live_again(
 def test_an_invalid_index_entry_is_not_in_the_cached_sums_of_live_groups() -> None:
     state = RunState()
     state.store(np.array([1, 2]), entries({"tokens": 5, "frame_bytes": 50}, {"tokens": 7, "frame_bytes": 70}))
-    assert state.pool.live_totals() == (2, 12, 2, 0, 120)
+    assert state.pool.live.totals() == (2, 12, 2, 0, 120)
     state.store(np.array([3, 4]), entries({"tokens": 11, "frame_bytes": 110}, {"tokens": 0}))
-    assert state.pool.live_totals() == (3, 23, 3, 0, 230)
+    assert state.pool.live.totals() == (3, 23, 3, 0, 230)
 
 
 def test_feedback_of_the_newest_steps_of_the_surviving_history_is_kept() -> None:

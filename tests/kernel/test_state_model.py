@@ -250,7 +250,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         "places": [find_group_state(state, n) for n in numbers],
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
         "evicted_at": {n: int(index["evicted_at"][row]) for n, row in kept.items()},
-        "live": state.pool.live_totals(),
+        "live": state.pool.live.totals(),
         "figures": state.figures,
         "batches": {s: (b.entry, b.generation, b.numbers.tolist(), b.acked) for s, b in state.batches.items()},
         "records": (
@@ -566,7 +566,7 @@ class RunStateMachine(RuleBasedStateMachine):
     def cached_sums_of_live_groups_are_right(self) -> None:
         groups = self.model.at("live")
         fresh, uses = sum(not g.uses for g in groups), sum(len(g.uses) for g in groups)
-        assert self.state.pool.live_totals()[:4] == (len(groups), sum(g.tokens for g in groups), fresh, uses)
+        assert self.state.pool.live.totals()[:4] == (len(groups), sum(g.tokens for g in groups), fresh, uses)
 
     @invariant()
     def the_histograms_equal_the_model_and_add_up(self) -> None:

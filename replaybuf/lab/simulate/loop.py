@@ -229,7 +229,7 @@ class Simulation:
         entries["arrival_s"] = self.run.now_s
         self._attempts |= {f.attempt.prompt_index: f.attempt.number for f in jobs if f.attempt.number > 1}
         self.run.append(entries)
-        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.pool.live_totals().tokens)
+        self.meter.tokens_live_max = max(self.meter.tokens_live_max, self.run.state.pool.live.totals().tokens)
 
     def _count_evicted(self) -> None:
         for reason, tokens, rollouts in self.run.take_evicted():
@@ -303,7 +303,7 @@ class Simulation:
     # ------------------------------------------------------------------ measuring
 
     def _sample(self) -> None:
-        live = self.run.state.pool.live_totals()
+        live = self.run.state.pool.live.totals()
         self.meter.buffer(self.run.now_s, live.groups, live.tokens, self.run.book.out)
 
     def _pack(self, record: BatchRecord) -> None:

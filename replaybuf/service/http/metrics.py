@@ -46,10 +46,10 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "tickets_expired": lambda run: run.book.counts["expired"],
     "tickets_returned": lambda run: run.book.counts["returned"],
     "prompts_failed": lambda run: len(run.state.failed.prompts),
-    "groups_live": lambda run: run.state.pool.live_totals().groups,
+    "groups_live": lambda run: run.state.pool.live.totals().groups,
     "groups_in_batches": lambda run: run.state.count(IN_BATCHES),
-    "tokens_live": lambda run: run.state.pool.live_totals().tokens,
-    "bytes_live": lambda run: run.state.pool.live_totals().frame_bytes,
+    "tokens_live": lambda run: run.state.pool.live.totals().tokens,
+    "bytes_live": lambda run: run.state.pool.live.totals().frame_bytes,
     "groups_per_second": lambda run: run.measured.groups_per_s,
     "steps_per_second": lambda run: run.measured.steps_per_s,
     "step_seconds": lambda run: run.measured.step_s,
@@ -121,7 +121,7 @@ def _read_newest_batch(text: MetricText, name: str, figures: StepFigures) -> Non
 
 
 def _read_limits(text: MetricText, name: str, run: Run) -> None:
-    limits, live = run.journal.config.limits, run.state.pool.live_totals()
+    limits, live = run.journal.config.limits, run.state.pool.live.totals()
     for limit, used, bound in (
         ("max_tokens_live", live.tokens, limits.max_tokens_live),
         ("max_bytes_live", live.frame_bytes, limits.max_bytes_live),

@@ -70,7 +70,7 @@ async def get_history(request: Request) -> Response:
 def describe_row(run: Run) -> RunRow:
     """Describe a run in one row."""
     state, presence, measured = run.state, run.journal.presence, run.measured
-    live, rows = state.pool.live_totals(), state.figures.rows
+    live, rows = state.pool.live.totals(), state.figures.rows
     idle_s = _age(run, max(rows[-1].at_s, rows[-1].acked_s)) if rows else None
     still = state.state == "running" and stands_still(idle_s, rows[-RATE_ROWS:])
     trains = state.state == "running" and not still and measured.steps_per_s > 0

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from replaybuf.kernel.adapter_counts import AdapterCounts
 from replaybuf.kernel.failed_rule import explain_exceeded, read_share
 from replaybuf.kernel.histograms import KINDS, GroupHistograms, Histogram
 from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
-from replaybuf.kernel.pool import AdapterCounts
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.service.presence import Presence
@@ -84,13 +84,13 @@ def summarize_index(state: RunState) -> IndexSummary:
     """Sum up the index of a run, and of each named adapter."""
     names = sorted(state.config.adapters) if state.config else []
     return IndexSummary(
-        _summarize(state), state.pool.live_totals().frame_bytes, {name: _summarize(state, name) for name in names}
+        _summarize(state), state.pool.live.totals().frame_bytes, {name: _summarize(state, name) for name in names}
     )
 
 
 def _summarize(state: RunState, adapter: str | None = None) -> AdapterSummary:
     counts = state.totals if adapter is None else state.pool.counts_of(adapter)
-    tokens_live = state.pool.live_totals(adapter).tokens
+    tokens_live = state.pool.live.totals(adapter).tokens
     return AdapterSummary(group_counts(state, adapter), tokens_live, render_histograms(counts.histograms))
 
 
