@@ -24,6 +24,7 @@ from tests.conftest import RunClient, ServeProcess, group
 
 Connect = Callable[[str, str], RunClient]
 SHOWN_WITHIN_S = 60.0
+ENDED_LOOK_S = 0.02
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[()][A-Z0-9])")
 
 
@@ -59,12 +60,14 @@ class Terminal:
         os.write(self._ours, keys.encode())
 
     def end(self) -> int:
-        """Press q; return the exit code."""
+        """Press q, read what the program still draws, and return its exit code."""
         self.press("q")
-        with contextlib.suppress(OSError):
-            while self.process.poll() is None and select.select([self._ours], [], [], SHOWN_WITHIN_S)[0]:
+        deadline = time.monotonic() + SHOWN_WITHIN_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            # The end of the program makes nothing to read, because `theirs` is open here too.
+            if select.select([self._ours], [], [], ENDED_LOOK_S)[0]:
                 os.read(self._ours, 65536)
-        return self.process.wait(SHOWN_WITHIN_S)
+        return self.process.wait(0)
 
     def close(self) -> None:
         """End the program and the terminal."""
