@@ -27,6 +27,9 @@ settings.register_profile("tests", derandomize=True, deadline=None)
 settings.load_profile("tests")
 """The same examples on every machine. No deadline, because a busy machine is slow."""
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Of torch, in every process: threads that wait for each other spin, which is ten times the work on a busy machine."""
+
 
 def pytest_collection_finish() -> None:
     """Leave what lives as long as the tests out of garbage collections: one would take a second on a busy machine."""
