@@ -32,6 +32,7 @@ def check_metadata(name: str, given: Any) -> None:
         raise Invalid(f"{name} is nested {depth} deep; the maximum is {DEEPEST}", name=name, value=depth, bound=DEEPEST)
     try:
         msgspec.msgpack.encode(given)
+        msgspec.json.encode(given)
     except OverflowError:
         raise _integer_error(name, given) from None
     except (TypeError, ValueError) as error:  # from a Python producer
