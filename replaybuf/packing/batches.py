@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.errors import Invalid
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.packing.rewards import BatchRewards, summarise_rewards
@@ -22,6 +23,7 @@ from replaybuf.wire.config import Cost
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.metadata import check_metadata
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body
 from replaybuf.wire.token_versions import count_stale, mask_stale
 
@@ -156,6 +158,11 @@ def plan_of(run: str, batch: PackedGroups, rank: int, release: str = "") -> Plan
         batch_masked_tokens=msgspec.UNSET if record.stale_token_mask is None else batch.masked_tokens,
         batch_reward_mean=batch.rewards.mean if batch.rewards else msgspec.UNSET,
         batch_reward_parts=batch.rewards.parts if batch.rewards else msgspec.UNSET,
+        group_metadata=(
+            [_metadata_of(batch.groups[position]) for position in present]
+            if "metadata" in layout.extras
+            else msgspec.UNSET
+        ),
     )
     return Plan(
         meta=meta,
@@ -165,8 +172,17 @@ def plan_of(run: str, batch: PackedGroups, rank: int, release: str = "") -> Plan
         pad_to_multiple_of=layout.pad_to_multiple_of,
         release=release,
         least_versions=record.least_versions,
-        extras=tuple(extra for extra in layout.extras if extra != "reward_parts"),
+        extras=tuple(extra for extra in layout.extras if extra not in ("reward_parts", "metadata")),
     )
+
+
+def _metadata_of(group: Group) -> dict[str, Any] | None:
+    """Return the metadata; None for a direct writer's that is not JSON, so that the batch still has a body."""
+    try:
+        check_metadata("metadata", group.metadata)
+    except Invalid:
+        return None
+    return group.metadata
 
 
 def write_body(run: str, batch: PackedGroups, rank: int) -> memoryview:

@@ -22,7 +22,7 @@ from replaybuf.wire.tensor_file import BOOL, FLOAT32, INT32, allocate, split_fil
 from replaybuf.wire.token_versions import NO_VERSION
 
 METADATA_KEY = "replaybuf"
-BodyExtra: TypeAlias = Literal["token_versions", "lengths", "reward_parts"]
+BodyExtra: TypeAlias = Literal["token_versions", "lengths", "reward_parts", "metadata"]
 """Parts of a body that a trainer asks for when it attaches."""
 BODY_EXTRAS: tuple[BodyExtra, ...] = get_args(BodyExtra)
 
@@ -40,8 +40,8 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     `version` is the policy version that this step trains, 0 in a run with adapters. `adapters` has one name per
     micro-batch. `group_ids` are the groups of this rank, indexed by `group_index`. `adapters_completed`: adapters whose
     own step this batch completes, with that step. `batch_masked_tokens`: sampled tokens that are too old for the loss,
-    in a run with `stale_token_mask`. `batch_reward_mean`, `batch_reward_parts` if the trainer asked for them. Nothing
-    depends on the epoch.
+    in a run with `stale_token_mask`. `batch_reward_mean`, `batch_reward_parts` if the trainer asked for them.
+    `group_metadata`, if it asked: that of each of `group_ids`, None if it is not JSON. Nothing depends on the epoch.
     """
 
     run: str
@@ -69,6 +69,7 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     batch_masked_tokens: int | msgspec.UnsetType = msgspec.UNSET
     batch_reward_mean: float | msgspec.UnsetType = msgspec.UNSET
     batch_reward_parts: dict[str, RewardPart] | msgspec.UnsetType = msgspec.UNSET
+    group_metadata: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 # Built at import: msgspec 0.22 crashes if two threads use a struct for the first time at once.

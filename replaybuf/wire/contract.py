@@ -84,12 +84,13 @@ class BodyOptions(TypedDict, total=False):
     """What the bodies of a trainer hold in addition, as fields of an attach.
 
     `per_token_versions`: the policy version of each token; `lengths`: those of prompts and completions;
-    `reward_parts`: the mean reward of all ranks, and of its parts.
+    `reward_parts`: the mean reward of all ranks, and of its parts; `metadata`: that of each group, as it was appended.
     """
 
     per_token_versions: bool
     lengths: bool
     reward_parts: bool
+    metadata: bool
 
 
 class ColumnsRequest(Request, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ class AttachRequest(Request, frozen=True, kw_only=True):
     """Attach a trainer: its number of ranks, the step to resume at (None = the next unacked one), its row layout.
 
     `cost`: estimated cost of a rollout by its length, for the balance of ranks (None = that of a typical model).
-    The last three fields are `BodyOptions`.
+    The last four fields are `BodyOptions`.
     """
 
     dp_world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
@@ -117,11 +118,17 @@ class AttachRequest(Request, frozen=True, kw_only=True):
     per_token_versions: bool = False
     lengths: bool = False
     reward_parts: bool = False
+    metadata: bool = False
 
     @property
     def extras(self) -> tuple[BodyExtra, ...]:
         """Return what the bodies hold in addition, in a fixed order."""
-        wanted = {"token_versions": self.per_token_versions, "lengths": self.lengths, "reward_parts": self.reward_parts}
+        wanted = {
+            "token_versions": self.per_token_versions,
+            "lengths": self.lengths,
+            "reward_parts": self.reward_parts,
+            "metadata": self.metadata,
+        }
         return tuple(extra for extra in BODY_EXTRAS if wanted[extra])
 
 

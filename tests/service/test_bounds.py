@@ -100,6 +100,7 @@ EXAMPLES: dict[str, Any] = {
         "per_token_versions": True,
         "lengths": True,
         "reward_parts": True,
+        "metadata": True,
     },
     "AckRequest": {"epoch": 1, "feedback": {}},
     "PolicyRequest": {"epoch": 1, "version": 0, "weights_uri": "s3://w", "adapter": ""},

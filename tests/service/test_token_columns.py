@@ -1,4 +1,4 @@
-"""Versions per token, lengths and reward parts in bodies, and the loss mask without old tokens."""
+"""Versions per token, lengths, reward parts and metadata in bodies, and the loss mask without old tokens."""
 
 from __future__ import annotations
 
@@ -283,6 +283,18 @@ def test_parts_of_some_groups_are_averaged_over_those(service: ServeProcess, con
         assert meta["batch_reward_parts"] == {"correct": correct, "length": length}
         assert all("token_versions" not in row and "prompt_lengths" not in row for row in rows)
     assert "batch_reward_parts" not in tensors_of(body_of(run, run.attach(FIRST)))[0]
+
+
+def test_a_rank_has_the_metadata_of_its_groups(service: ServeProcess, connect: Connect) -> None:
+    """In the order of its group ids, as appended, and only if the trainer asks."""
+    run = connect(service.url, "tokens-metadata")
+    groups = {f"g{number}": group(f"g{number}", metadata={"ä": [number, None]}) for number in range(4)}
+    start(run, list(groups.values()), 4)
+    epoch = run.attach(FIRST, dp_world_size=2, metadata=True)
+    for rank in range(2):
+        meta = read_batch(body_of(run, epoch, rank=rank)).meta
+        assert meta.group_metadata == [groups[group_id]["metadata"] for group_id in meta.group_ids]
+    assert "group_metadata" not in tensors_of(body_of(run, run.attach(FIRST)))[0]
 
 
 @pytest.mark.parametrize(("mask", "status"), [(-1, 422), (2**53, 422), (10**30, 422), ("1", 400), (0.5, 400)], ids=str)
