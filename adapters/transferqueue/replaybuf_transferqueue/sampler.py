@@ -107,7 +107,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         first = (global_steps - 1) * self._pace.batches
         if self._attached is None:
             check_run(self._client.get_run(), self._pace, batch_size)
-            self._attached = attached = attach_at(self._client, first, lengths=True)
+            self._attached = attached = attach_at(self._client, first, lengths=True, metadata=True)
             self._step = self._unacked = first
             self._version = attached.published_version
             self._evicted = self._dropped(self._client.get_run())
@@ -154,7 +154,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         self._clear_groups(TRAIN, self.failure_keys[TRAIN] | {uid for uid in finished if not keys[uid]})
         for uids in _chunks([uid for uid in finished if keys[uid]], GROUPS_PER_APPEND):
             try:
-                self._store({uid: self._trajectories(keys[uid]) for uid in uids}, batch_size)
+                self._store(self._read({uid: keys[uid] for uid in uids}), batch_size)
             except (NoRoom, ServiceUnavailable) as error:
                 logger.info("finished groups stay in the queue: %s", error)
                 return
@@ -194,14 +194,21 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         if self._rejected >= max(batch_size, GROUPS_PER_APPEND):
             raise error
 
-    def _trajectories(self, keys: list[str]) -> list[Trajectory]:
-        data = transfer_queue.kv_batch_get(keys=keys, partition_id=TRAIN)
-        columns = {name: _values(data, name) for name in data.keys()}  # noqa: SIM118 - not a dict
-        tags = self.partitions[TRAIN]
-        return [
-            Trajectory(key, {name: values[row] for name, values in columns.items()}, tags[key])
-            for row, key in enumerate(keys)
-        ]
+    def _read(self, keys: dict[str, list[str]]) -> dict[str, list[Trajectory]]:
+        """Return the trajectories of each uid. Groups with the same fields are one read of the queue."""
+        client, alike = transfer_queue.get_client(), defaultdict(list)
+        for uid in keys:
+            # The queue reads the fields that all keys have. Groups with others would silently lose them.
+            names = client.kv_retrieve_meta(keys=keys[uid], partition_id=TRAIN).field_names
+            alike[tuple(names)].append(uid)
+        found: dict[str, list[Trajectory]] = {}
+        for uids in alike.values():
+            data = transfer_queue.kv_batch_get(keys=[key for uid in uids for key in keys[uid]], partition_id=TRAIN)
+            values = {name: _values(data, name) for name in data.keys()}  # noqa: SIM118 - not a dict
+            rows = (dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True))
+            for uid in uids:
+                found[uid] = [Trajectory(key, next(rows), self.partitions[TRAIN][key]) for key in keys[uid]]
+        return found
 
     def _refill(self, level: int) -> int:
         """Submit prompts in place of those that failed or were evicted; return the number of live groups.
@@ -222,8 +229,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
     # ------------------------------------------------------------------ from the run to the queue
 
     def _put_back(self, batch: Batch) -> KVBatchMeta:
-        metadata = {group_id: self._client.get_group(group_id).metadata for group_id in batch.meta.group_ids}
-        trajectories = trajectories_of(batch, metadata, f"{_MARK}{batch.meta.step}")
+        trajectories = trajectories_of(batch, f"{_MARK}{batch.meta.step}")
         for _, alike in itertools.groupby(trajectories, key=lambda one: sorted(one.fields)):
             some = list(alike)
             transfer_queue.kv_batch_put(

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from replaybuf.client import group_builder
-from replaybuf.client.unpack import check_unweighted
+from replaybuf.client.unpack import check_unweighted, rollout_keys
 from replaybuf.errors import Invalid
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.group import Group
 from replaybuf_transferqueue.values import decode, encode
 
 METADATA = "verl"
-LARGEST_OTHERS_BYTES = 192 << 10
-"""A frame has 256 KiB for its header, and base 85 adds a quarter."""
+LARGEST_OTHERS_BYTES = 180 << 10
+"""A frame has 256 KiB for its header, and base 64 adds a third."""
 _NEEDED = {
     "prompts": "verl's agent loop writes it",
     "responses": "verl's agent loop writes it",
@@ -79,15 +79,16 @@ def group_of(trajectories: Sequence[Trajectory], group_id: str) -> Group:
     return builder.build()
 
 
-def trajectories_of(batch: Batch, metadata: Mapping[str, Mapping[str, Any] | None], suffix: str) -> list[Trajectory]:
+def trajectories_of(batch: Batch, suffix: str) -> list[Trajectory]:
     """Return the trajectories of a batch, group by group, with `suffix` behind their uids.
 
-    `metadata`: of each group, by its id. The body must have the extra `lengths`.
+    The body must have the extras `lengths` and `metadata`.
     """
     found: list[Trajectory] = []
-    rollouts = dict(_rollouts_of(batch))
-    for index, group_id in enumerate(batch.meta.group_ids):
-        others, uid = _unpack(group_id, metadata[group_id]), f"{group_id}{suffix}"
+    rollouts: dict[tuple[int, int], dict[str, torch.Tensor]] = dict(_rollouts_of(batch))
+    metadata = batch.meta.group_metadata or []
+    for index, (group_id, given) in enumerate(zip(batch.meta.group_ids, metadata, strict=True)):
+        others, uid = _unpack(group_id, given), f"{group_id}{suffix}"
         for number, (key, tag) in enumerate(zip(others.keys, others.tags, strict=True)):
             encoded = others.shared | others.own[number]
             fields = rollouts[index, number] | {name: decode(value, name) for name, value in encoded.items()}
@@ -102,29 +103,29 @@ def _rollouts_of(batch: Batch) -> Iterator[tuple[tuple[int, int], dict[str, torc
     for row in batch.micro_batches:
         if row.prompt_lengths is None:
             raise Invalid("the body has no prompt_lengths; attach with lengths=True", name="lengths", value=False)
-        for number in range(len(row.group_index)):
-            start, end = (int(bound) for bound in row.cu_seqlens[number : number + 2])
+        ids, mask = (torch.tensor(column, dtype=torch.int64) for column in (row.input_ids, row.loss_mask))
+        logprobs, bounds = torch.tensor(row.inference_logprobs), row.cu_seqlens.tolist()
+        for number, key in enumerate(rollout_keys(row)):
+            start, end = bounds[number : number + 2]
             first = start + int(row.prompt_lengths[number])
-            columns = (row.input_ids[start:first], row.input_ids[first:end], row.loss_mask[first:end])
-            fields = _fields_of(*columns, row.inference_logprobs[first:end], reward=float(row.rewards[number]))
-            yield (int(row.group_index[number]), int(row.rollout_index[number])), fields
+            columns = (ids[start:first], ids[first:end], mask[first:end], logprobs[first:end])
+            yield key, _fields_of(*columns, reward=float(row.rewards[number]))
 
 
-def _fields_of(prompt: Any, completion: Any, mask: Any, logprobs: Any, *, reward: float) -> dict[str, torch.Tensor]:
+def _fields_of(
+    prompts: torch.Tensor, responses: torch.Tensor, mask: torch.Tensor, logprobs: torch.Tensor, *, reward: float
+) -> dict[str, torch.Tensor]:
     """Compute the fields that verl derives from the columns of a rollout, as its agent loop does."""
-    prompts, responses, response_mask = (
-        torch.tensor(np.asarray(ids), dtype=torch.int64) for ids in (prompt, completion, mask)
-    )
     rm_scores = torch.zeros(len(responses))
     rm_scores[-1:] = reward
     return {
         "prompts": prompts,
         "responses": responses,
-        "response_mask": response_mask,
-        "loss_mask": response_mask,
+        "response_mask": mask,
+        "loss_mask": mask,
         "input_ids": torch.cat([prompts, responses]),
         "position_ids": torch.arange(len(prompts) + len(responses)),
-        "rollout_log_probs": torch.tensor(np.asarray(logprobs), dtype=torch.float32) * response_mask,
+        "rollout_log_probs": logprobs * mask,
         "rm_scores": rm_scores,
     }
 
@@ -134,8 +135,9 @@ def _other_fields(one: Trajectory) -> dict[str, bytes]:
     for name, way_out in _NEEDED.items():
         if not isinstance(one.fields.get(name), torch.Tensor):
             raise Invalid(f"trajectory {one.key} has no field {name!r}; {way_out}", name=name, value=None)
-    columns = (one.fields[name] for name in ("prompts", "responses", "response_mask", "rollout_log_probs"))
-    derived = _fields_of(*columns, reward=float(one.fields["rm_scores"].sum()))
+    prompts, responses, mask = (one.fields[name].long() for name in ("prompts", "responses", "response_mask"))
+    logprobs, reward = one.fields["rollout_log_probs"].float(), float(one.fields["rm_scores"].sum())
+    derived = _fields_of(prompts, responses, mask, logprobs, reward=reward)
     return {
         name: encode(value, name)
         for name, value in one.fields.items()
@@ -168,11 +170,11 @@ def _pack(fields: Sequence[dict[str, bytes]], trajectories: Sequence[Trajectory]
             f"the maximum is {LARGEST_OTHERS_BYTES}. The largest is {largest!r}: this sampler does not support it"
         )
         raise Invalid(detail, name=largest, value=len(packed), bound=LARGEST_OTHERS_BYTES)
-    return base64.b85encode(packed).decode()
+    return base64.b64encode(packed).decode()
 
 
 def _unpack(group_id: str, metadata: Mapping[str, Any] | None) -> _Others:
     if metadata is None or METADATA not in metadata:
         detail = f"group {group_id} has no metadata {METADATA!r}; only this sampler may append to the run"
         raise Invalid(detail, name="metadata", value=group_id)
-    return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(metadata[METADATA])), type=_Others)
+    return msgspec.msgpack.decode(zlib.decompress(base64.b64decode(metadata[METADATA])), type=_Others)

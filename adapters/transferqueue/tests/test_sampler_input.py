@@ -159,10 +159,10 @@ def test_a_group_keeps_every_field(run: RunClient) -> None:
     assert run.put(**config).status_code == 201
     with Client(str(run.http.base_url), run.run) as client:
         assert client.append([group_of(before, "u")])[0].status == "stored"
-        attached = attach_at(client, 0, lengths=True)
+        attached = attach_at(client, 0, lengths=True, metadata=True)
         body = client.fetch_batch(0, attached.epoch, wait_ms=5000)
         assert isinstance(body, bytes)
-        after = trajectories_of(read_batch(body), {"u": client.get_group("u").metadata}, "-step0")
+        after = trajectories_of(read_batch(body), "-step0")
     assert [one.key for one in after] == ["u-step0_0_0", "u-step0_1_0"]
     assert [one.tag for one in after] == [one.tag for one in before]
     for old, new in zip(before, after, strict=True):
@@ -170,6 +170,17 @@ def test_a_group_keeps_every_field(run: RunClient) -> None:
         for name in old.fields.keys() - {"uid"}:
             value, found = old.fields[name], new.fields[name]
             assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+
+
+def test_groups_with_different_fields_keep_all_of_them(run: RunClient, queue: str) -> None:
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    for number in range(PROMPTS):
+        fields = {"tool": "python"} if number == 1 else {}
+        put(f"u{number}", trajectories(f"u{number}", number, **fields))
+    keys = make(run).sample(1, "train", PROMPTS)[0].keys
+    data = transfer_queue.kv_batch_get(keys=[key for key in keys if key.startswith("u1-")], partition_id="train")
+    assert list(data["tool"]) == ["python"] * SAMPLES
 
 
 def test_groups_that_the_run_rejects_are_generated_again_until_all_are(run: RunClient, queue: str) -> None:

@@ -264,7 +264,7 @@ class RolloutBuilder:
     def _mask(self, values: Numbers, tokens: int) -> Bools:
         mask = _array(f"{self._path}.mask", values)
         self._same_length("mask", len(mask), tokens)
-        _first(f"{self._path}.mask", mask, ~np.isin(mask, (0, 1)), "bad_mask", "0 or 1")
+        _first(f"{self._path}.mask", mask, (mask != 0) & (mask != 1), "bad_mask", "0 or 1")
         return mask.astype(np.bool_)
 
     def _logprobs(self, values: Numbers, tokens: int, mask: Bools | None) -> Float32s:
