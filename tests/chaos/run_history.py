@@ -34,7 +34,7 @@ from tests.chaos.history import (
 )
 
 RECOVERY_S = 5.0
-"""How long a server that went on or started again may need until it serves."""
+"""How long a server that answers again, or Valkey, may need until it serves everybody."""
 
 
 class Stored(NamedTuple):
@@ -55,16 +55,21 @@ def _stored(group: GroupSeen | BatchEntry) -> Stored:
     return Stored(group.group_id, group.adapter, group.prompt_index, group.policy_version)
 
 
-def _times_hurt(faults: Sequence[AnyEvent]) -> Iterator[tuple[float, float]]:
-    """Yield when a server or Valkey was away or recovering."""
-    since_s: dict[str, float] = {}
+def _times_hurt(faults: Sequence[AnyEvent], states: Sequence[StateSeen]) -> Iterator[tuple[float, float]]:
+    """Yield when a server or Valkey was away or recovering.
+
+    A server that was started again is back with its first answer: on a busy machine it takes many seconds to start.
+    """
+    hurt: dict[str, Faulted] = {}
     for event in faults:
         if isinstance(event, Faulted) and event.role in ("leader", "standby", "valkey"):
-            since_s.setdefault(event.process, event.at_s)
-        elif isinstance(event, Healed) and event.process in since_s:
-            yield since_s.pop(event.process), event.at_s + RECOVERY_S
-    for from_s in since_s.values():
-        yield from_s, float("inf")
+            hurt.setdefault(event.process, event)
+        elif isinstance(event, Healed) and event.process in hurt:
+            fault = hurt.pop(event.process)
+            answers = (seen.at_s for seen in states if seen.server == fault.server and seen.sent_s >= event.at_s)
+            yield fault.at_s, next(answers, event.at_s) + RECOVERY_S
+    for fault in hurt.values():
+        yield fault.at_s, float("inf")
 
 
 class RunHistory:
@@ -81,11 +86,11 @@ class RunHistory:
             fault.at_s for fault in of_type(faults, Faulted) if fault.role == "producer" and fault.kind == "kill"
         ]
         """A call that gave a ticket back may be missing in the history of a killed producer."""
-        self._hurt = list(_times_hurt(faults))
         self.attached: list[Attached] = of_type(events, Attached)
         self.asked: list[BatchAsked] = of_type(events, BatchAsked)
         self.wrote: list[TrainerWrote] = of_type(events, TrainerWrote)
         self.states: list[StateSeen] = of_type(events, StateSeen)
+        self._hurt = list(_times_hurt(faults, self.states))
         self.groups: list[GroupSeen] = of_type(events, GroupSeen)
         self.payloads: list[PayloadRead] = of_type(events, PayloadRead)
         self.folded: list[Folded] = of_type(events, Folded)

@@ -33,6 +33,7 @@ from tests.chaos.history import (
     Folded,
     GroupSeen,
     GroupSent,
+    Healed,
     LedgerSeen,
     OlderRedis,
     PayloadRead,
@@ -744,6 +745,17 @@ def test_nobody_needs_to_be_served_by_a_server_that_is_killed_meanwhile() -> Non
     killed = Faulted(at_s=9.0, process="serve-1", role="leader", kind="kill", server=HERE)
     waited = RanksWaited(at_s=12.0, run=RUN, from_s=9.5, ranks=512, outcomes={"unavailable": 512})
     assert is_correct(killed, waited, attacked("half heads", status=-1, beside={"none": 3}))
+
+
+def test_nobody_needs_to_be_served_by_a_server_that_has_not_answered_since_its_restart() -> None:
+    """A busy machine takes longer to start a process than it takes most servers to recover."""
+    killed = Faulted(at_s=1.0, process="serve-1", role="standby", kind="kill", server=HERE)
+    restarted = Healed(at_s=2.0, process="serve-1")
+    alone = attacked("half heads", status=0, beside={"none": 1})
+    answers = StateSeen(**answered(13.0), state=STATE)
+    assert is_correct(killed, restarted, alone, answers)
+    early = StateSeen(**answered(4.0), state=STATE)
+    assert not is_correct(killed, restarted, alone, answers, early)
 
 
 @pytest.mark.parametrize("freed", ["returned", "rejected", "a trainer attached", "its producer was killed"])
