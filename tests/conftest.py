@@ -31,6 +31,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Of torch, in every process: threads that wait for each other spin, which is ten times the work on a busy machine."""
 
 
+LONGEST = ("trainer/test_two_tenants.py", "trainer/parallel/test_torchrun.py", "test_prometheus.py")
+"""Files of a minute or more that come late by name."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first: one that starts last runs on when all other workers have nothing left."""
+    longest = {Path(__file__).parent / name for name in LONGEST}
+    items.sort(key=lambda item: item.path not in longest)
+
+
 def pytest_collection_finish() -> None:
     """Leave what lives as long as the tests out of garbage collections: one would take a second on a busy machine."""
     gc.collect()
