@@ -166,18 +166,18 @@ class Listed(Best):
 class SlowBuilt(Best):
     def __init__(self, options):
         super().__init__(options)
-        time.sleep(4)
+        time.sleep(60)
 
 
 class SlowChecked(Best):
     def check(self, budget, steps_per_publish, max_tokens_live):
-        time.sleep(4)
+        time.sleep(60)
 
 
 class SlowPromise(Best):
     @property
     def look_ahead(self):
-        time.sleep(4)
+        time.sleep(60)
         return 0
 
 
@@ -347,7 +347,7 @@ def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
         run.append(group("a"), group("aa"))
     started_s = time.monotonic()
     waiting = broken.batch(0, broken.attach())
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 25, "the limit is 1.5 s, and one plug-in hangs for ever"
     assert (waiting.status_code, waiting.json()["reason"], waiting.json()["blocked_on"]) == (202, "paused", "operator")
     state = broken.state()
     assert state["state"] == "paused"
@@ -404,7 +404,7 @@ def test_a_slow_strategy_constructor_is_rejected_in_time(
     """Building, properties and check are bounded as answers are."""
     started_s = time.monotonic()
     answer = connect(plugged.url, f"run-{name}").put(batch={"groups_per_batch": 1}, strategy={"name": name})
-    assert time.monotonic() - started_s < 3.5
+    assert time.monotonic() - started_s < 25, "the limit is 1 s, the plug-in takes 60 s"
     assert (answer.status_code, answer.json()["name"]) == (422, name)
     assert f"plug-in '{name}', when it was configured, {reported}" in answer.json()["detail"]
 

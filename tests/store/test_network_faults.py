@@ -132,10 +132,10 @@ def test_a_silent_redis_costs_one_timeout_not_one_per_caller(
     async def work(store: Store) -> None:
         getattr(proxy, fault)()
         started_s = time.monotonic()
-        for _ in range(20):
+        for _ in range(100):
             with pytest.raises(ServiceUnavailable):
                 await store.counters.read("r")
-        assert time.monotonic() - started_s < 10 * SHORT_TIMEOUT_S
+        assert time.monotonic() - started_s < 50 * SHORT_TIMEOUT_S
         proxy.heal()
         async with asyncio.timeout(5):
             while True:
