@@ -19,7 +19,6 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -152,7 +151,9 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             keys[uid_of(key)].append(key)
         finished = sorted(self.finished_keys[TRAIN], key=lambda uid: (self.prompt_global_steps[TRAIN][uid], uid))
         self._clear_groups(TRAIN, self.failure_keys[TRAIN] | {uid for uid in finished if not keys[uid]})
-        for uids in _chunks([uid for uid in finished if keys[uid]], GROUPS_PER_APPEND):
+        ready = [uid for uid in finished if keys[uid]]
+        for first in range(0, len(ready), GROUPS_PER_APPEND):
+            uids = ready[first : first + GROUPS_PER_APPEND]
             try:
                 self._store(self._read({uid: keys[uid] for uid in uids}), batch_size)
             except (NoRoom, ServiceUnavailable) as error:
@@ -294,9 +295,3 @@ def _values(data: TensorDict, name: str) -> list[Any]:
     if isinstance(column, torch.Tensor):
         return list(column.unbind())
     return [value.data if isinstance(value, NonTensorData) else value for value in column]
-
-
-def _chunks(uids: list[str], size: int) -> Iterator[list[str]]:
-    rest: Iterable[str] = iter(uids)
-    while chunk := list(itertools.islice(rest, size)):
-        yield chunk
