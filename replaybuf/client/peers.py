@@ -1,9 +1,12 @@
-"""Releases of frameworks that an adapter was tested with."""
+"""What an adapter checks before training starts: the release of its framework, and settings of the run."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from importlib.metadata import version
+
+from replaybuf.errors import Invalid
 
 
 def warn_if_untested(adapter: str, package: str, first: str, below: str) -> None:
@@ -15,6 +18,18 @@ def warn_if_untested(adapter: str, package: str, first: str, below: str) -> None
             "a tested release",
             stacklevel=3,
         )
+
+
+def check_run_settings(run: str, needed: Mapping[str, tuple[object, object, str]]) -> None:
+    """Raise `Invalid` for the first setting of a run that does not fit: name -> (its value, the needed one, why)."""
+    for name, (value, wanted, why) in needed.items():
+        if value != wanted:
+            raise misfit(f"run {run}: {name}", value, f"{wanted} ({why})")
+
+
+def misfit(name: str, value: object, bound: str) -> Invalid:
+    """Return the error of a setting that does not fit."""
+    return Invalid(f"{name} is {value}; needed: {bound}", name=name, value=str(value), bound=bound)
 
 
 def _numbers(release: str) -> tuple[int, ...]:

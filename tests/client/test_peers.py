@@ -1,4 +1,4 @@
-"""A release of a framework that was not tested is a warning, before anything of it is used."""
+"""What an adapter checks before training: an untested release is a warning, a setting that does not fit an error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from replaybuf.client import peers
+from replaybuf.errors import Invalid
 
 
 @pytest.mark.parametrize("release", ["1.16", "1.16.0", "1.16.3.post1", "1.16.0rc1"])
@@ -23,3 +24,11 @@ def test_another_release_is_named_with_the_tested_range(release: str, monkeypatc
     expected = rf"^x is {release}; replaybuf-x is tested with 1\.16 up to but not 1\.17: run its tests"
     with pytest.warns(UserWarning, match=expected):
         peers.warn_if_untested("replaybuf-x", "x", "1.16", "1.17")
+
+
+def test_a_setting_of_the_run_that_does_not_fit_is_named_with_the_needed_value() -> None:
+    peers.check_run_settings("main", {"adapters": ([], [], "one policy")})
+    needed = {"adapters": ([], [], "one policy"), "group_size": (4, 8, "--n-samples-per-prompt")}
+    with pytest.raises(Invalid, match=r"^run main: group_size is 4; needed: 8 \(--n-samples-per-prompt\)") as refused:
+        peers.check_run_settings("main", needed)
+    assert (refused.value.name, refused.value.value) == ("run main: group_size", "4")

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from replaybuf.client import Client, attach_at
-from replaybuf.errors import Invalid, RunFinished
+from replaybuf.client.peers import check_run_settings
+from replaybuf.errors import RunFinished
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.contract import Attachment, WaitingAnswer
 from replaybuf_prime_rl.folders import Folders
@@ -171,10 +172,7 @@ class Sidecar:
         self._waiting = why
 
     def _check_run(self) -> None:
-        facts = self._client.get_run().facts()
-        needed = {"adapters": (sorted(facts.adapters), []), "steps_per_publish": (facts.steps_per_publish, 1)}
-        for name, (found, wanted) in needed.items():
-            if found != wanted:
-                why = "prime-rl broadcasts one policy after each step"
-                detail = f"{name} of the run is {found}; needed: {wanted}: {why}"
-                raise Invalid(detail, name=name, value=str(found), bound=str(wanted))
+        status = self._client.get_run()
+        facts, why = status.facts(), "prime-rl broadcasts one policy after each step"
+        needed = {"adapters": (sorted(facts.adapters), [], why), "steps_per_publish": (facts.steps_per_publish, 1, why)}
+        check_run_settings(status.run, needed)

@@ -160,8 +160,8 @@ def test_a_trainer_that_did_steps_of_another_run_is_named(fed: RunClient, prime_
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"steps_per_publish": 2}, "steps_per_publish of the run is 2; needed: 1"),
-        ({"adapters": {"a": {"groups_per_batch": 2}}, "batch": {}}, r"adapters of the run is \['a'\]; needed: \[\]"),
+        ({"steps_per_publish": 2}, ": steps_per_publish is 2; needed: 1"),
+        ({"adapters": {"a": {"groups_per_batch": 2}}, "batch": {}}, r": adapters is \['a'\]; needed: \[\]"),
     ],
 )
 def test_a_run_that_does_not_fit_is_named(run: RunClient, tmp_path: Path, config: dict[str, Any], message: str) -> None:

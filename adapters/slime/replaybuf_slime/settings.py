@@ -8,8 +8,7 @@ import os
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
-from replaybuf.client.peers import warn_if_untested
-from replaybuf.errors import Invalid
+from replaybuf.client.peers import check_run_settings, misfit, warn_if_untested
 from replaybuf.wire.run_status import RunStatus
 
 TESTED = ("0.3.1", "0.4")
@@ -36,13 +35,13 @@ class Settings:
         with contextlib.suppress(PackageNotFoundError):  # slime may run from a checkout
             warn_if_untested("replaybuf-slime", "slime", *TESTED)
         if not args.rollout_global_dataset:
-            raise _invalid("--disable-rollout-global-dataset", "set", "not set: else slime calls neither load nor save")
+            raise misfit("--disable-rollout-global-dataset", "set", "not set: else slime calls neither load nor save")
         steps_ahead = _setting(args, "steps_ahead", 0 if args.colocate else None)
         if steps_ahead is None or int(steps_ahead) not in (0, 1):
-            raise _invalid("replaybuf_steps_ahead", steps_ahead, "0 for train.py, 1 for train_async.py")
+            raise misfit("replaybuf_steps_ahead", steps_ahead, "0 for train.py, 1 for train_async.py")
         run, deadline_s = _setting(args, "run", None), _setting(args, "deadline_s", None)
         if run is None:
-            raise _invalid("replaybuf_run", None, "the name of a run, by --custom-config-path or REPLAYBUF_RUN")
+            raise misfit("replaybuf_run", None, "the name of a run, by --custom-config-path or REPLAYBUF_RUN")
         return cls(
             url=str(_setting(args, "url", DEFAULT_URL)),
             run=str(run),
@@ -55,7 +54,6 @@ class Settings:
 def check_run(args: Any, settings: Settings, status: RunStatus) -> None:
     """Raise `Invalid` where batches of the run would not fit slime's rollouts."""
     facts, batch = status.facts(), status.config["batch"]
-    of_run = f"run {settings.run}: "
     needed = {
         "adapters": (sorted(facts.adapters), [], "slime trains one policy"),
         "group_size": (facts.group_size, args.n_samples_per_prompt, "--n-samples-per-prompt"),
@@ -65,9 +63,7 @@ def check_run(args: Any, settings: Settings, status: RunStatus) -> None:
         "batch.timeout_s": (batch["timeout_s"], None, "a time limit would make batches of fewer groups"),
         "steps_per_publish": (facts.steps_per_publish, _update_interval(args, settings), "--update-weights-interval"),
     }
-    for name, (found, wanted, why) in needed.items():
-        if found != wanted:
-            raise _invalid(f"{of_run}{name}", found, f"{wanted} ({why})")
+    check_run_settings(settings.run, needed)
 
 
 def _update_interval(args: Any, settings: Settings) -> int:
@@ -78,7 +74,3 @@ def _update_interval(args: Any, settings: Settings) -> int:
 def _setting(args: Any, name: str, default: Any) -> Any:
     given = getattr(args, f"replaybuf_{name}", None)
     return os.environ.get(f"REPLAYBUF_{name.upper()}", default) if given is None else given
-
-
-def _invalid(name: str, value: object, bound: str) -> Invalid:
-    return Invalid(f"{name} is {value}; needed: {bound}", name=name, value=str(value), bound=bound)

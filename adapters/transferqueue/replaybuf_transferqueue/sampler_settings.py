@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from replaybuf.client.peers import check_run_settings, misfit, warn_if_untested
 from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import RunStatus
+from replaybuf_transferqueue.settings import convert
 
-logger = logging.getLogger(__name__)
-
-TESTED = "0.9.1"
+TESTED = ("0.9.1", "0.9.2")
 KWARGS = "trainer.v1.sampler.sampler_kwargs"
 _MODES = ("colocate_async", "separate_async")
 
@@ -60,10 +58,10 @@ class Pace(msgspec.Struct, frozen=True):
         """Read the configuration of a trainer's mode. Raises `Invalid` for one that this sampler does not fit."""
         if trainer_mode not in _MODES:
             why = "a synchronous trainer stops its engines while prompts are in flight"
-            raise _invalid("trainer.v1.trainer_mode", trainer_mode, f"{' or '.join(_MODES)} ({why})")
+            raise misfit("trainer.v1.trainer_mode", trainer_mode, f"{' or '.join(_MODES)} ({why})")
         name = f"trainer.v1.{trainer_mode}.hybrid_rollout.enable_switch"
         if (config.get("hybrid_rollout") or {}).get("enable_switch", False):
-            raise _invalid(name, True, "False (it counts groups in the queue; this sampler moves them to the run)")
+            raise misfit(name, True, "False (it counts groups in the queue; this sampler moves them to the run)")
         return cls(int(config.get("parameter_sync_step", 1)), float(config.get("num_warmup_batches", 1)))
 
     def prompts_ahead(self, batch_size: int, step: int) -> int:
@@ -73,16 +71,9 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 def read_settings(given: Mapping[str, Any] | DictConfig | None) -> SamplerSettings:
-    """Check the settings, and warn if verl is of another version than the tested one. Raises `Invalid`."""
-    found = importlib.metadata.version("verl")
-    if found != TESTED:
-        logger.warning("the sampler is tested with verl %s; this is %s: run its tests first", TESTED, found)
-    plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given or {})
-    try:
-        return msgspec.convert(plain, SamplerSettings)
-    except msgspec.ValidationError as error:
-        known = ", ".join(SamplerSettings.__struct_fields__)
-        raise Invalid(f"{KWARGS}: {error}; the settings are {known}", name=KWARGS) from error
+    """Check the settings, and warn if verl is of another release than the tested ones. Raises `Invalid`."""
+    warn_if_untested("the sampler", "verl", *TESTED)
+    return convert(given or {}, SamplerSettings, KWARGS)
 
 
 def check_run(status: RunStatus, pace: Pace, batch_size: int) -> None:
@@ -91,7 +82,7 @@ def check_run(status: RunStatus, pace: Pace, batch_size: int) -> None:
     groups = batch["groups_per_batch"]
     if not groups or groups % batch_size:
         why = "data.train_batch_size / parameter_sync_step, or a multiple where groups are used several times"
-        raise _invalid(f"run {status.run}: batch.groups_per_batch", groups, f"{batch_size} ({why})")
+        raise misfit(f"run {status.run}: batch.groups_per_batch", groups, f"{batch_size} ({why})")
     needed: dict[str, tuple[object, object, str]] = {
         "adapters": (sorted(facts.adapters), [], "verl trains one policy"),
         "batch.tokens_per_batch": (batch["tokens_per_batch"], None, "a budget would make batches of fewer groups"),
@@ -99,10 +90,4 @@ def check_run(status: RunStatus, pace: Pace, batch_size: int) -> None:
         "batch.overlong": (batch["overlong"], "reject", "verl needs whole trajectories"),
         "steps_per_publish": (facts.steps_per_publish, pace.batches, "parameter_sync_step"),
     }
-    for name, (value, wanted, why) in needed.items():
-        if value != wanted:
-            raise _invalid(f"run {status.run}: {name}", value, f"{wanted} ({why})")
-
-
-def _invalid(name: str, value: object, bound: str) -> Invalid:
-    return Invalid(f"{name} is {value}; needed: {bound}", name=name, value=str(value), bound=bound)
+    check_run_settings(status.run, needed)

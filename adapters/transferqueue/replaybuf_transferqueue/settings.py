@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,6 +14,7 @@ from replaybuf.errors import Invalid
 
 BACKEND = "Replaybuf"
 URL_VARIABLE = "REPLAYBUF_TRANSFERQUEUE_URL"
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,10 +62,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_settings(config: Mapping[str, Any] | DictConfig) -> Settings:
     """Check the settings; raises `Invalid` that names a wrong one."""
-    plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
-    given = {name: value for name, value in dict(plain).items() if name != "client_name"}
+    return convert(config, Settings, f"backend.{BACKEND}", ignored="client_name")
+
+
+def convert(given: Mapping[str, Any] | DictConfig, kind: type[T], where: str, ignored: str | None = None) -> T:
+    """Return the settings at `where` in a configuration. Raises `Invalid` for an unknown or a wrong one."""
+    plain: Any = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else given
     try:
-        return msgspec.convert(given, Settings)
+        return msgspec.convert({name: value for name, value in plain.items() if name != ignored}, kind)
     except msgspec.ValidationError as error:
-        known = ", ".join(Settings.__struct_fields__)
-        raise Invalid(f"backend.{BACKEND}: {error}; the settings are {known}", name=f"backend.{BACKEND}") from error
+        known = ", ".join(kind.__struct_fields__)
+        raise Invalid(f"{where}: {error}; the settings are {known}", name=where) from error

@@ -257,12 +257,10 @@ def test_a_second_training_fences_the_first(run: RunClient, queue: str) -> None:
         first.sample(2, "train", PROMPTS)
 
 
-def test_another_version_of_verl_is_a_warning(
-    run: RunClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sampler_settings, "TESTED", "0.0.1")
-    make(run)
-    assert "tested with verl 0.0.1; this is 0.9" in caplog.text
+def test_another_version_of_verl_is_a_warning(run: RunClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_settings, "TESTED", ("0.0.1", "0.0.2"))
+    with pytest.warns(UserWarning, match=r"verl is 0\.9.*; the sampler is tested with 0\.0\.1 up to but not 0\.0\.2"):
+        make(run)
 
 
 def test_a_group_has_the_version_of_its_oldest_token() -> None:
