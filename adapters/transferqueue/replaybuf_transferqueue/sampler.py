@@ -202,14 +202,15 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             # The queue reads the fields that all keys have. Groups with others would silently lose them.
             names = client.kv_retrieve_meta(keys=keys[uid], partition_id=TRAIN).field_names
             alike[tuple(names)].append(uid)
-        found: dict[str, list[Trajectory]] = {}
+        found: dict[str, list[Trajectory]] = defaultdict(list)
         for uids in alike.values():
-            data = transfer_queue.kv_batch_get(keys=[key for uid in uids for key in keys[uid]], partition_id=TRAIN)
-            values = {name: _values(data, name) for name in data.keys()}  # noqa: SIM118 - not a dict
-            rows = (dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True))
-            for uid in uids:
-                found[uid] = [Trajectory(key, next(rows), self.partitions[TRAIN][key]) for key in keys[uid]]
-        return found
+            wanted = [key for uid in uids for key in keys[uid]]
+            data = transfer_queue.kv_batch_get(keys=wanted, partition_id=TRAIN)
+            columns = {name: _values(data, name) for name in data.keys()}  # noqa: SIM118 - not a dict
+            for key, row in zip(wanted, zip(*columns.values(), strict=True), strict=True):
+                fields = dict(zip(columns, row, strict=True))
+                found[uid_of(key)].append(Trajectory(key, fields, self.partitions[TRAIN][key]))
+        return {uid: found[uid] for uid in keys}
 
     def _refill(self, level: int) -> int:
         """Submit prompts in place of those that failed or were evicted; return the number of live groups.
