@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
-from tests.conftest import RunClient
+from tests.conftest import RunClient, ServeProcess
 from tests.trainer.scripted import STEPS, fill
 
 TIMEOUT_S = 60.0
@@ -67,37 +68,50 @@ def curve(folder: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: {name: line[name] for name in EXACT} for line in lines}
 
 
+def options_of(run: RunClient, folder: Path, model: Path, lora_rank: int | None) -> TrainOptions:
+    """Fill a run, and return the options of its trainer."""
+    fill(run)
+    folder.mkdir()
+    return TrainOptions(
+        url=str(run.http.base_url),
+        run=run.run,
+        model=model,
+        checkpoint_dir=folder / "checkpoints",
+        weights_dir=folder / "weights",
+        metrics_file=folder / "train.jsonl",
+        checkpoint_every_steps=2,
+        schedule="cosine",
+        warm_up_steps=1,
+        wait_ms=500,
+        lora_rank=lora_rank,
+    )
+
+
+Whole = Callable[[int | None], Path]
+
+
+@pytest.fixture(scope="module")
+def whole(service: ServeProcess, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Train without a kill, once for each rank of adapters; return the folder."""
+
+    @functools.cache
+    def trained(lora_rank: int | None) -> Path:
+        folder = tmp_path_factory.mktemp("whole") / "whole"
+        run = RunClient(service.url, f"whole-{os.getpid()}-{lora_rank or 0}")
+        options = options_of(run, folder, models / "a", lora_rank)
+        run.http.close()
+        assert train(options) == STEPS
+        return folder
+
+    return trained
+
+
 @pytest.mark.parametrize(("phase", "lora_rank"), [*((phase, None) for phase in PHASES), ("after the ack", 4)])
 def test_a_killed_trainer_resumes_with_the_same_curve(
-    phase: str,
-    lora_rank: int | None,
-    run: RunClient,
-    connect: Callable[[str, str], RunClient],
-    tmp_path: Path,
-    models: Path,
+    phase: str, lora_rank: int | None, run: RunClient, whole: Whole, tmp_path: Path, models: Path
 ) -> None:
-    url = str(run.http.base_url)
-
-    def options(name: str) -> TrainOptions:
-        folder = tmp_path / name
-        folder.mkdir()
-        return TrainOptions(
-            url=url,
-            run=name,
-            model=models / "a",
-            checkpoint_dir=folder / "checkpoints",
-            weights_dir=folder / "weights",
-            metrics_file=folder / "train.jsonl",
-            checkpoint_every_steps=2,
-            schedule="cosine",
-            warm_up_steps=1,
-            wait_ms=500,
-            lora_rank=lora_rank,
-        )
-
     function, number, newest = PHASES[phase]
-    fill(run)
-    killed = options(run.run)
+    killed = options_of(run, tmp_path / "killed", models / "a", lora_rank)
     process = processes.Process(target=train_until_killed, args=(killed, function, number))
     process.start()
     process.join(TIMEOUT_S)
@@ -106,11 +120,7 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
     assert written in [{f"step-{step:06d}"} if step else set() for step in newest]
     assert train(killed) == STEPS
 
-    whole = connect(url, f"{run.run}-whole")
-    fill(whole)
-    assert train(options(whole.run)) == STEPS
-    assert curve(tmp_path / run.run) == curve(tmp_path / whole.run)
-    found, expected = (
-        load_model(tmp_path / name / "weights" / f"v{STEPS:06d}").state_dict() for name in (run.run, whole.run)
-    )
+    folders = (tmp_path / "killed", whole(lora_rank))
+    assert curve(folders[0]) == curve(folders[1])
+    found, expected = (load_model(folder / "weights" / f"v{STEPS:06d}").state_dict() for folder in folders)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
