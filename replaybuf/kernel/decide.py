@@ -1,7 +1,8 @@
 """Decide each ledger record: from the state and a request to the record, or to the contract's error.
 
 Pure: time comes in as `now_s`, groups as a selection. The service writes the record and then applies it; the simulator
-only applies it. None means that nothing changes, so there is no record. `decide_config` has the CONFIG records.
+only applies it. None means that nothing changes, so there is no record. `decide_config` has the CONFIG records,
+`decide_admission` tickets and room for groups.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Conflict, Gone, Invalid, NoRoom, RunFinished, WrongStep
+from replaybuf.errors import Conflict, Gone, Invalid, RunFinished, WrongStep
 from replaybuf.kernel.cursors import NOTHING_KEPT, Kept
 from replaybuf.kernel.decide_config import check_live_groups, config_of
-from replaybuf.kernel.limits import Load, count_fitting
 from replaybuf.kernel.plugin_set import resolve_config
 from replaybuf.kernel.queries import list_purgeable
 from replaybuf.kernel.selection import BatchSelection, Selector
 from replaybuf.kernel.state import FAILED_SHARE, RunState
-from replaybuf.kernel.tickets import TicketBook, TicketChange
-from replaybuf.kernel.waiting import waiting
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, AttachRequest, WaitingAnswer
+from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.ledger import (
     AckRecord,
     AdapterStep,
@@ -44,7 +42,6 @@ LARGEST_PRIORITY = 1e30
 """Sums of a million priorities, and their powers, stay within 32-bit floats."""
 PURGED_AT_ONCE = 8192
 """Dead letters in one record: the fold of a record holds the event loop."""
-NO_LOAD = Load()
 
 OnResume = Literal["redeliver", "resample"]
 
@@ -57,47 +54,7 @@ def check_adapter(adapter: str, config: RunConfig) -> None:
         raise Invalid(f"adapter is {adapter!r}; {has}", name="adapter", value=adapter, bound=names)
 
 
-# ---------------------------------------------------------------------- tickets and groups
-
-
-def decide_tickets(
-    state: RunState, book: TicketBook, selector: Selector, adapter: str, count: int, now_s: float
-) -> TicketChange | WaitingAnswer:
-    """Issue up to `count` tickets from the book, or answer why there are none. Raises `StrategyFault`."""
-    if state.state != "running":
-        return waiting(state.state, held(state, selector, adapter), state)
-    if (phase := selector.config.phase_of(adapter)) != "running":
-        detail = f"adapter {adapter} {'is paused' if phase == 'paused' else 'was removed'}"
-        return waiting(phase, held(state, selector, adapter), state, detail=detail)
-    if book.used_up(adapter):
-        # No prompt is left, but a ticket that is out may still come back.
-        blocked_on = "producers" if book.out_of(adapter) else "nothing"
-        return waiting("finished", held(state, selector, adapter), state, blocked_on=blocked_on)
-    capacity = selector.capacity(adapter)
-    if capacity < 1:
-        return selector.rate_limited(adapter, held(state, selector, adapter))
-    return book.issue(adapter, min(count, capacity, TICKETS_AT_ONCE), state.generation, now_s)
-
-
-def held(state: RunState, selector: Selector, adapter: str) -> Amount:
-    """Count live groups plus tickets out, and live tokens, of an adapter."""
-    view = selector.inputs.view(state.next_step, adapter=adapter)
-    return Amount(view.groups_live + view.tickets_out, view.tokens_live)
-
-
-def decide_room(
-    state: RunState, selector: Selector, coming: Sequence[Load], entering: Load = NO_LOAD, in_memory: int = 0
-) -> tuple[int, NoRoom | None]:
-    """Return how many of the first groups fit under the limits, and the `NoRoom` that stops the next one or None.
-
-    `entering`: groups that were let in and are not in the index yet. `in_memory`: bytes of frames in Redis.
-    """
-    limits = config_of(state).limits
-    if (limits.max_tokens_live, limits.max_bytes_live, limits.max_bytes_in_memory) == (None, None, None):
-        return len(coming), None
-    totals = state.pool.live.totals()
-    live = Load(0, totals.tokens, totals.frame_bytes, in_memory) + entering
-    return count_fitting(live, coming, limits, lambda: selector.lacking() - entering.groups)
+# ---------------------------------------------------------------------- groups
 
 
 def decide_evict(state: RunState, by_reason: dict[str, list[int]], now_s: float) -> EvictRecord:

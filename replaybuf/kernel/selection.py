@@ -1,4 +1,4 @@
-"""Calls the strategy for admission and selection, and explains why a batch waits.
+"""Calls the strategy for the groups of a batch, and explains why a batch waits.
 
 Reads the state (`inputs`), checks the answers (`rules`) and changes nothing.
 """
@@ -16,17 +16,17 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.inputs import SAMPLED_GROUPS, StrategyInputs
+from replaybuf.kernel.inputs import StrategyInputs
 from replaybuf.kernel.plugin_set import Bounds
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.rotation import AdapterShare, share_batch
-from replaybuf.kernel.rules import check_selection, hold
+from replaybuf.kernel.rules import check_selection
 from replaybuf.kernel.state import RunState
 from replaybuf.kernel.strategy import Budget, Groups, Selection, Strategy, Waiting
 from replaybuf.kernel.tickets import TicketBook
 from replaybuf.kernel.waiting import name_columns, nearest, waiting, waits_for_groups
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
-from replaybuf.wire.config import LARGEST_INTEGER, MOST_GROUPS, RunConfig
+from replaybuf.wire.config import MOST_GROUPS, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import hash_name
 
@@ -115,70 +115,6 @@ class Selector:
     def moment(self) -> tuple[int, int, int]:
         """Ledger entries, groups stored and tickets out: what a strategy sees follows from them and from time."""
         return self._state.entries, self._state.stored, self._book.out
-
-    # ------------------------------------------------------------------ admission
-
-    def capacity(self, adapter: str = "") -> int:
-        """Return how many more groups of an adapter producers may start now."""
-        flow, strategy = self.inputs.flow(), self.strategy
-
-        def checked() -> int:
-            admitted = strategy.admit(self.inputs.view(self._state.next_step, adapter=adapter), flow)
-            whole = isinstance(admitted, int | np.integer) and admitted >= 0
-            rule = "admits a whole number of groups, 0 or more"
-            hold(self.config.strategy.name, self._state.next_step, [(rule, whole, repr(admitted))])
-            return int(admitted)
-
-        capacity = self.ask("admit", checked)
-        granted = min(capacity, self._room())
-        if granted < 1 <= capacity:  # whatever the bounds, the next batch can be filled
-            granted = min(capacity, self._lacking(adapter) - self._book.out_of(adapter))
-        return max(0, granted)
-
-    def _room(self) -> int:
-        """Return how many more groups of mean size fit below the limits on live groups, besides the tickets out."""
-        limits, state = self.config.limits, self._state
-        room = float(LARGEST_INTEGER)
-        if limits.max_tokens_live is not None:
-            room = (limits.max_tokens_live - state.pool.live.totals().tokens) / self.inputs.tokens_per_group()
-        if limits.max_bytes_live is not None:
-            recent = state.index["frame_bytes"][-SAMPLED_GROUPS:]
-            mean = max(1.0, float(recent.mean())) if len(recent) else limits.max_group_bytes
-            room = min(room, (limits.max_bytes_live - state.pool.live.totals().frame_bytes) / mean)
-        return math.floor(room) - self._book.out
-
-    def lacking(self) -> int:
-        """Return how many groups the next batch waits for, at least 1; 0 if it waits for none."""
-        return sum(self._lacking(adapter) for adapter in self.config.adapter_names)
-
-    def _lacking(self, adapter: str) -> int:
-        """Return how many groups of one adapter it waits for; 0 if the batch can be made without the adapter."""
-        waits = self.why_waiting()
-        if waits and adapter and waits_for_groups(waits):  # the nearest does; this one may not
-            waits = self.why_adapter_waits(adapter)
-        if waits is None or not waits_for_groups(waits):
-            return 0
-        # With a cooldown or a rate limit, the missing number is unknown: admit one group at a time.
-        have = self._given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
-        groups = waits.need.groups - have.groups
-        tokens = (waits.need.tokens - have.tokens) / self.inputs.tokens_per_group()
-        return max(1, groups, math.ceil(tokens))
-
-    def rate_limited(self, adapter: str, have: Amount) -> WaitingAnswer:
-        """Explain a lack of capacity: `blocked_on` is `producers` if the trainer waits for groups, else `trainer`.
-
-        In the first case tickets out, or groups without their columns, use the capacity, else those for the trainer.
-        """
-        oldest_s, waits = self._book.oldest_deadline_s(adapter), None
-        if oldest_s is not None or self.inputs.plugins.all_required:
-            waits = self.why_adapter_waits(adapter) if adapter else self.why_waiting()
-        if waits and waits.reason == "awaiting_columns":
-            return waiting("rate_limited", have, self._state, blocked_on="producers", detail=waits.detail)
-        if oldest_s is None or waits is None or not waits_for_groups(waits):
-            return waiting("rate_limited", have, self._state, blocked_on="trainer")
-        left_s = max(0.0, oldest_s - self._clock())
-        detail = f"tickets out: {self._book.out_of(adapter)}; the oldest expires in {left_s:.0f} s"
-        return waiting("rate_limited", have, self._state, blocked_on="producers", detail=detail)
 
     # ------------------------------------------------------------------ selection
 
@@ -357,14 +293,14 @@ class Selector:
         if self.config.adapters and not adapter:
             live = self._state.pool.live.totals()
             return waiting(reason, Amount(live.groups, live.tokens), self._state)
-        have = self._given(adapter, groups)
+        have = self.given(adapter, groups)
         if limit:
             have = Amount(_least(limit.groups, have.groups), _least(limit.tokens, have.tokens))
         missing = self.inputs.own_budget(adapter).groups or 0
         detail = limit.detail if limit else None
         return waiting(reason, have, self._state, adapter=adapter, missing=missing, detail=detail)
 
-    def _given(self, adapter: str, groups: Groups | None = None) -> Amount:
+    def given(self, adapter: str, groups: Groups | None = None) -> Amount:
         """Sum up `groups`, by default those that the strategy sees for the next batch."""
         usable = self.inputs.usable(self._state.next_step, adapter) if groups is None else groups
         return Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))

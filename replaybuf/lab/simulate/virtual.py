@@ -19,10 +19,9 @@ from replaybuf.kernel.decide import (
     decide_attach,
     decide_checkpoint,
     decide_policy,
-    decide_room,
-    decide_tickets,
     draft_batch,
 )
+from replaybuf.kernel.decide_admission import decide_room, decide_tickets
 from replaybuf.kernel.decide_config import decide_create, decide_end
 from replaybuf.kernel.eviction import decide_removals
 from replaybuf.kernel.failed_rule import decide_failed

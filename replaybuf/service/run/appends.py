@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from msgspec import UNSET
 
 from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, TooLarge
-from replaybuf.kernel.decide import NO_LOAD, decide_room
+from replaybuf.kernel.decide_admission import NO_LOAD, decide_room
 from replaybuf.kernel.limits import Load
 from replaybuf.kernel.selection import Selector
 from replaybuf.service.run.admission import LARGE_GROUP_BYTES, AdmissionCheck, Incoming

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import NamedTuple
 
 from replaybuf.errors import Invalid, StrategyFault
-from replaybuf.kernel.decide import check_adapter, decide_tickets, held
+from replaybuf.kernel.decide import check_adapter
+from replaybuf.kernel.decide_admission import decide_tickets, held
 from replaybuf.kernel.failed_rule import decide_failed, decide_failed_share
 from replaybuf.kernel.rates import Rates
 from replaybuf.kernel.selection import Selector
