@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import httpx
-import msgspec
 
 from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
@@ -45,23 +44,6 @@ from replaybuf.wire.run_status import RunFacts, RunStatus
 
 APPEND_BODY_BYTES = 32 << 20
 """Approximate maximum of one append body. A group is never split."""
-
-# msgspec 0.22 builds its data about a struct at first use, and crashes if two threads do that at once: build it here.
-for _shape in (
-    StoredColumns,
-    WaitingAnswer,
-    Attachment,
-    Policy,
-    Heartbeat,
-    ProducerList,
-    Tickets,
-    AppendResults,
-    Evaluations,
-    RunStatus,
-    RunFacts,
-    Plan,
-):
-    msgspec.json.Decoder(_shape)
 
 
 class RunCalls:

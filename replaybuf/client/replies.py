@@ -8,6 +8,7 @@ import httpx
 import msgspec
 
 from replaybuf.errors import Malformed, ReplaybufError, ServiceUnavailable, from_problem
+from replaybuf.wire.shapes import prepared
 
 T = TypeVar("T")
 
@@ -18,7 +19,7 @@ _EXCERPT_CHARS = 200
 def answer_of(reply: httpx.Response, shape: type[T]) -> T:
     """Decode the JSON of a reply. Raises `Malformed` if it does not have that shape."""
     try:
-        return msgspec.json.decode(reply.content, type=shape)
+        return msgspec.json.decode(reply.content, type=prepared(shape))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Malformed(
             f"the answer of {reply.request.method} {reply.request.url} does not fit the contract: {error}; it starts "

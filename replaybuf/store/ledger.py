@@ -15,6 +15,7 @@ from replaybuf.store.connection import Connection, text
 from replaybuf.store.faults import data_lost, dropped_payload
 from replaybuf.wire.explain import Candidates
 from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
+from replaybuf.wire.shapes import prepared
 
 READ_CHUNK_ENTRIES = 1_000
 FIRST_CHUNK_ENTRIES = 16
@@ -119,7 +120,7 @@ class LedgerStore:
 def _read_candidates(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, Candidates]:
     number = int(entry_id.partition(b"-")[0])
     try:
-        return number, msgspec.msgpack.decode(fields[b"c"], type=Candidates)
+        return number, msgspec.msgpack.decode(fields[b"c"], type=prepared(Candidates))
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Unreadable(
             f"what the batch at ledger entry {number} was chosen from does not decode: {error}",

@@ -8,6 +8,7 @@ import msgspec
 
 from replaybuf.errors import Unreadable
 from replaybuf.wire.config import BatchSpec, RunConfig
+from replaybuf.wire.shapes import prepared
 
 LATER_FIELDS = (
     "min_group_size",
@@ -44,6 +45,6 @@ def recorded(config: RunConfig) -> dict[str, Any]:
 def read_config(fields: dict[str, Any], where: str) -> RunConfig:
     """Read what `recorded` rendered; `where` names its place. Raises `Unreadable`."""
     try:
-        return msgspec.convert(fields, RunConfig)
+        return msgspec.convert(fields, prepared(RunConfig))
     except msgspec.ValidationError as error:
         raise Unreadable(f"the configuration in {where} does not decode: {error}") from error

@@ -14,6 +14,7 @@ import msgspec.inspect as inspect
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.collector import collector_paused
 from replaybuf.wire.names import check_strings
+from replaybuf.wire.shapes import prepared
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -37,6 +38,7 @@ def decode_json(body: bytes | memoryview | msgspec.Raw, shape: type[T], at: str 
     Raises `Malformed` if it is not JSON or has another shape, `Invalid` if a number or text is outside its bound.
     Accepts NaN and infinities, which Python's encoder writes, so that a later check can name them.
     """
+    prepared(shape)
     try:
         if memoryview(body).nbytes <= _SMALL_BYTES:
             return msgspec.json.decode(body, type=shape)

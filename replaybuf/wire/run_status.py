@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from replaybuf.errors import Malformed
 from replaybuf.wire.config import TokensPerRank
 from replaybuf.wire.contract import Answer, WaitingAnswer
+from replaybuf.wire.shapes import prepared
 
 
 class Buckets(Struct, frozen=True):
@@ -245,7 +246,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     def facts(self) -> RunFacts:
         """Read the facts of the configuration. Raises `Malformed` for another contract."""
         try:
-            return msgspec.convert(self.config, RunFacts)
+            return msgspec.convert(self.config, prepared(RunFacts))
         except msgspec.ValidationError as error:
             raise Malformed(f"config of run {self.run} does not fit the contract: {error}", name="config") from error
 

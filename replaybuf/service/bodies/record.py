@@ -10,6 +10,7 @@ import msgspec
 from replaybuf.packing.batches import PackedGroups, completed
 from replaybuf.wire.browse import StepRecord, UsedGroup
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
+from replaybuf.wire.shapes import prepared
 
 
 def describe_batch(
@@ -49,4 +50,4 @@ def describe_batch(
 
 
 def _convert(groups: list[BatchEntry]) -> list[UsedGroup]:
-    return msgspec.convert(groups, list[UsedGroup], from_attributes=True)
+    return msgspec.convert(groups, prepared(list[UsedGroup]), from_attributes=True)

@@ -25,6 +25,7 @@ import httpx
 import msgspec
 
 from replaybuf.errors import Fenced, ServiceUnavailable
+from replaybuf.wire.shapes import prepared
 from replaybuf_trainer.publishers.publisher import Confirm
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class Engine:
             if adapter and response.status_code == httpx.codes.NOT_FOUND:
                 return True
             response.raise_for_status()
-            return str(msgspec.json.decode(response.content, type=_WeightInfo).weight_version) != str(version)
+            return str(msgspec.json.decode(response.content, type=prepared(_WeightInfo)).weight_version) != str(version)
         except (httpx.HTTPError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._fault(f"reports no version: {error or type(error).__name__}") from error
 
