@@ -69,9 +69,9 @@ class CounterStore:
         """Read all counters."""
         return _integers(await self._connection.run(self._connection.client.hgetall(keys.counts(run))))
 
-    async def add(self, run: str, increments: Mapping[str, int]) -> None:
-        """Raise counters."""
-        await self._connection.call(run, "rb_count", (), _flat(increments))
+    async def add(self, run: str, increments: Mapping[str, int], token: str = "") -> None:
+        """Raise counters. With a leader's fencing token raises `NotLeader` after a newer leader took over."""
+        await self._connection.call(run, "rb_count", (), _flat(increments), token)
 
 
 def _read_tickets(counts: Any, tickets: Any) -> RunTickets:

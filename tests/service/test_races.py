@@ -264,6 +264,20 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_nothing(
     on_a_run(server, work)
 
 
+def test_a_server_that_has_lost_the_lead_rejects_nothing(server: EmbeddedServer) -> None:
+    """The state of its successor may accept the group, and producers drop what is rejected."""
+
+    async def work(store: Store, run: Run) -> None:
+        with pytest.raises(InvalidGroups):
+            await append(run, "early", version=5)
+        assert (await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)).token
+        with pytest.raises(NotLeader):
+            await append(run, "early", version=5)
+        assert (await store.counters.read(run.name))["rejected:version_above_published"] == 1
+
+    on_a_run(server, work)
+
+
 def test_a_server_that_loses_the_lead_during_a_decision_records_nothing(server: EmbeddedServer) -> None:
     """A server that was stopped hears of its successor in the middle of a decision, and then writes what it decided."""
 

@@ -46,11 +46,12 @@ class SideState:
         self._journal.mark_freed(counts.get("freed_through", 0))
 
     async def count_rejected(self, reasons: Counter[str]) -> None:
-        """Count rejected groups by reason."""
+        """Count rejected groups by reason. Raises `NotLeader` where a newer leader may accept them."""
         if reasons:
+            journal = self._journal
             with self.uncertain_on_failure():
                 counts = {f"rejected:{name}": count for name, count in reasons.items()}
-                await self._journal.store.counters.add(self._journal.name, counts)
+                await journal.store.counters.add(journal.name, counts, journal.check_leading())
             self.rejected.update(reasons)
 
     def remove_later(self, texts: Iterable[str]) -> None:
