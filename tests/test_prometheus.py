@@ -179,9 +179,15 @@ def test_every_query_finds_data_of_a_demo_and_a_run_with_all_rules(
         rules = connect(f"http://{targets[0]}", "rules")
         epoch, missing = start_run(rules), expressions()
         assert len(missing) > 90
+        seldom = {query for query in missing if "replaybuf_generator_waiting" in query}
+        assert len(seldom) == 1
+        paused = False
         while missing and time.monotonic() < until_s:
             assert rules.batch(1, epoch, wait_ms=500).status_code == 202
             missing = without_data(prometheus, missing)
+            if missing <= seldom and not paused:  # a scrape rarely meets a healthy generator that waits
+                assert rules.http.patch("/v1/runs/demo", json={"state": "paused"}).status_code == 200
+                paused = True
         assert not missing, log.read_text()
         of_steps: dict[str, str | float] = {"query": "replaybuf_trainer_step_seconds_bucket", "start": 0}
         of_steps["end"] = time.time() + 60
