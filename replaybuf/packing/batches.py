@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Invalid
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.packing.rewards import BatchRewards, summarise_rewards
@@ -23,7 +22,7 @@ from replaybuf.wire.config import Cost
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord
-from replaybuf.wire.metadata import check_metadata
+from replaybuf.wire.metadata import readable
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body
 from replaybuf.wire.token_versions import count_stale, mask_stale
 
@@ -159,7 +158,7 @@ def plan_of(run: str, batch: PackedGroups, rank: int, release: str = "") -> Plan
         batch_reward_mean=batch.rewards.mean if batch.rewards else msgspec.UNSET,
         batch_reward_parts=batch.rewards.parts if batch.rewards else msgspec.UNSET,
         group_metadata=(
-            [_metadata_of(batch.groups[position]) for position in present]
+            [readable(batch.groups[position].metadata) for position in present]
             if "metadata" in layout.extras
             else msgspec.UNSET
         ),
@@ -174,15 +173,6 @@ def plan_of(run: str, batch: PackedGroups, rank: int, release: str = "") -> Plan
         least_versions=record.least_versions,
         extras=tuple(extra for extra in layout.extras if extra not in ("reward_parts", "metadata")),
     )
-
-
-def _metadata_of(group: Group) -> dict[str, Any] | None:
-    """Return the metadata; None for a direct writer's that is not JSON, so that the batch still has a body."""
-    try:
-        check_metadata("metadata", group.metadata)
-    except Invalid:
-        return None
-    return group.metadata
 
 
 def write_body(run: str, batch: PackedGroups, rank: int) -> memoryview:

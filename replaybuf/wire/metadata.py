@@ -39,6 +39,15 @@ def check_metadata(name: str, given: Any) -> None:
         raise Invalid(f"{name} does not encode: {error}", name=name) from None
 
 
+def readable(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what was stored as metadata; None for what only a program that writes to Redis itself can store."""
+    try:
+        check_metadata("metadata", given)
+    except Invalid:
+        return None
+    return given
+
+
 def _depth(name: str, given: Any) -> int:
     depth, level = 0, [given]
     while level and depth < _MAX_COUNTED:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -14,8 +16,10 @@ from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
 from replaybuf.client.reader import BatchReader, ReaderOptions
 from replaybuf.errors import Fenced, Invalid, Malformed, RunFinished
+from replaybuf.store import PendingGroup, Store
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group, GroupJson, group_from_json
 from replaybuf.wire.plan import MEDIA_TYPE, Plan
 from tests.conftest import RunClient, ServeProcess, group
@@ -269,6 +273,29 @@ def test_direct_mode_needs_only_permission_to_read_payloads(run: RunClient, clie
         with pytest.raises(Exception, match=r"NOPERM|permission"):
             bodies._redis.execute_command(*command)  # type: ignore[no-untyped-call]
     bodies.close()
+
+
+def test_metadata_that_is_no_json_is_null_in_answers(run: RunClient, valkey: Valkey) -> None:
+    """A program that writes to Redis itself may store any msgpack."""
+    run.put(batch={"groups_per_batch": 1, "tokens_per_batch": None})
+
+    odd = frame_of(group("odd", rollouts=2, metadata={}))
+    odd.metadata["at"] = msgspec.msgpack.Ext(1, b"x")
+    frame = encode_frame(odd)
+
+    async def write() -> None:
+        store = await Store.open(valkey.url)
+        try:
+            await store.groups.append(
+                run.run, [PendingGroup(odd, "odd", "", frame, stored_checksum(frame))], {"": 0}, time.time()
+            )
+        finally:
+            await store.close()
+
+    asyncio.run(write())
+    epoch = run.attach(metadata=True)
+    assert read_batch(run.batch(0, epoch, wait_ms=9_000).content).meta.group_metadata == [None]
+    assert run.get("groups/odd").json()["metadata"] is None
 
 
 def test_an_invalid_url_is_rejected_without_showing_its_password(client: Client) -> None:

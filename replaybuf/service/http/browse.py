@@ -21,6 +21,7 @@ from replaybuf.store.keys import late_column
 from replaybuf.wire.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary, LifeMoment
 from replaybuf.wire.frame import decode_frame
 from replaybuf.wire.group import split_rollouts
+from replaybuf.wire.metadata import readable
 from replaybuf.wire.plan import decode_late
 from replaybuf.wire.tokenizer import Tokenizer
 
@@ -115,7 +116,7 @@ def _content(stored: StoredFrames, frame: bytes, tokenizer: Tokenizer | None, pi
             if pieces:
                 rollout["completion_pieces"] = tokenizer.split(rollout["completion_ids"][:pieces])
     # Raw: users may nest it in any way, and it is small.
-    return {"rollouts": rollouts, "metadata": msgspec.Raw(msgspec.json.encode(group.metadata))}
+    return {"rollouts": rollouts, "metadata": msgspec.Raw(msgspec.json.encode(readable(group.metadata)))}
 
 
 async def list_groups(run: Run, query: GroupQuery, after: int | None, limit: int) -> GroupPage:
