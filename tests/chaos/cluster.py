@@ -12,9 +12,10 @@ import msgspec
 from replaybuf.client.client import Client
 from tests.chaos.content import SPELLED
 from tests.chaos.jumping_clock import set_offset
-from tests.chaos.processes import Child, Valkey, free_port, python, read_address
+from tests.chaos.processes import Child, Valkey, python, read_address
 from tests.chaos.runs import ADAPTERS, KEEP, TICKET_TTL_S, config_of, policies_of
 from tests.generator.doubles import LETTERS, write_tokenizer
+from tests.ports import free_port
 from tests.waiting import eventually
 
 START_TIMEOUT_S = 40.0

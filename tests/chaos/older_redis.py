@@ -15,7 +15,8 @@ import redis
 from replaybuf.store import keys
 from tests.chaos.cluster import Cluster
 from tests.chaos.history import Faulted, Healed, OlderRedis, Recorder, now_s
-from tests.chaos.processes import Valkey, free_port
+from tests.chaos.processes import Valkey
+from tests.ports import free_port
 from tests.waiting import eventually
 
 KINDS = ("older", "lagging")

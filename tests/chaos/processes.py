@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -124,14 +123,6 @@ class Valkey(Child):
 
         with self.connect() as client:
             eventually(answers, LOADING_TIMEOUT_S)
-
-
-def free_port() -> int:
-    """Find a port that a server may keep over its restarts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def read_address(child: Child, timeout_s: float) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from replaybuf.client import Client
+from tests.ports import free_ports
 from tests.waiting import eventually
 
 TRAINER = Path(__file__).with_name("standin_trainer.py")
@@ -83,18 +83,6 @@ class Run:
             return int(found[-1]) if found else 0
 
         return eventually(newest, WITHIN_S, lambda pid: pid not in (0, than))
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def ended(session: subprocess.Popen[str]) -> tuple[int, str]:

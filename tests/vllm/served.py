@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.chaos.processes import free_port
+from tests.ports import free_port
 from tests.trainer.whole_run import BLOCK_TOKENS, CONTEXT_TOKENS
 from tests.waiting import eventually
 

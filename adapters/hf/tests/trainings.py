@@ -6,7 +6,6 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from replaybuf_hf import ReplaybufTrainerMixin, RunOptions, clipped_policy_loss,
 from replaybuf_hf.lightning import ReplaybufCallback, ReplaybufDataModule, backward
 from replaybuf_trainer.models.tiny import new_model
 from tests.conftest import RunClient
+from tests.ports import free_port
 from tests.trainer.scripted import fill_numbers
 
 STEPS = 6
@@ -80,12 +80,6 @@ class Training:
             process.kill()
             process.join()
         return alive
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_rank(train: Callable[[Settings], None], settings: Settings, rank: int, ranks: int, port: int) -> None:

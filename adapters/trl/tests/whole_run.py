@@ -22,8 +22,9 @@ from training import Groups, with_advantages
 from replaybuf.lab.demo.accuracy import HeldOutProblems
 from replaybuf.lab.demo.folder import Folder
 from tests.conftest import RunClient, ServeProcess
+from tests.ports import free_port
 from tests.trainer.engine_process import engine_process
-from tests.valkeys import Valkey, free_port
+from tests.valkeys import Valkey
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[3]

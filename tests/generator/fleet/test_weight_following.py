@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,6 +21,7 @@ from replaybuf.generator.fleet.publication import OnPublish, pieces
 from tests.generator.doubles import TIMEOUT_S, Gate
 from tests.generator.engines.rule_engine import PROMPT, ByRule, logprob, next_token
 from tests.generator.fleet.test_fleet import fleet_of, run
+from tests.ports import free_port
 from tests.waiting import until
 
 SAMPLING = Sampling(n=2, max_tokens=6)
@@ -313,13 +313,6 @@ async def process(port: int, version: int, cuts: str, hold: int) -> AsyncIterato
 async def line_of(child: asyncio.subprocess.Process) -> str:
     assert child.stdout is not None
     return (await child.stdout.readline()).decode().strip()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_server_killed_during_a_request_and_restarted_is_used_only_with_the_right_weights() -> None:

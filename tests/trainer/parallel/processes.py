@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.launch import open_ranks
 from replaybuf_trainer.trainer import Trainer
+from tests.ports import free_port
 
 TIMEOUT_S = 90.0
 
@@ -28,9 +28,7 @@ processes.set_forkserver_preload(["replaybuf_trainer.trainer", "torch.distribute
 
 def start(ranks: int, work: Callable[..., object], *arguments: Any, log: Path) -> list[Any]:
     """Start processes that call `work` with their arguments, in the environment of torchrun; rank r writes `log.r`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     started = []
     for rank in range(ranks):
         variables = {
