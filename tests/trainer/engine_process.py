@@ -53,8 +53,8 @@ def engine_process(model: Path, name: str = "policy") -> Iterator[EngineProcess]
         line = process.stdout.readline()
         assert line.startswith("listening on "), line
         engine = EngineProcess(line.split()[-1])
-        yield engine
-        engine.http.close()
+        with engine.http:
+            yield engine
     finally:
         process.kill()
         process.wait()

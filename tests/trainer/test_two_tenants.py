@@ -73,7 +73,18 @@ class Versions:
         for folder in self._weights.glob("*/v*"):
             copy = self._kept / folder.parent.name / folder.name
             if not copy.exists():
-                shutil.copytree(folder, copy)
+                self._copy(folder, copy)
+
+    def _copy(self, folder: Path, copy: Path) -> None:
+        """Copy a folder whole, or not at all if the trainer deletes it meanwhile."""
+        part = self._kept / "part"
+        try:
+            shutil.copytree(folder, part)
+        except (FileNotFoundError, shutil.Error):
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            copy.parent.mkdir(exist_ok=True)
+            part.rename(copy)
 
 
 @contextlib.asynccontextmanager
