@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 from redis.exceptions import RedisError
 
-from replaybuf.errors import Conflict, Unreadable
+from replaybuf.errors import ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.faults import data_lost, dropped_payload
 from replaybuf.wire.explain import Candidates
 from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
 from replaybuf.wire.shapes import prepared
+
+logger = logging.getLogger(__name__)
 
 READ_CHUNK_ENTRIES = 1_000
 FIRST_CHUNK_ENTRIES = 16
@@ -43,8 +46,8 @@ class LedgerStore:
         """Append ledger entry `number`, durably. A repeat of the same entry changes nothing.
 
         `candidates`: what a batch was chosen from, kept beside the entry and trimmed with it.
-        Raises `NotLeader` if a newer leader exists, `DataLost` if the entries before it are missing, `Conflict` if
-        another record has the number.
+        Raises `NotLeader` if a newer leader exists, `DataLost` if the entries before it are missing, and
+        `ServiceUnavailable` if another record has the number: a write without an answer may arrive after the next read.
         """
         groups = len(record.groups) if isinstance(record, BatchRecord) else 0
         raw = encode_record(record) if groups <= PIECE else await asyncio.to_thread(encode_record, record)
@@ -82,8 +85,10 @@ class LedgerStore:
         if outcome == "gap":
             raise data_lost(run, f"the ledger ends at entry {newest}, but entry {number - 1} was acknowledged")
         if outcome != "ok":
-            raise Conflict(
-                f"run {run}: ledger entry {number} is {outcome}; the newest entry is {newest}",
+            logger.error("ledger entry is %s run=%s entry=%d newest=%s", outcome, run, number, newest)
+            raise ServiceUnavailable(
+                f"run {run}: ledger entry {number} is {outcome}; the newest entry is {newest}; an earlier write "
+                "arrived late: send the request again",
                 name="entry",
                 value=number,
                 bound=newest,

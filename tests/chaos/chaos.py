@@ -26,6 +26,8 @@ from tests.waiting import eventually
 WARM_UP_TIMEOUT_S = 60.0
 WARM_UP_STEPS = 3
 END_TIMEOUT_S = 25.0
+TAKEN = "ledger entry is taken"
+"""In the log of a server that found another record at the number of its own."""
 
 
 def chaos(
@@ -83,6 +85,9 @@ def _run_load(cluster: Cluster, kills: int, seed: int, ends_s: float, kinds: Seq
         _record_rest(cluster, recorder)
     except AssertionError as error:  # a run that does not answer: the report has the cause
         ended.append(f"the run at rest: {error}")
+    for server in cluster.servers.values():  # clients retry it, so no answer shows it: two leaders, or a late write
+        taken = [line for line in server.log.read_text().splitlines() if TAKEN in line]
+        ended += [f"{server.name}: {line}" for line in taken]
     recorder.close()
     return ended
 

@@ -264,6 +264,19 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_nothing(
     on_a_run(server, work)
 
 
+def test_a_write_that_arrives_after_the_next_read_only_delays(server: EmbeddedServer) -> None:
+    """Redis that stood still reads its connections in any order; the write of a closed one may come last."""
+
+    async def work(store: Store, run: Run) -> None:
+        late = CheckpointRecord(step=0, keep=1)
+        await store.ledger.append(run.name, run.journal.token, run.state.entries + 1, late)
+        with pytest.raises(ServiceUnavailable, match="arrived late"):
+            await run.session.attach(AttachRequest())
+        assert (await run.session.attach(AttachRequest())).epoch == 1
+
+    on_a_run(server, work)
+
+
 def test_a_server_that_has_lost_the_lead_rejects_nothing(server: EmbeddedServer) -> None:
     """The state of its successor may accept the group, and producers drop what is rejected."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
+from replaybuf.errors import DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
 from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys, pipeline
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import GroupJson, RolloutJson, group_from_json
@@ -93,7 +93,7 @@ def test_a_ledger_append_is_fenced_ordered_and_repeatable(server: EmbeddedServer
         record = AckRecord(step=0, epoch=1)
         await store.ledger.append("led", lease.token, 1, record)
         await store.ledger.append("led", lease.token, 1, record)
-        with pytest.raises(Conflict):
+        with pytest.raises(ServiceUnavailable, match=r"entry 1 is taken; .* send the request again"):
             await store.ledger.append("led", lease.token, 1, AckRecord(step=5, epoch=1))
         with pytest.raises(DataLost, match="entry 2 was acknowledged"):
             await store.ledger.append("led", lease.token, 3, record)

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 from replaybuf.errors import (
-    Conflict,
     DataLost,
     Fenced,
     LedgerGap,
@@ -287,8 +286,8 @@ class Journal:
         except NotLeader:
             self.follow(None)
             raise
-        except (ServiceUnavailable, Conflict, asyncio.CancelledError):
-            self._uncertain = True  # this record may be written, or another server's
+        except (ServiceUnavailable, asyncio.CancelledError):
+            self._uncertain = True  # this record may be written, or one before it
             raise
         self._apply(entry, record)
 
