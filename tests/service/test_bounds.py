@@ -313,9 +313,11 @@ def test_a_group_with_long_ids_written_past_the_service_becomes_a_dead_letter(
         (_, first), (_, second) = valkey.xrange(index)
         strings = msgspec.msgpack.decode(first[b"s"], type=EntryStrings)
         strings = msgspec.structs.replace(strings, group_id="x" * 1000)
-        valkey.delete(index)
-        valkey.xadd(index, {"n": first[b"n"], "s": encode_strings(strings)}, id="1-0")
-        valkey.xadd(index, {"n": second[b"n"], "s": second[b"s"]}, id="2-0")
+        with valkey.pipeline(transaction=True) as at_once:  # a service that looks between would report lost data
+            at_once.delete(index)
+            at_once.xadd(index, {"n": first[b"n"], "s": encode_strings(strings)}, id="1-0")
+            at_once.xadd(index, {"n": second[b"n"], "s": second[b"s"]}, id="2-0")
+            at_once.execute()
     assert run.batch(0, run.attach()).status_code == 200
     state = run.state()["groups"]
     assert (state["dead_lettered"], state["in_batches"]) == (1, 1)

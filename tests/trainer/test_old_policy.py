@@ -17,8 +17,17 @@ def test_stored_old_logprobs_match_only_the_recorded_version(run: RunClient, tmp
     versions = [write_version(tmp_path, version) for version in range(VERSIONS)]
     with served(versions[0]) as sampler, served(versions[0]) as other:
         urls = (sampler.url, other.url)
-        options = {"max-tokens": "24", "old-engine": ",".join(urls), "old-micro-batch": "3"}
-        groups = generated(tmp_path, run, sampler.url, versions, "abort-and-resume", urls, **options)
+        options = {"old-engine": ",".join(urls), "old-micro-batch": "3"}
+        groups = generated(
+            tmp_path,
+            run,
+            sampler.url,
+            versions,
+            "abort-and-resume",
+            urls,
+            sampling=lambda: sampler.worker.rows_running,
+            **options,
+        )
     assert any(len(rollout["version_spans"]) > 1 for group in groups for rollout in group["rollouts"])
     check_old_logprobs(groups, oracle_of(versions))
     engines = {tuple(group["metadata"]["old_logprobs"]["engines"]) for group in groups}

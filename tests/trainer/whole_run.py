@@ -27,6 +27,7 @@ from replaybuf_trainer.publishers.reload import FolderLoader
 from replaybuf_trainer.weights import save_model
 from tests.conftest import RunClient
 from tests.trainer.served import oracle
+from tests.waiting import eventually
 
 BOUND = 1e-3
 """In nats. Both sides compute in float32 and differ by rounding, 2e-6; another version differs by nats."""
@@ -38,7 +39,7 @@ VOCAB_SIZE = 98
 CONTEXT_TOKENS = 256
 BLOCK_TOKENS = 32
 """Prompts of more than this many tokens leave KV blocks that the next request of the same prompt takes over."""
-STEPS, GROUPS, GROUP_SIZE, MAX_TOKENS = 6, 4, 4, 96
+STEPS, GROUPS, GROUP_SIZE, MAX_TOKENS, STALENESS = 6, 4, 4, 96, 2
 VERSIONS = STEPS + 1
 END_TIMEOUT_S = 60.0
 METRICS = "generate.jsonl"
@@ -121,7 +122,13 @@ def generating(
         process.communicate()
 
 
-def train(run: RunClient, engines: Sequence[str], versions: Sequence[Path], on_publish: OnPublish) -> None:
+def train(
+    run: RunClient,
+    engines: Sequence[str],
+    versions: Sequence[Path],
+    on_publish: OnPublish,
+    sampling: Callable[[], object],
+) -> None:
     """Take every batch and answer it with new weights: into the engines first, then announced."""
     publisher = Engines(engines, END_TIMEOUT_S, on_publish)
     epoch = run.attach()
@@ -130,6 +137,8 @@ def train(run: RunClient, engines: Sequence[str], versions: Sequence[Path], on_p
             response = run.batch(step, epoch, wait_ms=25000)
             assert response.status_code == 200, response.text
             assert run.ack(step, epoch).status_code == 200
+            if step < STALENESS:  # the next groups may be sampled already
+                eventually(sampling, END_TIMEOUT_S)
             publisher.switch(FolderLoader(versions[step + 1]), step + 1, lambda: None)
             assert run.publish(step + 1, epoch).status_code == 200
     finally:
@@ -143,11 +152,13 @@ def generated(
     versions: Sequence[Path],
     on_publish: OnPublish,
     loaded: Sequence[str] = (),
+    sampling: Callable[[], object] = lambda: True,
     **options: str,
 ) -> list[dict[str, Any]]:
     """Run from version 0 through all steps; return the groups as stored.
 
-    `loaded`: engines that get the weights, in this order; the one that samples by default.
+    `loaded`: engines that get the weights, in this order; the one that samples by default. `sampling`: whether it
+    samples now; the first weights are loaded when it does.
     """
     engines = loaded or (engine,)
     publisher = Engines(engines, END_TIMEOUT_S)
@@ -157,11 +168,11 @@ def generated(
         "batch": {"groups_per_batch": GROUPS, "tokens_per_batch": 8192, "seq_len": 256},
         "group_size": GROUP_SIZE,
         "max_steps": STEPS,
-        "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": 2}},
+        "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": STALENESS}},
     }
     assert run.put(**config).status_code == 201
     with generating(folder, run, engine, versions[0], on_publish, **options) as process:
-        train(run, engines, versions, on_publish)
+        train(run, engines, versions, on_publish, sampling)
         _, error = process.communicate(timeout=END_TIMEOUT_S)
         assert process.returncode == 0, error
     names = [entry["group_id"] for entry in run.get("groups", limit=500).json()["groups"]]

@@ -73,7 +73,7 @@ def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
     The server that samples computes them too, and cuts off requests for them to load weights.
     """
     old = {"old-engine": vllm, "old-micro-batch": "3"} if on_publish == "abort-and-resume" else {}
-    groups = generated(tmp_path, run, vllm, versions, on_publish, **old)
+    groups = generated(tmp_path, run, vllm, versions, on_publish, (), lambda: True, **old)
     rollouts = [rollout for group in groups for rollout in group["rollouts"]]
     served = {span[0] for rollout in rollouts for span in rollout["version_spans"]}
     assert len(served) >= 3, "weights must have changed under the run"
