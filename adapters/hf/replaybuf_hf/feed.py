@@ -108,6 +108,8 @@ class Feed:
     def _attach(self, step: int) -> tuple[int, int]:
         how = {"dp_world_size": self.ranks.size, "on_resume": self.options.on_resume, "reward_parts": True}
         attached = attach_at(self._client, step, **how)
+        if step:  # a kill between the last checkpoint and its report leaves no step after which to report it
+            self._client.checkpoint(step, attached.epoch, keep=self.options.keep_checkpoints)
         return attached.epoch, attached.look_ahead
 
     def batches(self) -> Iterator[TensorBatch]:
