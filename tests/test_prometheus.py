@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import yaml
 from replaybuf.lab.demo.folder import DemoOptions, open_folder
 from replaybuf.lab.demo.run_file import TASK
 from tests.conftest import ClockedServe, RunClient, group
+from tests.ports import free_port
 from tests.test_docker import ALERTS, DASHBOARDS, DOCKER
 
 START_TIMEOUT_S = 60.0
@@ -40,8 +40,7 @@ def find(program: str) -> str:
 
 def free_address() -> str:
     """Return a free port of this machine with its host."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @contextlib.contextmanager
