@@ -1,7 +1,7 @@
 """Decide what may come in: tickets for producers, and room for groups.
 
-The strategy says how many groups producers may start; the limits on live groups bound them. Whatever the limits, the
-groups that the next batch lacks may come. Pure: time comes in as `now_s`.
+The strategy says how many groups producers may start; the limits on live groups bound them. The groups that the next
+batch lacks may come in spite of the limits. Pure: time comes in as `now_s`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _capacity(state: RunState, book: TicketBook, selector: Selector, adapter: st
 
     capacity = selector.ask("admit", checked)
     granted = min(capacity, _room(state, book, selector))
-    if granted < 1 <= capacity:  # whatever the bounds, the next batch can be filled
+    if granted < 1 <= capacity:  # the next batch can be filled in spite of the limits
         granted = min(capacity, _lacking(selector, adapter) - book.out_of(adapter))
     return max(0, granted)
 

@@ -40,7 +40,7 @@ def check_metadata(name: str, given: Any) -> None:
 
 
 def readable(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what was stored as metadata; None for what only a program that writes to Redis itself can store."""
+    """Return stored metadata, or None if JSON cannot hold it: a program that writes to Redis itself may store any."""
     try:
         check_metadata("metadata", given)
     except Invalid:

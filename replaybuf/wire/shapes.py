@@ -14,9 +14,9 @@ _prepared: set[Any] = set()
 
 
 def prepared(shape: type[T]) -> type[T]:
-    """Return the shape, of which msgspec has built its data.
+    """Return a shape after msgspec has built its data about it, in one thread at a time.
 
-    msgspec 0.22 builds it when a shape is first decoded or converted to, and crashes if two threads do that at once.
+    msgspec 0.22 builds the data when a shape is first decoded, and crashes if two threads do that at once.
     """
     if shape not in _prepared:
         with _preparing:

@@ -292,7 +292,7 @@ def test_a_server_that_has_lost_the_lead_rejects_nothing(server: EmbeddedServer)
 
 
 def test_a_server_that_loses_the_lead_during_a_decision_records_nothing(server: EmbeddedServer) -> None:
-    """A server that was stopped hears of its successor in the middle of a decision, and then writes what it decided."""
+    """A stopped server learns of its successor during a decision, and then writes its record."""
 
     async def work(store: Store, run: Run) -> None:
         record, entries = CheckpointRecord(step=0, keep=1), run.state.entries

@@ -48,7 +48,7 @@ class Journal:
 
     Roles: following -> `taking_over` -> leading -> `follow`, or an append that a newer leader fences -> following.
 
-    - `token`: fencing token of a leader; "" once the lead is lost: Redis then fences what a decision still writes
+    - `token`: fencing token of a leader; "" once the lead is lost: Redis then fences later writes of a decision
     - `leader_url`: where the leader answers, if known
     - `terms`: how often this server started to lead
     - `lost`: set while Redis holds less than it acknowledged
