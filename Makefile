@@ -4,13 +4,12 @@
 #   make demo [SEED=1] [STEPS=100] [ARGS=--overwrite]
 #   make test [ARGS="tests/service -k resume"] [JOBS=1]
 #   make test-vllm [ARGS="-k abort"]  the engine contract and whole runs on a real vLLM, in .venv-vllm (2 GB, own versions)
-#   make test-verifiers              tasksets on verifiers itself, which comes into .verifiers (105 MB)
 #   make packages                    Debian packages that some tests need (Prometheus, Chromium, npm, zsh, fish); needs root
 #   make browser                     what the tests of the console run in the page, from npm; they need a Chromium too
 #   make screenshots                 do the walk of docs/walk.md with real processes and take its pictures, in 6 minutes
 #   make vendor                      copy the chart library of tests/console/package-lock.json into the console
 #   make test-trl                    the losses against those of TRL, which comes into .trl (12 MB)
-#   make test-adapters [ONLY=trl]    each package of adapters/ on the trainer it serves, in .venv-adapters/NAME
+#   make test-adapters [ONLY=trl]    each package of adapters/ on the peer it serves, in .venv-adapters/NAME
 #   make check                       lint, format, types, import rules
 #   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
@@ -20,14 +19,13 @@
 #                                    hurt real processes under load (--fault KIND ... for some kinds); a checker judges it
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (93 MB)
-#   make clean                       caches and build output; .venv, .venv-*, .verifiers, .trl and .replaybuf stay
+#   make clean                       caches and build output; .venv, .venv-*, .trl and .replaybuf stay
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PEERS ?= .venv-peers
 SCHEMA_VENV ?= .venv-schema
-VERIFIERS ?= .verifiers
 TRL ?= .trl
 ADAPTERS_VENV ?= .venv-adapters
 ADAPTERS := $(or $(ONLY),$(patsubst adapters/%/pyproject.toml,%,$(wildcard adapters/*/pyproject.toml)))
@@ -35,7 +33,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_LOG := $(VENV)/install.log
 VLLM_STAMP := $(VLLM_VENV)/.installed
-VERIFIERS_STAMP := $(VERIFIERS)/.installed
 TRL_STAMP := $(TRL)/.installed
 SCHEMA_STAMP := $(SCHEMA_VENV)/.installed
 AXE := tests/console/node_modules/.package-lock.json
@@ -48,7 +45,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-verifiers test-trl test-adapters check docs bench peers chaos fuzz schema packages browser screenshots vendor clean
+.PHONY: help install demo test coverage test-vllm test-trl test-adapters check docs bench peers chaos fuzz schema packages browser screenshots vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -95,9 +92,6 @@ coverage: $(STAMP)
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests/vllm --timeout 480 $(ARGS)
 
-test-verifiers: $(STAMP) $(VERIFIERS_STAMP)
-	VERIFIERS=$(VERIFIERS) $(BIN)/python -m pytest tests/verifiers --timeout 480 $(ARGS)
-
 test-trl: $(STAMP) $(TRL_STAMP)
 	$(TRL)/python -m pytest tests/trl -o filterwarnings=default $(ARGS)
 
@@ -108,14 +102,11 @@ test-adapter-%: $(STAMP) $(ADAPTERS_VENV)/%/.installed
 
 # Otherwise make deletes it as an intermediate file, and installs again each time.
 .PRECIOUS: $(ADAPTERS_VENV)/%/.installed
-$(ADAPTERS_VENV)/%/.installed: adapters/%/pyproject.toml adapters/%/constraints.txt adapters/install.sh
-	@adapters/install.sh $(PYTHON) $* $(ADAPTERS_VENV)
+$(ADAPTERS_VENV)/%/.installed: adapters/%/pyproject.toml adapters/%/constraints.txt adapters/install.sh $(STAMP)
+	@adapters/install.sh $(BIN)/python $* $(ADAPTERS_VENV)
 
 $(TRL_STAMP): tests/trl/requirements.txt tests/install.sh $(STAMP)
 	@tests/install.sh $(BIN)/python $(TRL) trl trl.trainer.grpo_trainer
-
-$(VERIFIERS_STAMP): tests/verifiers/requirements.txt tests/install.sh $(STAMP)
-	@tests/install.sh $(BIN)/python $(VERIFIERS) verifiers verifiers.v1
 
 $(VLLM_STAMP): tests/vllm/requirements.txt tests/vllm/install.sh
 	@tests/vllm/install.sh $(PYTHON) $(VLLM_VENV)
@@ -128,7 +119,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python benchmarks/tables.py
-	$(BIN)/python -m replaybuf.service.http.metric_page
+	$(BIN)/python -m replaybuf.service.http.call.metric_page
 	$(BIN)/python docker/grafana/dashboards.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m pytest tests/docs $(ARGS)
@@ -157,4 +148,4 @@ $(SCHEMA_STAMP): tests/schema/requirements.txt
 
 clean:
 	rm -rf dist build site .coverage .fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(VERIFIERS) -prune -o -path ./$(TRL) -prune -o -path ./$(PEERS) -prune -o -path ./$(ADAPTERS_VENV) -prune -o -path ./$(SCHEMA_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -path ./$(TRL) -prune -o -path ./$(PEERS) -prune -o -path ./$(ADAPTERS_VENV) -prune -o -path ./$(SCHEMA_VENV) -prune -o -path ./.replaybuf -prune -o -name __pycache__ -type d -exec rm -rf {} +

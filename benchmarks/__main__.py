@@ -33,6 +33,7 @@ SHORT = {
     "spill": ["--rounds", "2", "--groups", "400"],
     "tracing": ["--rounds", "1", "--groups", "1024"],
     "slots": ["--steps", "50", "--seeds", "3"],
+    "weights": ["--rounds", "2", "--megabytes", "50"],
 }
 """Benchmarks by file name, and the options that make them short."""
 TIMEOUT_S = 600.0

@@ -40,8 +40,8 @@ from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.launch.supervisor import Program, Stop, Supervisor
 from replaybuf.wire.contract import Attachment, Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
+from replaybuf.wire.model_tokenizer import Tokenizer
 from replaybuf.wire.run_status import RunFacts
-from replaybuf.wire.tokenizer import Tokenizer
 
 WARM_UP_STEPS = 5
 """First steps, which are not counted: processes start and caches fill."""
@@ -140,7 +140,12 @@ async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> Non
 
 
 class FileQueue:
-    """The part of a client that the reference trainer uses, backed by a folder."""
+    """The part of a client that the reference trainer uses, backed by a folder; also the state of its run.
+
+    `step`: the first; the trainer reads it when it attaches.
+    """
+
+    step = 0
 
     def __init__(self, folder: Folder, steps: int) -> None:
         self._folder = folder

@@ -37,11 +37,11 @@ from published import DISTINCT, publish
 from served import Served
 
 from replaybuf.client.client import Client
-from replaybuf.kernel.eviction import decide_removals
-from replaybuf.kernel.rates import Rates
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.strategy import Selection
-from replaybuf.kernel.tickets import TicketBook
+from replaybuf.kernel.decide.eviction import decide_removals
+from replaybuf.kernel.state.tickets import TicketBook
+from replaybuf.kernel.strategy.contract import Selection
+from replaybuf.kernel.strategy.rates import Rates
+from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.packing.pack import pack
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import PendingGroup, Store

@@ -32,9 +32,9 @@ import uvloop
 from measured import Measured, Target
 from published import publish
 
-from replaybuf.kernel.snapshot import take
+from replaybuf.kernel.state.snapshot import take
 from replaybuf.service.host import Service
-from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.routes import application
 from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE
 from replaybuf.service.server import SWITCH_INTERVAL_S, keep_freed_memory

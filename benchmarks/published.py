@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from groups import random_group
 
-from replaybuf.kernel.index import ENTRY, encode_entry
+from replaybuf.kernel.rows.index import ENTRY, encode_entry
 from replaybuf.store import Store, keys
 from replaybuf.store.entries import EntryStrings, encode_strings
 from replaybuf.wire.frame import encode_frame, stored_checksum

@@ -22,7 +22,7 @@ from measured import Measured
 from published import publish
 from served import Served
 
-from replaybuf.kernel.index import ENTRY
+from replaybuf.kernel.rows.index import ENTRY
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
 

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 from measured import Measured
 
-from replaybuf.kernel.index import ENTRY, Index
-from replaybuf.kernel.plugin_set import build_strategy
-from replaybuf.kernel.strategy import Budget, BufferView, Selection, source_code
+from replaybuf.kernel.rows.index import ENTRY, Index
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Selection, source_code
+from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
 
 BATCH = 512

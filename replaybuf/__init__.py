@@ -9,15 +9,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from replaybuf.version import __version__
+
 if TYPE_CHECKING:
     from replaybuf.client import AsyncClient, BatchReader, Client, ReaderOptions
     from replaybuf.errors import ReplaybufError
-    from replaybuf.kernel.strategy import Strategy
+    from replaybuf.kernel.strategy.contract import Strategy
     from replaybuf.wire.contract import WaitingAnswer
     from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
     from replaybuf.wire.run_status import RunStatus
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AsyncClient",
@@ -38,11 +38,15 @@ __all__ = [
 _MODULES = {
     "replaybuf.client": ("AsyncClient", "BatchReader", "Client", "ReaderOptions"),
     "replaybuf.errors": ("ReplaybufError",),
-    "replaybuf.kernel.strategy": ("Strategy",),
+    "replaybuf.kernel.strategy.contract": ("Strategy",),
     "replaybuf.wire.contract": ("WaitingAnswer",),
     "replaybuf.wire.group": ("Group", "GroupJson", "RolloutJson", "group_from_json"),
     "replaybuf.wire.run_status": ("RunStatus",),
 }
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,8 @@
     ├── GenerationFault          one ticket failed in the generator; `reason` is the word it is counted by
     │   ├── EngineFault          an inference engine gave no usable answer to one request
     │   │   ├── EngineAway       an unreachable, slow or broken engine; retry
-    │   │   └── EngineUnfit      an engine with the wrong model, or without a needed feature
+    │   │   ├── EngineUnfit      an engine with the wrong model, or without a needed feature
+    │   │   └── GroupAborted     a group ended before its last token, because no batch could use it
     │   ├── PromptFault          a ticket whose prompt could not be built or used
     │   └── RewardFault          a reward that raised, hung or was not a finite number
     ├── BatchOverdue             a reader waited for a batch longer than its deadline; `waiting` says why
@@ -91,6 +92,12 @@ class ReplaybufError(Exception):
         if self.name is not None:
             document |= {"name": self.name, "value": self.value, "bound": self.bound}
         return document
+
+
+def counted(number: int, noun: str, shown: str | None = None) -> str:
+    """Write a number with a noun in singular or plural: "1 group", "2 groups"; `shown` replaces the digits."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number if shown is None else shown} {noun}{ending}"
 
 
 def _shortened(text: str, most: int) -> str:
@@ -188,7 +195,7 @@ class Gone(ReplaybufError):
 
 
 class RunFinished(Gone):
-    """No further batch will come from this run."""
+    """No further batch will come from this run, and it takes no groups."""
 
     slug, title = "finished", "Run finished"
 
@@ -316,6 +323,12 @@ class EngineUnfit(EngineFault):
     slug, title = "engine-unfit", "Engine does not fit"
 
 
+class GroupAborted(EngineFault):
+    """A group that ended before its last token was sampled, because no batch could use it."""
+
+    slug, title = "group-aborted", "Group was aborted"
+
+
 class RewardFault(GenerationFault):
     """A reward that raised, hung or was not a finite number."""
 
@@ -343,15 +356,16 @@ class MissingExtra(ReplaybufError):
 
     slug, title = "missing-extra", "Missing optional dependency"
 
-    def __init__(self, needed_for: str, extra: str) -> None:
-        super().__init__(
-            f"{needed_for} needs an optional dependency; install it with: pip install 'replaybuf[{extra}]'"
-        )
+    def __init__(self, needed_for: str, extra: str | None = None, *, adapter: str | None = None) -> None:
+        """`extra` of replaybuf, or a package of the folder `adapters`."""
+        command = f"pip install 'replaybuf[{extra}]'"
+        if adapter is not None:
+            command = f"pip install replaybuf-{adapter} (in a checkout: pip install ./adapters/{adapter})"
+        super().__init__(f"{needed_for} needs an optional dependency; install it with: {command}")
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error inside nested exception groups."""
-    error: BaseException = group
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error inside nested exception groups; any other error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,7 +1,6 @@
-"""Names that strategy and filter plug-ins build on. `replaybuf.kernel.strategy` documents each of them."""
+"""Names that strategy and filter plug-ins build on. `replaybuf.kernel.strategy.contract` documents each of them."""
 
-from replaybuf.kernel.options import StrategyOptions, contradiction
-from replaybuf.kernel.strategy import (
+from replaybuf.kernel.strategy.contract import (
     Budget,
     BufferView,
     Evictions,
@@ -19,6 +18,7 @@ from replaybuf.kernel.strategy import (
     too_few,
     window_capacity,
 )
+from replaybuf.kernel.strategy.options import StrategyOptions, contradiction
 
 __all__ = [
     "Budget",

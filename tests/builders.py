@@ -11,8 +11,8 @@ import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from replaybuf.kernel.index import ENTRY, NO_PROMPT_INDEX
-from replaybuf.kernel.strategy import Budget, BufferView, Groups
+from replaybuf.kernel.rows.index import ENTRY, NO_PROMPT_INDEX
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Groups
 from replaybuf.wire.batch import BatchMeta
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
@@ -92,15 +92,32 @@ def version_spans(draw: st.DrawFn, tokens: int, oldest: int) -> list[tuple[int, 
     return [(oldest + k, bounds[k], bounds[k + 1]) for k in range(len(bounds) - 1)]
 
 
+DRAWN = ("mask", "ref", "old", "teacher", "advantage", "by_token", "spans", "proof")
+"""Optional fields that `wire_groups` draws."""
+
+
+@st.composite
+def trained_prompts(draw: st.DrawFn, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Draw mask and logprobs of prompts: 0 at every first token, and a logprob of 0 wherever the mask is 0."""
+    masks = [[0, *(draw(st.integers(0, 1)) for _ in ids[1:])] for ids in prompts]
+    if not any(map(any, masks)):
+        return [{} for _ in prompts]
+    return [
+        {"prompt_mask": mask, "prompt_logprobs": [draw(LOGPROBS) if bit else 0.0 for bit in mask]} for mask in masks
+    ]
+
+
 @st.composite
 def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
     """Draw a JSON group that is valid in a run without limits; each optional field is drawn too."""
     version = draw(st.integers(0, 5))
     size = draw(st.integers(1, 4))
-    given = {name: draw(st.booleans()) for name in ("mask", "ref", "old", "teacher", "advantage", "by_token", "spans")}
+    given = {name: draw(st.booleans()) for name in (*DRAWN, "prompt")}
     parts = draw(st.lists(NAMES, max_size=2, unique=True))
+    prompts = [draw(st.lists(TOKENS, min_size=1, max_size=longest)) for _ in range(size)]
+    trained = draw(trained_prompts(prompts)) if given["prompt"] else [{} for _ in prompts]
     rollouts = []
-    for _ in range(size):
+    for prompt_ids, prompt in zip(prompts, trained, strict=True):
         tokens = draw(st.integers(1, longest))
 
         def per_token(values: st.SearchStrategy[Any], name: str | None = None, n: int = tokens) -> Any:
@@ -108,7 +125,8 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
 
         rollouts.append(
             RolloutJson(
-                prompt_ids=draw(st.lists(TOKENS, min_size=1, max_size=longest)),
+                prompt_ids=prompt_ids,
+                **prompt,
                 completion_ids=per_token(TOKENS),
                 completion_mask=per_token(st.integers(0, 1), "mask"),
                 inference_logprobs=per_token(LOGPROBS),
@@ -122,6 +140,7 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
                 version_spans=draw(version_spans(tokens, version)) if given["spans"] else None,
                 finish_reason=draw(FINISH_REASONS),
                 temperature=draw(st.floats(0, 4, width=32)),
+                proof=draw(st.binary(max_size=8)) if given["proof"] else None,
             )
         )
     return GroupJson(
@@ -144,6 +163,8 @@ def groups(longest: int = 6) -> st.SearchStrategy[Group]:
 COLUMNS = (
     "prompt_ids",
     "prompt_lengths",
+    "prompt_mask",
+    "prompt_logprobs",
     "completion_ids",
     "completion_lengths",
     "completion_mask",
@@ -156,6 +177,8 @@ COLUMNS = (
     "advantages",
     "version_spans",
     "temperatures",
+    "proofs",
+    "proof_lengths",
 )
 SCALARS = (
     "group_id",

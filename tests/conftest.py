@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -23,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 from replaybuf.store import EmbeddedServer
+from tests.waiting import eventually
 
 settings.register_profile("tests", derandomize=True, deadline=None)
 settings.load_profile("tests")
@@ -243,6 +245,11 @@ class RunClient:
     def batch(self, step: int, epoch: int, **query: Any) -> httpx.Response:
         """Request a batch."""
         return self.get(f"batches/{step}", epoch=epoch, **query)
+
+    def ready_batch(self, step: int, epoch: int, within_s: float = 60.0) -> httpx.Response:
+        """Request a batch until there is one: processes that start on a busy machine take a while."""
+        poll = functools.partial(self.batch, step, epoch, wait_ms=20000)
+        return eventually(poll, within_s, lambda response: response.status_code == 200)
 
     def ack(self, step: int, epoch: int, **body: Any) -> httpx.Response:
         """Ack a step."""

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from replaybuf.service.bodies.bodies import Part
+from replaybuf.service.bodies.writer import Part
 from replaybuf.service.run.admission import Incoming
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.group import group_from_json

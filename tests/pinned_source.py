@@ -29,10 +29,9 @@ class PinnedSource:
 
     def checkout(self) -> Path:
         """Return the folder of a checkout; git gets it into the environment once. Raises `NoSource`."""
-        variable = self.name.upper().replace("-", "_")
-        if given := os.environ.get(f"{variable}_SOURCE"):
+        if given := os.environ.get(f"{self._variable}_SOURCE"):
             return Path(given)
-        repository = os.environ.get(f"{variable}_REPOSITORY", self.repository)
+        repository = os.environ.get(f"{self._variable}_REPOSITORY", self.repository)
         folder = Path(sys.prefix) / f"{self.name}-source"
         if not (folder / ".complete").exists():
             folder.mkdir(exist_ok=True)
@@ -40,6 +39,10 @@ class PinnedSource:
                 self._git(folder, *command)
             (folder / ".complete").touch()
         return folder
+
+    @property
+    def _variable(self) -> str:
+        return self.name.upper().replace("-", "_")
 
     def _git(self, folder: Path, command: str, *arguments: str) -> None:
         try:
@@ -53,7 +56,10 @@ class PinnedSource:
             )
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", "") or str(error)
-            raise NoSource(f"no {self.name}: git {command} {' '.join(arguments)}: {detail.strip()}") from error
+            raise NoSource(
+                f"no {self.name}: git {command} {' '.join(arguments)}: {detail.strip()}. Set {self._variable}_SOURCE "
+                f"to a checkout of {self.commit}, or {self._variable}_REPOSITORY to a repository that has it"
+            ) from error
 
 
 def stand_in(names: Iterable[str]) -> None:

@@ -80,5 +80,5 @@ def test_the_file_queue_has_what_the_reference_trainer_asks_of_a_service(
             assert batch.meta.step == step
             feed.ack()
             feed.publish(step + 1, None)
-            feed.save(step + 1, 1)
+            feed.save(step + 1)
     assert file_queue.published(folder) == 2 and not list(tmp_path.glob("batch-*"))

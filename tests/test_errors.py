@@ -21,6 +21,7 @@ from replaybuf.errors import (
     Fenced,
     GenerationFault,
     Gone,
+    GroupAborted,
     GroupRejected,
     Invalid,
     InvalidGroups,
@@ -44,6 +45,7 @@ LOCAL: set[type[ReplaybufError]] = {
     EngineFault,
     EngineAway,
     EngineUnfit,
+    GroupAborted,
     PromptFault,
     RewardFault,
     BatchOverdue,
@@ -192,6 +194,8 @@ def test_a_specific_error_is_caught_as_its_general_class(
 
 def test_a_missing_extra_names_its_install_command() -> None:
     assert "pip install 'replaybuf[trainer]'" in str(MissingExtra("replaybuf train", "trainer"))
+    adapter = str(MissingExtra("the environment", adapter="verifiers"))
+    assert adapter.endswith(": pip install replaybuf-verifiers (in a checkout: pip install ./adapters/verifiers)")
 
 
 def test_a_rejected_group_keeps_its_reason() -> None:

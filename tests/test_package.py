@@ -36,8 +36,11 @@ def test_the_public_names_are_these() -> None:
         "__version__",
         "group_from_json",
     ]
+    assert dir(replaybuf) == replaybuf.__all__
     assert replaybuf.client.__all__ == [
+        "AsyncBatchReader",
         "AsyncClient",
+        "AsyncTrainerSession",
         "Backoff",
         "BatchReader",
         "Client",
@@ -46,12 +49,15 @@ def test_the_public_names_are_these() -> None:
         "ReaderOptions",
         "RolloutKey",
         "StepReader",
+        "TrainerSession",
         "attach_at",
+        "confirm_trainer",
         "group_builder",
         "merge_sums",
         "per_group",
         "per_rollout",
         "rollout_keys",
+        "settle_at",
     ]
 
 
@@ -63,7 +69,9 @@ def test_every_public_name_is_there_and_no_other(module: ModuleType) -> None:
         _ = module.Nothing
 
 
-@pytest.mark.parametrize("module", ["replaybuf.cli.main", "replaybuf.service.server", "replaybuf.strategy"])
+@pytest.mark.parametrize(
+    "module", ["replaybuf.cli.main", "replaybuf.environment", "replaybuf.service.server", "replaybuf.strategy"]
+)
 def test_the_core_loads_neither_torch_nor_a_concrete_strategy(module: str) -> None:
     """The linter checks the imports; this checks what they load."""
     assert not [name for name in modules_after(f"import {module}") if name.startswith(("torch", "replaybuf_"))]

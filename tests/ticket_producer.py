@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from replaybuf.client import Client, group_builder
-from replaybuf.errors import NotFound
+from replaybuf.errors import NotFound, RunFinished
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
 from tests.conftest import RunClient
@@ -48,7 +48,11 @@ class TicketProducer(threading.Thread):
         with Client(self._url, self._run_name, retry_for_s=30.0) as client:
             while not self._stopped.is_set():
                 taken = client.take_tickets("test", 4, wait_ms=200)
-                results = client.append([self._group_of(ticket, taken.published_version) for ticket in taken.tickets])
+                groups = [self._group_of(ticket, taken.published_version) for ticket in taken.tickets]
+                try:
+                    results = client.append(groups)
+                except RunFinished:  # its last step was trained meanwhile
+                    continue
                 for ticket, result in zip(taken.tickets, results, strict=True):
                     if result.status == "rejected":  # of a version that a rewind took back
                         with contextlib.suppress(NotFound):

@@ -1,8 +1,12 @@
-"""Waiting for a condition, with a bound: the only way in which tests wait for other threads, tasks and processes."""
+"""Waiting for a condition, with a bound: the only way in which tests wait for other threads, tasks and processes.
+
+Bounds are those of a machine that does nothing else; with more work than cores they grow in proportion.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,13 +19,21 @@ LATE_SHARE, MOST_LATE_S = 0.02, 0.05
 """A wait of 1 s may end 20 ms late: looks cost processor time that the awaited process needs."""
 
 
+MOST_PATIENCE = 4.0
+
+
+def patience() -> float:
+    """Return how many times longer a wait may take now, by the load of the last minute: 1 to `MOST_PATIENCE`."""
+    return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), MOST_PATIENCE)
+
+
 def eventually(look: Callable[[], T], within_s: float, wanted: Callable[[T], object] = bool) -> T:
     """Call `look` until its result is `wanted`, and return it; fail with the last result after `within_s`."""
-    deadline_s = time.monotonic() + within_s
+    began_s = time.monotonic()
     pause = threading.Event()
     while not wanted(seen := look()):
-        assert time.monotonic() < deadline_s, f"not within {within_s:g} s; seen last: {seen!r:.1000}"
-        pause.wait(max(POLL_S, _pause_s(deadline_s - within_s)))
+        assert not _over(began_s, within_s), f"not within {within_s:g} s; seen last: {seen!r:.1000}"
+        pause.wait(max(POLL_S, _pause_s(began_s)))
     return seen
 
 
@@ -30,10 +42,15 @@ async def until(condition: Callable[[], object], within_s: float = 30.0, poll_s:
 
     `poll_s`: pause between two looks, for conditions that another process or thread makes true.
     """
-    deadline_s = time.monotonic() + within_s
+    began_s = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {within_s:g} s"
-        await asyncio.sleep(max(poll_s, _pause_s(deadline_s - within_s)))
+        assert not _over(began_s, within_s), f"not within {within_s:g} s"
+        await asyncio.sleep(max(poll_s, _pause_s(began_s)))
+
+
+def _over(began_s: float, within_s: float) -> bool:
+    waited_s = time.monotonic() - began_s
+    return waited_s > within_s and waited_s > within_s * patience()
 
 
 def _pause_s(began_s: float) -> float:

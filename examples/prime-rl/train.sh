@@ -11,7 +11,10 @@ out=${OUT:-outputs/main} run=${RUN:-main} gpus=${GPUS:-1}
 
 replaybuf runs create "$run" --from "$here/run.json" --if-absent
 
-replaybuf-prime-rl --run "$run" --output-dir "$out" --dp-world-size "$gpus" ${ENGINE:+--engine "$ENGINE"} &
+# The files have a format of prime-rl's own, so its source is checked. This finds the package without importing it.
+package=${PRIME_RL:-$(python -c 'from importlib.util import find_spec; print(*find_spec("prime_rl").submodule_search_locations)')}
+replaybuf-prime-rl --run "$run" --output-dir "$out" --prime-rl "$package" --dp-world-size "$gpus" \
+  ${ENGINE:+--engine "$ENGINE"} &
 sidecar=$!
 torchrun --nproc-per-node "$gpus" -m prime_rl.trainer.rl.train @ "$here/trainer.toml" --output-dir "$out" &
 trainer=$!

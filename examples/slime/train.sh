@@ -32,6 +32,7 @@ options=(
   --tensor-model-parallel-size 2 --sequence-parallel
   --use-dynamic-batch-size --max-tokens-per-gpu 9216 --balance-data
   --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28
+  --use-rollout-logprobs # the ratio of the loss is to the engines that sampled, which may be some versions behind
   --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1
   --attention-dropout 0.0 --hidden-dropout 0.0 --attention-backend flash
 )

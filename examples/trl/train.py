@@ -12,7 +12,13 @@ from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from replaybuf import Client
-from replaybuf_trl import ReplaybufCallback, ReplaybufRolloutWorker, ReplaybufWeightTransfer, newest_checkpoint
+from replaybuf_trl import (
+    ReplaybufCallback,
+    ReplaybufRolloutWorker,
+    ReplaybufWeightTransfer,
+    allow_cpu,
+    newest_checkpoint,
+)
 
 GROUPS, GROUP_SIZE = 16, 8
 
@@ -31,6 +37,8 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
+    if given.cpu:
+        allow_cpu()
     with Client(given.url, given.run) as client:
         batch = {"groups_per_batch": GROUPS, "tokens_per_batch": None, "seq_len": 128}
         client.put_run({"batch": batch, "group_size": GROUP_SIZE, "max_steps": given.steps}, if_absent=True)

@@ -6,16 +6,19 @@ Payloads count whenever they came.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from replaybuf.errors import counted
 from replaybuf.store.copying import Moment, StreamEntry
 
 Stream: TypeAlias = Literal["index", "ledger", "candidates", "evaluations"]
 Fields: TypeAlias = Literal["group_ids", "old_entries"]
 
-FORMAT = 1
+FORMAT = 2
+_ENTRY_ID = re.compile(rb"[0-9]+-[0-9]+")
 
 
 class MomentSection(msgspec.Struct, frozen=True, tag="moment"):
@@ -29,6 +32,13 @@ class StreamSection(msgspec.Struct, frozen=True, tag="stream"):
 
     stream: Stream
     entries: list[StreamEntry]
+
+    def __post_init__(self) -> None:
+        for number, fields in self.entries:
+            if not _ENTRY_ID.fullmatch(number) or not fields or len(fields) % 2:
+                raise ValueError(
+                    f"the stream {self.stream} has the entry {number[:40]!r} of {counted(len(fields), 'word')}"
+                )
 
 
 class FieldsSection(msgspec.Struct, frozen=True, tag="fields"):
@@ -46,7 +56,7 @@ class PromptsSection(msgspec.Struct, frozen=True, tag="prompts"):
 
 
 class PayloadsSection(msgspec.Struct, frozen=True, tag="payloads"):
-    """Frames by payload key."""
+    """Frames by the names of payloads within the run, as `keys.payload_name` returns them."""
 
     frames: dict[str, bytes]
 

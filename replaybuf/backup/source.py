@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from replaybuf import __version__
 from replaybuf.backup.section import (
     FieldsSection,
     MomentSection,
@@ -24,13 +23,15 @@ from replaybuf.backup.section import (
     Summary,
 )
 from replaybuf.errors import Conflict, DataLost, LedgerGap, NotFound
-from replaybuf.kernel.index import DEAD, FREED
-from replaybuf.kernel.snapshot import decode_snapshot, restore
-from replaybuf.kernel.state import RunState
+from replaybuf.kernel.rows.index import DEAD, FREED
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.snapshot import decode_snapshot, restore
 from replaybuf.store import Store, keys
 from replaybuf.store.chunks import split_chunks
+from replaybuf.store.connection import text
 from replaybuf.store.copying import ENTRIES_AT_ONCE, Moment, StreamEntry
 from replaybuf.store.entries import IndexChunk, read_chunk, read_stored
+from replaybuf.version import __version__
 from replaybuf.wire.ledger import decode_record
 
 MOST_ROUNDS = 20
@@ -94,7 +95,7 @@ class Source:
         """Copy all keys but the payloads; return payload keys and frame sizes of the groups that are not freed."""
         run, reads = self._run, self._store.copying
         await self._sink.add(MomentSection(moment))
-        fold = _Fold(moment)
+        fold = _Fold(run, moment)
         async for fields in reads.read_hash(keys.old_entries(run)):
             await self._sink.add(FieldsSection("old_entries", fields))
             fold.add_old(fields)
@@ -126,9 +127,11 @@ class Source:
         A payload that was gone in the round before is missing in the run itself: the service makes it a dead letter.
         """
         store, run = self._store, self._run
-        wanted = {key: size for key, size in held.items() if key not in self._copied}
+        # Keys of other runs are in malformed entries, which hold no payload.
+        names = {key: name for key in held if (name := keys.payload_name(run, key))}
+        wanted = {key: held[key] for key in names if key not in self._copied}
         gone: set[str] = set()
-        files = store.groups.spilled.open(run, spill_url.decode()) if spill_url else None
+        files = store.groups.spilled.open(run, text(spill_url)) if spill_url else None
         try:
             for chunk in split_chunks(wanted, wanted.__getitem__):
                 self._report(len(self._copied), len(held))
@@ -136,7 +139,7 @@ class Source:
                 found = {key: frame for key, frame in zip(chunk, frames, strict=True) if frame is not None}
                 gone |= set(chunk) - found.keys()
                 if found:
-                    await self._sink.add(PayloadsSection(found))
+                    await self._sink.add(PayloadsSection({names[key]: frame for key, frame in found.items()}))
                 self._copied |= found.keys()
                 self._payload_bytes += sum(map(len, found.values()))
         finally:
@@ -149,7 +152,8 @@ class Source:
 class _Fold:
     """State of the run at a moment, to know which groups still have a payload."""
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, run: str, moment: Moment) -> None:
+        self._run = run
         self._snapshot = None if moment.snapshot is None else decode_snapshot(moment.snapshot)
         self._moment = moment
         self._state = RunState()
@@ -162,10 +166,10 @@ class _Fold:
 
     def sort_old(self) -> None:
         numbers = sorted(self._old)
-        self._store(read_stored(np.array(numbers, np.int64), [self._old[number] for number in numbers]))
+        self._store(read_stored(np.array(numbers, np.int64), [self._old[number] for number in numbers], self._run))
 
     def add_groups(self, entries: Sequence[StreamEntry]) -> None:
-        self._store(read_chunk(entries))
+        self._store(read_chunk(entries, self._run))
 
     def start(self) -> None:
         if self._snapshot:

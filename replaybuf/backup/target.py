@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,9 +19,11 @@ from replaybuf.backup.section import (
 )
 from replaybuf.errors import Conflict
 from replaybuf.store import Store, keys
-from replaybuf.store.chunks import split_chunks
+from replaybuf.store.copying import STAGED_S, Restore
 
 LEASE_S = 60.0
+EXTEND_AFTER_S = STAGED_S / 4
+"""Between two renewals of the lifetime of all keys. A pause between two sections is shorter, or the lease ends."""
 _STREAMS = {
     "index": keys.index,
     "ledger": keys.ledger,
@@ -32,52 +36,60 @@ _HASHES = {"group_ids": keys.group_ids, "old_entries": keys.old_entries}
 class Target:
     """A sink that writes run `run` to a store; use `open_target`.
 
-    Everything has a lifetime until `finish`. The lease on the run keeps servers from creating a run of this name.
+    Everything has a lifetime until `finish`. The lease on the run keeps servers from creating a run of this name. It is
+    taken once: each write compares and renews it, so a restore that lost it changes nothing more.
     """
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
         self._run = run
-        self._holder = f"restore:{socket.gethostname()}:{os.getpid()}"
+        holder = f"restore:{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+        self._restore = Restore(run, holder, LEASE_S)
+        self._leased = False
         self._adapters: list[str] = []
+        self._incarnation = 0
         self._payloads: list[str] = []
+        self._extended_s = time.monotonic()
 
     async def add(self, section: Section) -> None:
-        """Write one section. Raises `Conflict` if a server has taken the run."""
-        await self._hold()
-        writes, run = self._store.copying, self._run
+        """Write one section. Raises `Conflict` if another process has taken the run."""
+        if not self._leased:
+            await self._take_lease()
+        writes, run, restore = self._store.copying, self._run, self._restore
         match section:
             case MomentSection(moment):
-                await writes.remove_staged(run, self._adapters)
-                self._adapters = moment.adapters
-                await writes.write_moment(run, moment)
+                await writes.remove_staged(restore, self._adapters)
+                self._adapters, self._incarnation = moment.adapters, moment.incarnation
+                await writes.write_moment(restore, moment)
             case StreamSection(stream, entries):
-                await writes.write_stream(_STREAMS[stream](run), entries)
+                await writes.write_stream(restore, _STREAMS[stream](run), entries)
             case FieldsSection(name, fields) if fields:
-                await writes.write_hash(_HASHES[name](run), fields)
+                await writes.write_hash(restore, _HASHES[name](run), fields)
             case PromptsSection(adapter, bits):
-                await writes.write_values({keys.prompts_done(run, adapter): bits})
+                await writes.write_values(restore, {keys.prompts_done(run, adapter): bits})
             case PayloadsSection(frames):
-                for piece in split_chunks(frames, lambda key: len(frames[key])):
-                    await writes.write_values({key: frames[key] for key in piece})
-                self._payloads += frames
+                values = {keys.named_payload(run, name): frame for name, frame in frames.items()}
+                await writes.write_values(restore, values)
+                self._payloads += values
+        if time.monotonic() - self._extended_s >= EXTEND_AFTER_S:
+            await writes.extend_lifetimes(restore, self._adapters, self._payloads)
+            self._extended_s = time.monotonic()
 
     async def finish(self) -> None:
         """Let the run appear, durably."""
-        await self._hold()
-        await self._store.copying.keep_payloads(self._payloads)
-        await self._store.copying.show(self._run, self._adapters)
+        await self._store.copying.keep_payloads(self._restore, self._adapters, self._payloads)
+        await self._store.copying.show(self._restore, self._incarnation)
 
-    async def _hold(self) -> None:
-        """Hold the lease on the run."""
-        lease = await self._store.runs.take_lease(self._run, self._holder, LEASE_S)
+    async def _take_lease(self) -> None:
+        lease = await self._store.runs.take_lease(self._run, self._restore.holder, LEASE_S)
         if lease.token is None:
             detail = f"run {self._run} is led by {lease.holder} on {self._store.connection.url}; it exists there"
             raise Conflict(detail, name="run", value=self._run)
+        self._leased = True
 
     async def release(self) -> None:
         """Release the lease."""
-        await self._store.runs.release_lease(self._run, self._holder)
+        await self._store.runs.release_lease(self._run, self._restore.holder)
 
 
 @asynccontextmanager

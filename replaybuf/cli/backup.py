@@ -15,6 +15,7 @@ from replaybuf.backup.source import Report, Source
 from replaybuf.backup.target import open_target
 from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import print_json
+from replaybuf.errors import counted
 from replaybuf.launch.work_bar import work_bar
 from replaybuf.store import Store
 from replaybuf.store.embedded import embedded_url
@@ -70,7 +71,10 @@ def backup(run: str, /, options: Annotated[BackupOptions, Parameter(name="*")]) 
 def restore(options: Annotated[RestoreOptions, Parameter(name="*")]) -> None:
     """Bring a run back from a backup file. The Redis must not hold a run of its name."""
     manifest = read_manifest(options.from_)
-    if not options.check:
+    if options.check:
+        for _ in read_sections(options.from_, manifest):
+            pass
+    else:
         with work_bar(f"restoring {manifest.summary.run}") as report:
             run_async(_restore(options, manifest, report))
     _print(manifest.summary, manifest.digest, options.json)
@@ -114,8 +118,8 @@ def _print(summary: Summary, digest: str, as_json: bool) -> None:
         print_json({"digest": digest or None, "summary": summary})
         return
     print(
-        f"run {summary.run}: {summary.stored} groups stored, ledger up to entry {summary.entries}, "
-        f"{summary.payloads} payloads with {summary.payload_bytes / 1e6:.1f} MB"
-        + (f", {summary.missing} payloads missing" if summary.missing else "")
+        f"run {summary.run}: {counted(summary.stored, 'group')} stored, ledger up to entry {summary.entries}, "
+        f"{counted(summary.payloads, 'payload')} with {summary.payload_bytes / 1e6:.1f} MB"
+        + (f", {counted(summary.missing, 'payload')} missing" if summary.missing else "")
         + (f", digest {digest[:16]}" if digest else "")
     )

@@ -18,6 +18,7 @@ from cyclopts import App, ArgumentCollection
 from cyclopts.config import Env, Toml
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +56,12 @@ class _Environment(Env):
     """
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Fill `arguments` from the environment."""
-        super().__call__(app, commands, arguments)
+        """Fill `arguments` from the environment. Hyphens of a command's name are underscores there."""
+        words = tuple(word.replace("-", "_") for word in commands)
+        super().__call__(app, words, arguments)
         if not commands:
             return
-        prefix = "".join(f"{word}_" for word in (self.prefix.rstrip("_"), *commands)).upper()
+        prefix = "".join(f"{word}_" for word in (self.prefix.rstrip("_"), *words)).upper()
         options = {*GLOBAL_OPTIONS, *(argument.name.lstrip("-") for argument in arguments)}
         allowed = {prefix + option.replace("-", "_").upper() for option in options}
         for name in sorted(os.environ):
@@ -75,7 +77,7 @@ def _check_tables(app: App, path: Path) -> None:
     The keys of a table are checked when its command runs: plug-in commands are imported only then.
     """
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(read_bounded(path, CONFIG_BYTES).decode())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise Invalid(f"config file {path} cannot be read: {cause}", name="config", value=str(path)) from error

@@ -38,8 +38,10 @@ _EXTRAS = {
     "generate": ("tokenizers", "jinja2"),
     "prompts": ("pyarrow",),
     "testing": ("hypothesis",),
-    "verifiers": ("verifiers", "transformers", "tokenizers", "jinja2"),
+    "verifiers": ("replaybuf_verifiers", "verifiers", "transformers", "tokenizers", "jinja2"),
 }
+_PACKAGES = {"verifiers": "replaybuf-verifiers"}
+"""Packages that bring an extra and more."""
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -158,7 +160,8 @@ def _running_service(host: str, port: int) -> str | None:
 def _extras() -> Iterator[Finding]:
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        advice = f"to use it: pip install 'replaybuf[{extra}]'" if missing else ""
+        package = _PACKAGES.get(extra, f"'replaybuf[{extra}]'")
+        advice = f"to use it: pip install {package}" if missing else ""
         seen = f"missing: {', '.join(missing)}" if missing else "installed"
         yield Finding(f"extra {extra}", "warn" if missing else "ok", seen, advice)
 
@@ -205,7 +208,7 @@ async def _examine_store(url: str, name: str) -> list[Finding]:
         await store.close()
     replicas = f"{report.replicas} connected; --wait-replicas makes writes wait for them"
     return [
-        Finding(name, "ok", f"{store.connection.url}, version {report.version}"),
+        Finding(name, "ok", f"{store.connection.url}, {report.name}"),
         _durability(report),
         Finding("replicas", "ok", replicas),
         _memory(report),

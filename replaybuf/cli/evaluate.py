@@ -18,7 +18,7 @@ from replaybuf.generator.options import EvaluateOptions, default_producer
 from replaybuf.generator.preflight import check_tokenizer
 from replaybuf.launch.work_bar import work_bar
 from replaybuf.wire.evaluations import EvaluationRequest
-from replaybuf.wire.tokenizer import Tokenizer
+from replaybuf.wire.model_tokenizer import Tokenizer
 
 RETRY_FOR_S = 60.0
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from replaybuf.cli.bars import draw_bar
 from replaybuf.cli.service import ServiceOptions, client, print_json, print_table, printable
+from replaybuf.errors import counted
 from replaybuf.wire.contract import Amount
 from replaybuf.wire.explain import AdapterCandidates, Arrivals, BatchExplanation, Choice, ChosenGroup, Packing
 
@@ -74,17 +75,17 @@ def _head(found: BatchExplanation) -> Iterator[str]:
 
 
 def _amount(amount: Amount) -> str:
-    return f"{amount.groups} groups and {amount.tokens} tokens"
+    return f"{counted(amount.groups, 'group')} and {counted(amount.tokens, 'token')}"
 
 
 def _needs(need: Amount) -> str:
     """Write the requirements that there are: 0 = none."""
-    parts = [f"{count} {what}" for count, what in ((need.groups, "groups"), (need.tokens, "tokens")) if count]
+    parts = [counted(count, what) for count, what in ((need.groups, "group"), (need.tokens, "token")) if count]
     return f", needs {' and '.join(parts)}" if parts else ""
 
 
 def _arrivals(since: Arrivals) -> str:
-    parts = [f"{since.stored} groups stored"]
+    parts = [f"{counted(since.stored, 'group')} stored"]
     parts += [f"{count} dropped as {reason}" for reason, count in since.dropped.items()]
     parts += [f"{count} rejected as {reason}" for reason, count in since.rejected.items()]
     return ", ".join(parts)
@@ -93,8 +94,11 @@ def _arrivals(since: Arrivals) -> str:
 def _funnel(adapter: str, candidates: AdapterCandidates, chosen: int | None, console: Console) -> Table:
     """Draw live, left out, usable and chosen groups; `chosen` is None without a batch."""
     budget = candidates.budget
-    bounds = [f"{budget.groups} groups" if budget.groups else "", f"{budget.tokens} tokens" if budget.tokens else ""]
-    rows: list[tuple[str, int, str]] = [("live", candidates.live, f"{candidates.live_tokens} tokens")]
+    bounds = [
+        counted(budget.groups, "group") if budget.groups else "",
+        counted(budget.tokens, "token") if budget.tokens else "",
+    ]
+    rows: list[tuple[str, int, str]] = [("live", candidates.live, counted(candidates.live_tokens, "token"))]
     rows += [(f"- {reason}", count, "left out by a rule") for reason, count in candidates.left_out.items()]
     rows.append(("usable", candidates.usable, "given to the strategy"))
     if chosen is not None:
@@ -121,7 +125,8 @@ def _style(name: str) -> str:
 def _print_order(choice: Choice, console: Console) -> None:
     columns = (">", "group", "prompt", ">version", ">staleness", ">use", ">tokens", ">reward", ">spread", ">age (s)")
     more = choice.groups - len(choice.first)
-    title = f"order of the strategy: {choice.groups} groups, {choice.rollouts} rollouts, {choice.tokens} tokens"
+    amounts = ((choice.groups, "group"), (choice.rollouts, "rollout"), (choice.tokens, "token"))
+    title = f"order of the strategy: {', '.join(counted(number, noun) for number, noun in amounts)}"
     rows = ([number, *_row(group)] for number, group in enumerate(choice.first, 1))
     print_table(columns, rows, title=title + (f"; {more} more not shown" if more else ""), console=console)
 
@@ -135,14 +140,15 @@ def _row(group: ChosenGroup) -> list[object]:
 
 def _packing(packing: Packing, console: Console) -> Table:
     title = (
-        f"packing for {packing.dp_world_size} ranks ({packing.layout}): {packing.micro_batches} rows of "
-        f"{packing.seq_len} tokens each, {packing.fill:.1%} full"
+        f"packing for {counted(packing.dp_world_size, 'rank')} ({packing.layout}): "
+        f"{counted(packing.micro_batches, 'row')} of "
+        f"{counted(packing.seq_len, 'token')} each, {packing.fill:.1%} full"
     )
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     for rank in packing.ranks[:MOST_RANKS]:
         bar = Text(draw_bar(rank.fill, BAR_WIDTH, console), style="cyan")
         rows = " ".join(f"{row.rollouts}" for row in rank.rows[:16]) + (" ..." if len(rank.rows) > 16 else "")
-        facts = f"{rank.fill:6.1%}  {rank.tokens} tokens, {rank.rollouts} rollouts by row: {rows}"
+        facts = f"{rank.fill:6.1%}  {counted(rank.tokens, 'token')}, {counted(rank.rollouts, 'rollout')} by row: {rows}"
         table.add_row(f"rank {rank.dp_rank}", bar, Text(facts))
     if len(packing.ranks) > MOST_RANKS:
         table.add_row(f"{len(packing.ranks) - MOST_RANKS} more", "", Text("--json has all ranks"))

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 
 from replaybuf.cli.service import ServiceOptions, client, print_json
 from replaybuf.client.exports.export import export_run
-from replaybuf.client.exports.folder import ExportReader
 from replaybuf.client.exports.import_run import import_run
+from replaybuf.client.exports.reader import ExportReader
 from replaybuf.launch.work_bar import work_bar
 
 

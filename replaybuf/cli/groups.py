@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from replaybuf.cli.service import DEFAULT_SERVICE, Service, ServiceOptions, client, print_json, print_table, printable
+from replaybuf.errors import counted
 from replaybuf.wire.browse import GroupState, GroupSummary, StoredRollout
 
 SHOWN_IDS = 24
@@ -107,7 +108,7 @@ def show(run: str, group_id: str, /, options: Service = DEFAULT_SERVICE) -> None
 
 
 def _describe(rollout: StoredRollout) -> str:
-    parts = [f"reward {rollout.reward:g}", f"{len(rollout.completion_ids)} tokens"]
+    parts = [f"reward {rollout.reward:g}", counted(len(rollout.completion_ids), "token")]
     parts += [f"advantage {rollout.advantage:.3f}"] if rollout.advantage is not None else []
     return ", ".join([*parts, *([rollout.finish_reason] if rollout.finish_reason else [])])
 
@@ -115,10 +116,28 @@ def _describe(rollout: StoredRollout) -> str:
 def _completion(rollout: StoredRollout) -> str:
     if isinstance(rollout.completion_text, str):
         text, length = rollout.completion_text[:SHOWN_LETTERS], len(rollout.completion_text)
-        return text + (f" ... {length - SHOWN_LETTERS} more letters" if length > SHOWN_LETTERS else "")
+        return text + (f" ... {counted(length - SHOWN_LETTERS, 'more letter')}" if length > SHOWN_LETTERS else "")
     ids = rollout.completion_ids
     more = f" ... {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
     return " ".join(map(str, ids[:SHOWN_IDS])) + more
+
+
+def failures(run: str, /, options: Service = DEFAULT_SERVICE) -> None:
+    """Show the newest failure of each producer of a run, with its traceback."""
+    with client(run, options) as service:
+        failed = {one.name: one.failure for one in service.list_producers() if one.failure is not None}
+    if options.json:
+        print_json(failed)
+        return
+    console = Console()
+    for name, failure in failed.items():
+        where = "" if failure.prompt_index is None else f" at prompt {failure.prompt_index}"
+        since = "no group stored since" if failure.lasts else "groups stored since"
+        head = f"{name}: {failure.reason}{where} {failure.age_s:.0f} s ago, {since}"
+        console.rule(Text(printable(head)), align="left")
+        console.print(Text(printable(failure.traceback)))
+    if not failed:
+        print("nothing to show")
 
 
 def ledger(run: str, /, options: Annotated[LedgerOptions, Parameter(name="*")] = LedgerOptions()) -> None:

@@ -18,12 +18,12 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, Token, convert
 
-from replaybuf import __version__
 from replaybuf.cli.configuration import global_flags, sources
 from replaybuf.errors import Invalid, ReplaybufError
 from replaybuf.logs import LogFormat, configure_logging
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.tracing import spans
+from replaybuf.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ COMMANDS = {
     "runs set": "replaybuf.cli.runs:set_",
     "groups list": "replaybuf.cli.groups:list_",
     "groups show": "replaybuf.cli.groups:show",
+    "groups failures": "replaybuf.cli.groups:failures",
     "ledger": "replaybuf.cli.groups:ledger",
     "explain": "replaybuf.cli.explain:explain",
     "doctor": "replaybuf.cli.doctor:doctor",
@@ -74,8 +75,8 @@ app.command(App(name="tokens", help="Create, list and revoke the bearer tokens o
 app.command(App(name="token", help="Older name of tokens.", show=False))
 app.command(App(name="config", help="Show what configuration files may hold."))
 app.command(App(name="runs", help="List, show, create, change and delete runs."))
-app.command(App(name="groups", help="List and show groups of a run."))
-app.command(App(name="strategies", help="List, show and check strategies and filters."))
+app.command(App(name="groups", help="List and show groups of a run, and why producers fail to make them."))
+app.command(App(name="strategies", help="List, show and check strategies, filters and admission plug-ins."))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from rich.prompt import Prompt
 from replaybuf.cli.service import DEFAULT_SERVICE, Service, ServiceOptions, client, print_json, print_table
 from replaybuf.cli.status import fetch_runs, show_status
 from replaybuf.errors import Invalid
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 from replaybuf.wire.run_status import RunStatus
 
 
@@ -131,7 +132,7 @@ def _print_state(status: RunStatus, options: ServiceOptions) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """Read a configuration. Raises `Invalid`; the service checks what is in it."""
     try:
-        raw = path.read_bytes()
+        raw = read_bounded(path, CONFIG_BYTES)
         found = tomllib.loads(raw.decode()) if path.suffix == ".toml" else msgspec.json.decode(raw)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise Invalid(f"{path} cannot be read: {error}", name="from", value=str(path)) from error

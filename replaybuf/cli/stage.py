@@ -10,7 +10,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from replaybuf.cli.event_loop import run_async
 from replaybuf.client import Client
+from replaybuf.generator.last_failure import report_failure
+from replaybuf.generator.options import default_producer
 from replaybuf.generator.stage_daemon import StageDaemon, load_compute
 from replaybuf.wire.late_columns import check_name
 
@@ -38,9 +41,18 @@ def stage(run: str, /, options: Annotated[StageOptions, Parameter(name="*")]) ->
     """Add a column to every stored group that lacks it, until the run is finished.
 
     Several stages may add the same column. A stage that was killed continues with the groups that lack the column. On
-    SIGTERM or SIGINT it ends at once, with exit code 0.
+    SIGTERM or SIGINT it ends at once, with exit code 0. A failure that ends it is reported to the service.
     """
     check_name(options.column)
+    try:
+        _add_columns(run, options)
+    except Exception as error:
+        producer = f"stage-{options.column}-{default_producer()}"
+        run_async(report_failure(options.url, run, options.token, producer, error))
+        raise
+
+
+def _add_columns(run: str, options: StageOptions) -> None:
     compute = load_compute(options.function, options.model)
     stop, errors = threading.Event(), list[Exception]()
     for number in (signal.SIGTERM, signal.SIGINT):

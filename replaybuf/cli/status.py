@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from replaybuf.cli.fetch import READINESS, fetch, fetch_first
-from replaybuf.cli.service import ServiceOptions, print_json
+from replaybuf.cli.service import ServiceOptions, print_json, printable
 from replaybuf.client.addresses import addresses_of
+from replaybuf.errors import counted
 from replaybuf.wire.config import check_run_name
 from replaybuf.wire.contract import Readiness, WaitingAnswer
 from replaybuf.wire.evaluations import Evaluation, Evaluations
@@ -64,6 +65,8 @@ def show_status(options: ServiceOptions, run: str | None, console: Console | Non
     for status in runs:
         results = fetch(address, f"/v1/runs/{status.run}/evaluations", options.token, Evaluations).evaluations
         console.print(_table(status, ready.leaders.get(status.run), results))
+        if status.waiting and status.waiting.detail:
+            console.print(f"  {printable(status.waiting.detail)}", markup=False, highlight=False)
 
 
 def fetch_runs(options: ServiceOptions) -> list[RunStatus]:
@@ -74,7 +77,8 @@ def fetch_runs(options: ServiceOptions) -> list[RunStatus]:
 def _describe_server(ready: Readiness) -> list[str]:
     lines = [
         f"durability {ready.durability} ({ready.durability_met_by}), wanted {ready.durability_wanted}, "
-        f"{ready.replicas} replicas connected, {ready.wait_replicas} waited for, redis {ready.redis_version}"
+        f"{counted(ready.replicas, 'replica')} connected, {ready.wait_replicas} waited for, "
+        f"{ready.server or 'server unknown'}"
     ]
     lines += [f"  {reason}" for reason in ready.durability_reasons]
     if ready.waiting_for:
@@ -103,7 +107,7 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
         ("next unacked step", status.step),
         ("published version", status.published_version),
         ("strategy", f"{status.strategy.name} {_pairs(status.strategy.options)}"),
-        ("groups live", f"{groups.live} ({status.tokens.live} tokens)"),
+        ("groups live", f"{groups.live} ({counted(status.tokens.live, 'token')})"),
         ("groups stored", groups.stored),
         ("in batches, retired", f"{groups.in_batches}, {groups.retired}"),
         ("evicted", _pairs(groups.evicted)),
@@ -141,8 +145,8 @@ def _adapter(status: AdapterStatus) -> str:
     progress = status.progress
     return (
         f"next unacked step {status.step}, published version {status.published_version}, "
-        f"groups live {status.groups.live} ({status.tokens_live} tokens), {status.tokens_used} tokens used, "
-        f"staleness at use {_pairs(status.staleness)}, "
+        f"groups live {status.groups.live} ({counted(status.tokens_live, 'token')}), "
+        f"{counted(status.tokens_used, 'token')} used, staleness at use {_pairs(status.staleness)}, "
         f"{progress.groups} of {progress.groups_per_batch} given to step {progress.step}; {_waiting(status.waiting)}"
     )
 
@@ -156,8 +160,8 @@ def _evaluation(result: Evaluation) -> str:
     error = "" if result.standard_error is None else f" ± {result.standard_error:.3f}"
     versions = ", ".join(str(version) for version in result.versions)
     return (
-        f"version {versions}: reward {result.reward_mean:.3f}{error} over {result.rollouts} completions, "
-        f"{result.failed} prompts failed"
+        f"version {versions}: reward {result.reward_mean:.3f}{error} over {counted(result.rollouts, 'completion')}, "
+        f"{counted(result.failed, 'prompt')} failed"
     )
 
 

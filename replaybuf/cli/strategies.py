@@ -1,4 +1,4 @@
-"""The command `replaybuf strategies`: list, show and check strategies and filters."""
+"""The command `replaybuf strategies`: list, show and check strategies, filters and admission plug-ins."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf.errors import Invalid, ReplaybufError, StrategyFault
-from replaybuf.kernel.options import REQUIRED, StrategyOptions, check_options, describe_options
-from replaybuf.kernel.plugin_set import bounds_of
-from replaybuf.kernel.strategy import Filter, Strategy
+from replaybuf.kernel.strategy.admissions import Admission, AdmissionOptions
+from replaybuf.kernel.strategy.contract import Filter, Strategy
+from replaybuf.kernel.strategy.options import REQUIRED, StrategyOptions, check_options, describe_options
+from replaybuf.kernel.strategy.plugin_set import bounds_of
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.plugins.time_limit import PLUGIN_ERRORS
 
-_KINDS = {"strategy": plugins.STRATEGIES, "filter": plugins.FILTERS}
+_KINDS = {"strategy": plugins.STRATEGIES, "filter": plugins.FILTERS, "admission": plugins.ADMISSIONS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +33,26 @@ class CheckOptions:
     """The class under test, and options to build it with."""
 
     target: str
-    """Name of an installed strategy or filter, or MODULE:CLASS. Modules in the current folder can be imported."""
+    """Name of an installed strategy, filter or admission plug-in, or MODULE:CLASS. Modules in the current folder can be
+    imported."""
     _: dataclasses.KW_ONLY
     option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
-    """KEY=VALUE: option of the strategy. Repeat it for several options."""
+    """KEY=VALUE: option of the plug-in. Repeat it for several options."""
 
 
 def list_installed() -> None:
-    """List the installed strategies and filters with package and purpose.
+    """List the installed strategies, filters and admission plug-ins with package and purpose.
 
     The exit code is 1 if one of them does not import.
     """
     console, sound = Console(), True
     for kind, group in _KINDS.items():
+        if not (names := plugins.names(group)):
+            continue
         table = _table()
         for heading in (kind, "from", "what it does"):
             table.add_column(heading, header_style="dim", no_wrap=heading == kind, overflow="fold")
-        for name in plugins.names(group):
+        for name in names:
             try:
                 purpose = Text(_docstring(plugins.load(group, name)).partition("\n")[0])
             except ReplaybufError as error:
@@ -61,16 +65,16 @@ def list_installed() -> None:
 
 
 def show(name: str, /) -> None:
-    """Show purpose, bounds and options of a strategy or filter.
+    """Show purpose, bounds and options of a strategy, a filter or an admission plug-in.
 
     Parameters
     ----------
     name
-        Name of an installed strategy or filter; "replaybuf strategies list" lists them.
+        Name of an installed plug-in; "replaybuf strategies list" lists them.
     """
     group = _group_of(name)
     if group is None:
-        installed = {kind: plugins.names(of_kind) for kind, of_kind in _KINDS.items()}
+        installed = {kind: names for kind, of_kind in _KINDS.items() if (names := plugins.names(of_kind))}
         listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in installed.items())
         raise Invalid(f"name is {name!r}; installed: {listed}", name="name", value=name, bound=installed)
     console, entry, cls = Console(), plugins.find(group, name), plugins.load(group, name)
@@ -91,14 +95,14 @@ def show(name: str, /) -> None:
     for option in options:
         table.add_row(*(Text(cell) for cell in option))
     console.print(table)
-    if cls.Options.__doc__ and cls.Options is not StrategyOptions:
+    if cls.Options.__doc__ and cls.Options not in (StrategyOptions, AdmissionOptions):
         console.print(Text(_unwrapped(_docstring(cls.Options))))
 
 
 def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> None:
-    """Test a strategy or filter with the contract suite; needs the extra "testing".
+    """Test a strategy, a filter or an admission plug-in with the contract suite; needs the extra "testing".
 
-    The exit code is 1 if the strategy breaks a rule.
+    The exit code is 1 if it breaks a rule.
     """
     console, values = Console(), plugins.option_pairs(options.option)
     for what, fault in _findings(_load(options.target), options.target, values):
@@ -126,10 +130,12 @@ def _load(target: str) -> Any:
 
 def _findings(cls: Any, target: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name of each check and its fault; the fault is empty if the check passed."""
-    is_kind = isinstance(cls, type) and issubclass(cls, (Strategy, Filter))
+    is_kind = isinstance(cls, type) and issubclass(cls, (Strategy, Filter, Admission))
     yield (
-        "is a strategy or a filter",
-        "" if is_kind else f"{target} is not a subclass of replaybuf.strategy.Strategy or Filter",
+        "is a strategy, a filter or an admission plug-in",
+        ""
+        if is_kind
+        else f"{target} is not a subclass of replaybuf.strategy.Strategy, Filter or replaybuf.admission.Admission",
     )
     yield "has a docstring", "" if cls.__doc__ else "the class has no docstring"
     yield "has frozen options that reject unknown names", _options_fault(cls.Options)
@@ -152,6 +158,8 @@ def _suite_findings(cls: Any, built: Any, target: str, values: dict[str, Any]) -
             ("keeps the rules of a strategy, over random buffers", testing.check_strategy),
             ("makes progress and does not starve slow prompts, in a closed loop", testing.check_progress),
         ]
+    elif isinstance(built, Admission):
+        checks = [("keeps the rules of an admission plug-in, over hostile groups", testing.check_admission)]
     for what, run in checks:
         fault = ""
         try:

@@ -14,7 +14,7 @@ from cyclopts.types import PositiveFloat
 
 from replaybuf.cli.service import print_json, print_table
 from replaybuf.errors import Invalid
-from replaybuf.service.http.token_file import StoredToken, new_token, read_tokens, read_uses, revoke_token
+from replaybuf.service.http.guard.token_file import StoredToken, new_token, read_tokens, read_uses, revoke_token
 
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")

@@ -14,7 +14,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from replaybuf.errors import Conflict, Invalid
+from replaybuf.errors import Conflict, Invalid, counted
 from replaybuf.launch.ending import log_to, print_line, print_stop
 from replaybuf.launch.file import read_file
 from replaybuf.launch.lock import lock_folder
@@ -84,7 +84,7 @@ def _reject(file: Path, problems: Sequence[str], options: UpOptions) -> int:
     if options.json:
         print(msgspec.json.encode({"problems": problems}).decode())
     else:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = "1 problem" if len(problems) == 1 else counted(len(problems), "problem")
         lines = [f"replaybuf: {file} has {count}, and nothing was started", *(f"  - {one}" for one in problems)]
         print("\n".join(lines), file=sys.stderr)
     return WRONG_FILE_EXIT_CODE

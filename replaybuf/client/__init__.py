@@ -6,15 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from replaybuf.client.client import AsyncClient, Backoff, Client
+    from replaybuf.client.async_session import AsyncBatchReader, AsyncTrainerSession
+    from replaybuf.client.client import AsyncClient, Client
     from replaybuf.client.direct import DirectBodies
     from replaybuf.client.producers import group_builder
     from replaybuf.client.reader import BatchReader, ReaderOptions, StepReader
-    from replaybuf.client.resume import attach_at
+    from replaybuf.client.resume import attach_at, confirm_trainer, settle_at
+    from replaybuf.client.retries import Backoff
+    from replaybuf.client.session import TrainerSession
     from replaybuf.client.unpack import GroupSum, RolloutKey, merge_sums, per_group, per_rollout, rollout_keys
 
 __all__ = [
+    "AsyncBatchReader",
     "AsyncClient",
+    "AsyncTrainerSession",
     "Backoff",
     "BatchReader",
     "Client",
@@ -23,20 +28,26 @@ __all__ = [
     "ReaderOptions",
     "RolloutKey",
     "StepReader",
+    "TrainerSession",
     "attach_at",
+    "confirm_trainer",
     "group_builder",
     "merge_sums",
     "per_group",
     "per_rollout",
     "rollout_keys",
+    "settle_at",
 ]
 
 _MODULES = {
-    "client": ("AsyncClient", "Backoff", "Client"),
+    "async_session": ("AsyncBatchReader", "AsyncTrainerSession"),
+    "client": ("AsyncClient", "Client"),
     "direct": ("DirectBodies",),
     "producers": ("group_builder",),
     "reader": ("BatchReader", "ReaderOptions", "StepReader"),
-    "resume": ("attach_at",),
+    "resume": ("attach_at", "confirm_trainer", "settle_at"),
+    "retries": ("Backoff",),
+    "session": ("TrainerSession",),
     "unpack": ("GroupSum", "RolloutKey", "merge_sums", "per_group", "per_rollout", "rollout_keys"),
 }
 

@@ -1,6 +1,6 @@
 """Every call of the HTTP API on one run, without I/O.
 
-A call is an exchange (`http_request`). The clients of `replaybuf.client.client` send its requests.
+A call is an exchange (`http_request`). The clients of `replaybuf.client.http_client` send its requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
 from replaybuf.client.http_request import encode_body, given, segment
 from replaybuf.client.replies import answer_of, error_of
-from replaybuf.errors import Gone, InvalidGroups, Malformed
+from replaybuf.errors import Gone, InvalidGroups, Malformed, counted
 from replaybuf.wire.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
@@ -25,6 +25,7 @@ from replaybuf.wire.contract import (
     BodyOptions,
     Heartbeat,
     Policy,
+    ProducerFailure,
     ProducerList,
     ProducerStatus,
     StoredColumns,
@@ -88,16 +89,19 @@ class RunCalls:
         seq_len: int | None = None,
         pad_to_multiple_of: int | None = None,
         cost: Cost | None = None,
+        fixed: bool = False,
         **options: Unpack[BodyOptions],
     ) -> Exchange[Attachment]:
         """Become the run's trainer at `resume_step`, the number of steps done (None = the next unacked step).
 
         Every older epoch is fenced. `seq_len` and `pad_to_multiple_of` in tokens; None = the run's. `cost`: cost of a
-        rollout by its length, from `client.cost.cost_of`, to balance the ranks; None = a typical model's. `options` add
-        to the bodies. Raises `WrongStep` for a step below the oldest checkpoint or above the next unacked step.
+        rollout by its length, from `client.cost.cost_of`, to balance the ranks; None = a typical model's. `fixed`: this
+        trainer needs equal batches, so nobody may change `batch` meanwhile. `options` add to the bodies. Raises
+        `WrongStep` for a step below the oldest checkpoint or above the next unacked step.
         """
         body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume, **options}
         body |= given(resume_step=resume_step, seq_len=seq_len, pad_to_multiple_of=pad_to_multiple_of, cost=cost)
+        body |= {"fixed": True} if fixed else {}  # older services do not know the field
         # Not repeatable: the first answer may be late, and a second attach fences its epoch.
         reply = yield HttpRequest(method="POST", path="/attach", content=encode_body(body), repeatable=False)
         return answer_of(reply, Attachment)
@@ -157,10 +161,18 @@ class RunCalls:
         return answer_of((yield request), Tickets)
 
     def send_heartbeat(
-        self, producer: str, in_flight: int | None = None, engines: int | None = None, held_back_by: str | None = None
+        self,
+        producer: str,
+        in_flight: int | None = None,
+        engines: int | None = None,
+        held_back_by: str | None = None,
+        failure: ProducerFailure | None = None,
     ) -> Exchange[Heartbeat]:
-        """Report that a producer is at work. After `heartbeat_s` of silence it loses its tickets. Never repeated."""
-        body = given(in_flight=in_flight, engines=engines, held_back_by=held_back_by)
+        """Report that a producer is at work. After `heartbeat_s` of silence it loses its tickets. Never repeated.
+
+        `failure`: the newest since the last heartbeat, by `replaybuf.client.producers.describe_failure`.
+        """
+        body = given(in_flight=in_flight, engines=engines, held_back_by=held_back_by, failure=failure)
         path = f"/producers/{segment(producer)}"
         request = HttpRequest(method="PUT", path=path, content=encode_body(body), repeatable=False)
         return answer_of((yield request), Heartbeat)
@@ -281,14 +293,20 @@ class RunCalls:
     # ------------------------------------------------------------------ cursors
 
     def read_cursor(
-        self, name: str, kind: Literal["stored", "trained"] | None = None, limit: int = 100, wait_ms: int = 0
+        self,
+        name: str,
+        kind: Literal["stored", "trained"] | None = None,
+        limit: int = 100,
+        wait_ms: int = 0,
+        lifetime_s: int | None = None,
     ) -> Exchange[CursorPage]:
         """Return up to `limit` groups behind a cursor with their rollouts; wait up to `wait_ms` for the first one.
 
-        The first call creates it over `stored` (default) or `trained` groups. The same page comes again until
-        `advance_cursor`. Raises `Conflict` for another kind and for too many cursors.
+        The first call creates it over `stored` (default) or `trained` groups; the service forgets it after
+        `lifetime_s` without a call, None = never. The same page comes again until `advance_cursor`. Raises `Conflict`
+        for another kind and for too many cursors, `NoRoom` if one of these may give way soon.
         """
-        params = {"limit": limit, "wait_ms": wait_ms} | given(kind=kind)
+        params = {"limit": limit, "wait_ms": wait_ms} | given(kind=kind, lifetime_s=lifetime_s)
         request = HttpRequest(path=f"/cursors/{segment(name)}", params=params, wait_ms=wait_ms)
         return answer_of((yield request), CursorPage)
 
@@ -366,6 +384,8 @@ def _append_results(reply: httpx.Response, sent: int) -> list[AppendResult]:
     results = answer_of(reply, AppendResults).results
     if len(results) != sent:
         raise Malformed(
-            f"the answer to an append of {sent} groups has {len(results)} results", name="results", value=sent
+            f"the answer to an append of {counted(sent, 'group')} has {counted(len(results), 'result')}",
+            name="results",
+            value=sent,
         )
     return results

@@ -21,11 +21,11 @@ from redis.exceptions import RedisError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from replaybuf import __version__
-from replaybuf.client.client import Client
+from replaybuf.client.http_client import HttpClient
 from replaybuf.errors import BrokenFrame, Invalid, Malformed, MissingExtra, SpillAway
 from replaybuf.store.chunks import READ_BYTES, split_chunks
 from replaybuf.store.spill_folder import SpillFolder, open_folder
+from replaybuf.version import __version__
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group
@@ -48,7 +48,7 @@ class DirectBodies:
     `built` counts bodies built from Redis, `fallbacks` those that came over HTTP.
     """
 
-    def __init__(self, client: Client, redis_url: str) -> None:
+    def __init__(self, client: HttpClient, redis_url: str) -> None:
         self.built = 0
         self.fallbacks = 0
         self._client = client
@@ -117,13 +117,13 @@ class DirectBodies:
             for planned in chunk:
                 for key in (planned.payload_key, *(column.payload_key for column in planned.late_columns or ())):
                     pipe.get(key)
-            frames = map(self._frame, pipe.execute())
+            frames = (self._frame(plan.meta.run, payload) for payload in pipe.execute())
             groups += [_decode(planned, frames) for planned in chunk]
         return groups
 
-    def _frame(self, payload: bytes | None) -> bytes | None:
+    def _frame(self, run: str, payload: bytes | None) -> bytes | None:
         """Return a frame, from the spill folder if the payload is its stub."""
-        path = stub_path(payload)
+        path = stub_path(run, payload)
         if path is None:
             return payload
         if self._folder is None:

@@ -1,12 +1,21 @@
-"""What an adapter checks before training starts: the release of its framework, and settings of the run."""
+"""What an adapter checks: the release of its framework, settings of the run, and that batches have an equal size."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
+from typing import NamedTuple
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Conflict, Invalid, counted
+from replaybuf.wire.batch import BatchMeta
+
+
+class Needed(NamedTuple):
+    """The rollouts that each batch must have, and why."""
+
+    rollouts: int
+    why: str
 
 
 def warn_if_untested(adapter: str, package: str, first: str, below: str) -> None:
@@ -25,6 +34,25 @@ def check_run_settings(run: str, needed: Mapping[str, tuple[object, object, str]
     for name, (value, wanted, why) in needed.items():
         if value != wanted:
             raise misfit(f"run {run}: {name}", value, f"{wanted} ({why})")
+
+
+def check_size(meta: BatchMeta, needed: Needed) -> None:
+    """Raise `Conflict` for a batch that is not the step of a trainer whose steps have an equal number of rollouts.
+
+    Such a trainer would wait for ever for the rest of the step, or train other rollouts than the ledger says.
+    """
+    if meta.batch_rollouts == needed.rollouts:
+        return
+    raise Conflict(
+        f"the batch of step {meta.step} has {counted(meta.batch_rollouts, 'rollout')} in "
+        f"{counted(meta.batch_groups, 'group')}; needed: "
+        f"{needed.rollouts} ({needed.why}). It was not trained. Make both equal: change the trainer, or the batches: "
+        "give its groups back with Client.attach(on_resume='resample'), PATCH batch.groups_per_batch, and start the "
+        "trainer again. A token budget, timeout_s, min_group_size and tail also make short batches: unset them",
+        name="batch_rollouts",
+        value=meta.batch_rollouts,
+        bound=needed.rollouts,
+    )
 
 
 def misfit(name: str, value: object, bound: str) -> Invalid:

@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
-from replaybuf.client.client import Client, Patience
+from replaybuf.client.http_client import HttpClient
+from replaybuf.client.retries import Patience
 from replaybuf.errors import BatchOverdue, Conflict, Invalid, RunFinished, ServiceUnavailable
 from replaybuf.wire.batch import Batch, BatchMeta, read_batch
 from replaybuf.wire.contract import WaitingAnswer
@@ -121,13 +122,14 @@ class WaitingLog:
         if level:
             logger.log(
                 level,
-                "waiting step=%d reason=%s blocked_on=%s have=%s need=%s waited_s=%.0f",
+                "waiting step=%d reason=%s blocked_on=%s have=%s need=%s waited_s=%.0f%s",
                 step,
                 waiting.reason,
                 waiting.blocked_on,
                 waiting.have,
                 waiting.need,
                 waited_s,
+                f" detail={waiting.detail}" if waiting.detail else "",
             )
 
 
@@ -141,7 +143,7 @@ class StepReader(Generic[B]):
 
     def __init__(
         self,
-        client: Client,
+        client: HttpClient,
         epoch: int,
         step: int,
         options: ReaderOptions = DEFAULTS,
@@ -351,11 +353,12 @@ def _overdue(step: int, deadline_s: float | None, waits: WaitingAnswer | None) -
     if waits is not None:
         missing = ", ".join(f"{one.name} (last seen {one.last_seen_s:.0f} s ago)" for one in waits.missing)
         why = f"{waits.reason}, blocked on {waits.blocked_on}" + (f"; missing: {missing}" if missing else "")
+        why += f"; {waits.detail}" if waits.detail else ""
     detail = f"no batch of step {step} within deadline_s = {deadline_s:g}: {why}" if deadline_s is not None else why
     return BatchOverdue(detail, waits, name="deadline_s", value=waits and waits.reason, bound=deadline_s)
 
 
-def _open_direct(client: Client, redis_url: str | None) -> DirectBodies | None:
+def _open_direct(client: HttpClient, redis_url: str | None) -> DirectBodies | None:
     if redis_url is None:
         return None
     from replaybuf.client.direct import DirectBodies  # loads redis, which other readers do not need

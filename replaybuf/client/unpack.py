@@ -20,12 +20,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 from replaybuf.wire.batch import Batch, MicroBatch
 
 Tokens: TypeAlias = Literal["all", "completion", "sampled"]
-"""Which tokens of a rollout: all; those from the first sampled one on, which is where a completion begins; or those
-that the policy sampled (`loss_mask`)."""
+"""Which tokens of a rollout: all; those of the completion; or those in the loss (`loss_mask`).
+
+Without `prompt_lengths` (`client.attach(lengths=True)`) a completion begins at the first token in the loss."""
 
 _FOR_TENSORS = "for tensors use replaybuf_trainer.unpack"
 
@@ -73,6 +74,7 @@ def per_rollout(
     """
     values = _read_values(row, row_values)
     bounds = row.cu_seqlens.tolist()
+    lengths = None if row.prompt_lengths is None else row.prompt_lengths.tolist()
     split = {}
     for number, key in enumerate(rollout_keys(row)):
         start, end = bounds[number], bounds[number + 1]
@@ -80,7 +82,8 @@ def per_rollout(
         if tokens == "sampled":
             split[key] = values[start:end][mask]
         elif tokens == "completion":
-            split[key] = values[start + int(mask.argmax()) if mask.any() else end : end]
+            prompt = int(mask.argmax()) if mask.any() else end - start
+            split[key] = values[start + (prompt if lengths is None else lengths[number]) : end]
         else:
             split[key] = values[start:end]
     return split
@@ -95,7 +98,7 @@ def per_group(batch: Batch, row_values: Sequence[npt.ArrayLike]) -> dict[str, Gr
     rows = batch.micro_batches
     if len(row_values) != len(rows):
         raise Invalid(
-            f"row_values has arrays for {len(row_values)} micro-batches; the batch has {len(rows)}",
+            f"row_values has arrays for {counted(len(row_values), 'micro-batch')}; the batch has {len(rows)}",
             name="row_values",
             value=len(row_values),
             bound=len(rows),
@@ -135,7 +138,7 @@ def _read_values(row: MicroBatch, row_values: npt.ArrayLike) -> npt.NDArray[Any]
     length = len(row.input_ids)
     if values.ndim == 0 or len(values) != length:
         raise Invalid(
-            f"row_values has shape {list(values.shape)}; the micro-batch has {length} tokens",
+            f"row_values has shape {list(values.shape)}; the micro-batch has {counted(length, 'token')}",
             name="row_values",
             value=list(values.shape),
             bound=length,

@@ -1,7 +1,7 @@
 // The console: finds the view of an address, asks it to refresh, and says when the server does not answer.
 
 import { NoAnswer, Problem, clock, token } from "./api.js";
-import { dialog, h, update, visible } from "./dom.js";
+import { closeDialog, dialog, h, update, visible } from "./dom.js";
 import { age } from "./format.js";
 import { openActions } from "./views/actions.js";
 import { openCompare } from "./views/compare.js";
@@ -15,6 +15,8 @@ import { openRuns } from "./views/runs.js";
 import { openStep } from "./views/step.js";
 
 const RETRY_MS = 2000;
+// Answers to a page of a thing that is not for this token, does not exist, or was deleted.
+const ABSENT = [403, 404, 410];
 // A difference of clocks that a person should know of.
 const CLOCK_S = 60;
 const ROUTES = [
@@ -48,6 +50,7 @@ function openView() {
   if (!hash.startsWith("#/")) return; // the link that skips to the content
   clearTimeout(timer);
   view?.close?.();
+  closeDialog();
   const [path, search = ""] = hash.slice(1).split("?");
   const [open, names] = findView(path);
   if (open) {
@@ -88,6 +91,7 @@ async function refresh(shown) {
     next = RETRY_MS;
     if (error instanceof NoAnswer) silent();
     else if (error instanceof Problem && error.status === 401) await login(error.message);
+    else if (error instanceof Problem && ABSENT.includes(error.status)) showAbsent(error);
     else report(error);
   }
   if (shown !== view || !next) return;
@@ -104,6 +108,7 @@ function refreshNow() {
 function heard() {
   silentSince = null;
   if (!banner.hidden) banner.hidden = true;
+  if (main.firstChild !== view.node) main.replaceChildren(view.node);
   main.removeAttribute("data-old");
   const ahead = clock.aheadS();
   update(document.getElementById("clock"), Math.abs(ahead) < CLOCK_S ? "" : `This browser's clock is ${age(Math.abs(ahead))} ${ahead > 0 ? "ahead of" : "behind"} the server's. Ages and times are the server's.`);
@@ -114,6 +119,18 @@ function silent() {
   update(banner, `The server has not answered since ${silentSince.toLocaleTimeString("sv")}. The page shows what was last known and asks again every 2 s.`);
   banner.hidden = false;
   main.setAttribute("data-old", "");
+}
+
+// Show why there is nothing to see, and where to go, instead of a page without data. The page comes back with an answer.
+function showAbsent(error) {
+  silentSince = null;
+  banner.hidden = true;
+  main.removeAttribute("data-old");
+  if (main.firstChild?.dataset.absent === error.message) return; // a screen reader reads it once
+  const links = [...view.crumbs.filter(([, href]) => href), ["create a run", "#/new"]];
+  const ways = links.flatMap(([name, href], place) => [place ? " · " : "Go to: ", h("a", { href }, name)]);
+  const hint = error.status === 403 && h("p", {}, "The button Token changes the token of this tab.");
+  main.replaceChildren(h("div", { "data-absent": error.message }, h("h1", {}, view.title), h("div", { class: "empty", role: "alert" }, h("p", { class: "bad" }, error.message), hint, h("p", {}, ways))));
 }
 
 function report(error) {

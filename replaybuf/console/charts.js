@@ -1,7 +1,7 @@
 // Charts over steps or time: shared cursor and range, hover values, CSV.
 
 import { h } from "./dom.js";
-import { count } from "./format.js";
+import { count, counted } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const HEIGHT = 190;
@@ -50,12 +50,13 @@ export class Chart {
     const data = [x, ...this.spec.series.map(([, read]) => read(columns))];
     this.data = data;
     const newest = this.spec.series.map(([name], place) => `${name} ${format(data[place + 1].findLast((value) => value !== undefined))}`);
-    this.place.setAttribute("aria-label", `${this.spec.title} over ${x.length} points. Newest: ${newest.join(", ")}.`);
+    this.place.setAttribute("aria-label", `${this.spec.title} over ${counted(x.length, "point")}. Newest: ${newest.join(", ")}.`);
     const lines = [this.spec.x, ...this.spec.series.map(([name]) => name)].join();
     if (this.plot && this.time === time && this.lines === lines) this.plot.setData(data);
     else this.build(data, time);
     this.lines = lines; // uPlot cannot change their number or names
-    this.plot.setLegend({ idx: x.length - 1 });
+    const { plot } = this;
+    queueMicrotask(() => plot.cursor.idx ?? plot.setLegend({ idx: x.length - 1 })); // uPlot empties it after a change of the data
   }
 
   build(data, time) {
@@ -65,13 +66,13 @@ export class Chart {
       label: name,
       stroke: color(`--line-${this.spec.band ? (place === 2 ? 1 : 6) : (place % 6) + 1}`),
       width: this.spec.band && place < 2 ? 0.5 : 1.5,
-      points: { show: data[0].length < 3 },
+      points: { show: data[0].length < 3, filter: (plot, line) => findLonePoints(plot.data[line]) },
       value: (_, value) => format(value),
     }));
     const options = {
       width: Math.max(200, this.place.clientWidth),
       height: HEIGHT,
-      scales: { x: { time } },
+      scales: { x: { time, range: (_, low, high) => (low === high ? [low, low + 1] : [low, high]) } },
       axes: [axis(null), axis((_, values) => values.map((value) => (Math.abs(value) >= 10000 ? count(value) : String(+value.toPrecision(4)))))],
       series: [{ label: this.spec.x ?? (time ? "time" : "step"), value: (_, value) => (value === null ? "–" : time ? new Date(value * 1000).toLocaleString("sv") : Number.isInteger(value) ? String(value) : value.toFixed(3)) }, ...series],
       bands: this.spec.band ? [{ series: [1, 2], fill: `${color("--line-1")}22` }] : [],
@@ -130,6 +131,14 @@ export class Chart {
     this.watch.disconnect();
     this.plot?.destroy();
   }
+}
+
+// Places of values without a neighbour: no line ends there, so only a point shows them. A line passes over `undefined`,
+// which is a step that this run did not make, and breaks at null.
+function findLonePoints(values) {
+  const places = [...values.keys()].filter((place) => values[place] !== undefined);
+  const isValue = (at) => typeof values[places[at]] === "number";
+  return places.filter((_, at) => isValue(at) && !isValue(at - 1) && !isValue(at + 1));
 }
 
 // Offer columns as a file.

@@ -1,6 +1,6 @@
 // What a run does now: works, waits for longer than usual, or stopped; why, and what a person can do.
 
-import { age, count, explainReason } from "./format.js";
+import { age, count, counted, explainReason } from "./format.js";
 
 // A client that is silent for longer, and for most of the time that the run stands still, is the cause.
 const SILENT_S = 15;
@@ -25,7 +25,7 @@ export function diagnose(row) {
 function findCauses(row) {
   const dead = (seconds) => seconds !== null && seconds > Math.max(SILENT_S, 0.5 * (row.idle_s ?? 0));
   const { trainer_last_seen_s: trainer, producers_last_seen_s: producers, producers_without_engine: hungry } = row;
-  const engines = hungry > 0 && { place: "Producers", what: `${count(hungry)} of ${count(row.producers_known)} producers have no engine that takes requests.`, todo: "Look at the engines and their logs, then start them again. Then look at the trainer: it loads its weights into them.", page: "/problems" };
+  const engines = hungry > 0 && { place: "Producers", what: `${count(hungry)} of ${counted(row.producers_known, "producer")} ${hungry === 1 ? "has" : "have"} no engine that takes requests.`, todo: "Look at the engines and their logs, then start them again. Then look at the trainer: it loads its weights into them.", page: "/problems" };
   const trained = dead(trainer) && { place: "Trainer", what: `The trainer is gone: no call for ${age(trainer)}.`, todo: "Look at its process and its log, then start it again. It resumes at its checkpoint and gets the same batches." };
   const produced = dead(producers) && { place: "Producers", what: `The producers are gone: no call for ${age(producers)}.`, todo: "Look at their processes and logs, then start them again. Their tickets go to others.", page: "/problems" };
   const both = row.waiting?.blocked_on === "producers" ? [produced, trained] : [trained, produced];
@@ -34,7 +34,7 @@ function findCauses(row) {
 
 const since = (row) => (row.idle_s === null ? "since the run began" : `for ${age(row.idle_s)}`);
 
-const amounts = (waiting) => ["groups", "tokens"].filter((name) => waiting?.need[name]).map((name) => `${count(waiting.have[name])} of ${count(waiting.need[name])} ${name}`);
+const amounts = (waiting) => ["groups", "tokens"].filter((name) => waiting?.need[name]).map((name) => `${count(waiting.have[name])} of ${counted(waiting.need[name], name.slice(0, -1))}`);
 
 const missing = (waiting) => (waiting.missing ?? []).map((one) => `${one.name} was last seen ${age(one.last_seen_s)} ago`);
 

@@ -66,7 +66,8 @@ function morph(old, node) {
   } else if (old.nodeType === Node.TEXT_NODE) {
     if (old.data !== node.data) old.data = node.data;
   } else {
-    for (const { name } of [...old.attributes]) if (!node.hasAttribute(name)) old.removeAttribute(name);
+    const kept = old.nodeName === "DETAILS" ? "open" : ""; // what a person opened stays open
+    for (const { name } of [...old.attributes]) if (name !== kept && !node.hasAttribute(name)) old.removeAttribute(name);
     for (const { name, value } of node.attributes) {
       if (old.getAttribute(name) === value) continue;
       if (name === "style") old.style.cssText = value;
@@ -104,7 +105,7 @@ export function facts(pairs) {
 
 // A small line of numbers; `label` is for screen readers.
 export function sparkline(values, label) {
-  if (values.length < 2) return h("span", { class: "quiet" }, "–");
+  if (values.length < 2) return h("span", { class: "spark" }); // a dash would read as the sign of the number behind it
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const y = (value) => 22 - (high > low ? (20 * (value - low)) / (high - low) : 10);
   const points = values.map((value, place) => `${((100 * place) / (values.length - 1)).toFixed(1)},${y(value).toFixed(1)}`);
@@ -127,4 +128,10 @@ export function dialog(title, build) {
     box.onclose = () => resolve(null);
     if (!box.open) box.showModal();
   });
+}
+
+// Close the dialog as cancelled: it is about the page that was left.
+export function closeDialog() {
+  const box = document.getElementById("dialog");
+  if (box.open) box.close();
 }

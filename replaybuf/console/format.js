@@ -10,6 +10,11 @@ export function count(value) {
   return Math.round(value).toLocaleString("en");
 }
 
+// A number with its noun: "1 group", "2 groups"; `many` where the plural takes more than an "s".
+export function counted(value, noun, many = `${noun}s`) {
+  return `${count(value)} ${value === 1 ? noun : many}`;
+}
+
 export function decimal(value, digits = 3) {
   return value === null || value === undefined ? "–" : Number(value).toFixed(digits);
 }
@@ -39,7 +44,7 @@ const LONGEST_TEXT = 20000;
 
 // The start of a long text, with a note about what is left out.
 export function shorten(text, most = LONGEST_TEXT) {
-  return text.length <= most ? text : `${text.slice(0, most)} … (${count(text.length - most)} more characters)`;
+  return text.length <= most ? text : `${text.slice(0, most)} … (${counted(text.length - most, "more character")})`;
 }
 
 // Why a run waits: what the reason means, and what a person can do.

@@ -1,7 +1,7 @@
 // The life of a group as one line: each moment with its time, its version, and the time since the moment before.
 
 import { h } from "./dom.js";
-import { age, clockTime, count } from "./format.js";
+import { age, clockTime, count, counted } from "./format.js";
 
 const NAMES = { ticket: "ticket", sampled: "sampled", stored: "stored", batch: "batch", trained: "trained", published: "published", evicted: "evicted", dead_lettered: "dead lettered", freed: "freed" };
 const NOW = { live: ["waiting", "a batch may use it"], in_batches: ["kept", "a resume may need it"] };
@@ -40,6 +40,6 @@ export function isSettled({ life }) {
 function turnsOf({ metadata }) {
   const turns = Array.isArray(metadata?.turns) ? metadata.turns.slice(0, 1000).filter(Number.isFinite) : [];
   const [least, most] = [Math.min(...turns), Math.max(...turns)];
-  if (turns.length) return `${least === most ? count(most) : `${count(least)} to ${count(most)}`} turns per rollout`;
-  return Number.isFinite(metadata?.requests) ? `${count(metadata.requests)} requests` : null;
+  if (turns.length) return `${least === most ? counted(most, "turn") : `${count(least)} to ${counted(most, "turn")}`} per rollout`;
+  return Number.isFinite(metadata?.requests) ? counted(metadata.requests, "request") : null;
 }

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ class Window(Generic[T]):
         """Split one result per sample by batches. Raises `Invalid` for another number of results."""
         expected = sum(len(batch) for batch in self.batches)
         if len(results) != expected:
-            detail = f"a stage returned {len(results)} results for {expected} samples"
+            detail = f"a stage returned {counted(len(results), 'result')} for {counted(expected, 'sample')}"
             raise Invalid(detail, name="results", value=len(results), bound=expected)
         rest = iter(results)
         return [[next(rest) for _ in batch] for batch in self.batches]

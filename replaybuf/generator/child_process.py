@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.generator.taskset_worker.pipes import framed, received
+from replaybuf.wire.pipes import framed, received
+from replaybuf.wire.prepared_types import prepared
 
 _END_S = 3.0
 """A process gets so long to end by itself."""
@@ -39,7 +40,7 @@ class ChildProcess(Generic[AnswerT]):
     def __init__(self, command: Sequence[str], answers: Any) -> None:
         self.first: Future[AnswerT] = Future()
         self.ended = False
-        self._answers = answers
+        self._answers: msgspec.msgpack.Decoder[AnswerT] = msgspec.msgpack.Decoder(prepared(answers))
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[AnswerT]] = {}

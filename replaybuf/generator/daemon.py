@@ -20,7 +20,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from replaybuf.client.client import AsyncClient
-from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, PromptFault, RewardFault, RunFinished
+from replaybuf.client.producers.failures import describe_failure
+from replaybuf.errors import (
+    EngineAway,
+    EngineFault,
+    EngineUnfit,
+    GroupAborted,
+    PromptFault,
+    RewardFault,
+    RunFinished,
+    counted,
+    first_error,
+)
 from replaybuf.generator.aggregation import Window
 from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.delivery import EARLY_SHARE, Delivery
@@ -33,11 +44,12 @@ from replaybuf.generator.fleet.concurrency import Concurrency
 from replaybuf.generator.group_maker import GroupMaker
 from replaybuf.generator.heartbeats import Heartbeats
 from replaybuf.generator.inflight import InFlight, Job
+from replaybuf.generator.last_failure import PRODUCER_FAULT
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, PromptOrder
 from replaybuf.generator.stages import Rollout, Stage, Stages
 from replaybuf.generator.threads import contained, was_cancelled
-from replaybuf.kernel.tickets import prompt_key
+from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.tracing import spans
 from replaybuf.wire.contract import Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
@@ -80,7 +92,8 @@ class Daemon:
         self._engine = engine
         self._options = options
         self._stages = Stages(stages, options.sampling.n) if stages else None
-        self._followers = (*followers, Heartbeats(options.producer, lambda: self.waiting), Doomed())
+        self._heartbeats = Heartbeats(options.producer, lambda: self.waiting)
+        self._followers = (*followers, self._heartbeats, Doomed())
         self._inflight = InFlight(client, options.service_patience_s)
         self._maker = GroupMaker(
             engine,
@@ -90,6 +103,7 @@ class Daemon:
             self._inflight.progress.reward_s,
             per_request=options.rollouts_per_request,
             least=options.min_group_size,
+            length_penalty=options.length_penalty,
         )
         self._delivery = Delivery(
             self._inflight,
@@ -167,7 +181,7 @@ class Daemon:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Generate until `stop` is set or no ticket will come; then return the remaining tickets."""
-        inflight, delivery, reason = self._inflight, self._delivery, "producer_fault"
+        inflight, delivery, reason = self._inflight, self._delivery, PRODUCER_FAULT
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 loops = [
@@ -188,8 +202,12 @@ class Daemon:
                 for task in (*background, *making):
                     task.cancel()
             reason = "shutdown"
+        except Exception as error:
+            inflight.failure = describe_failure(reason, first_error(error))
+            raise
         finally:
-            await inflight.return_all(reason)
+            last = self._heartbeats.report_failure(inflight, self._engine)
+            await asyncio.gather(inflight.return_all(reason), last)
             self._report_once()
 
     def _learn_published(self, version: int) -> None:
@@ -259,7 +277,9 @@ class Daemon:
     async def _wait_after_denial(self, waiting: WaitingAnswer, took_s: float) -> None:
         inflight = self._inflight
         if waiting.reason == "finished" and waiting.blocked_on != "producers":
-            logger.info("no more tickets: the run is finished; %d groups are still in flight", len(inflight.jobs))
+            logger.info(
+                "no more tickets: the run is finished; %s still in flight", counted(len(inflight.jobs), "group")
+            )
             inflight.no_more_tickets = True
         elif took_s < EARLY_SHARE * self._options.poll_wait_ms / 1000:
             await inflight.until(lambda: inflight.stopping, waiting.retry_after_s)
@@ -293,7 +313,7 @@ class Daemon:
         except (EngineFault, PromptFault, RewardFault) as fault:
             await self._fail(job, fault)
         except asyncio.CancelledError:
-            if not self._inflight.ended_by_abort(job, self._options.sampling) and was_cancelled():
+            if not self._inflight.ended_by_abort(job) and was_cancelled():
                 raise
             # Raised by the environment. Passed on, the TaskGroup would ignore it, and the job's slot would be lost.
             raised = RewardFault("reward_raised", "the reward raised CancelledError")
@@ -305,8 +325,11 @@ class Daemon:
     async def _fail(self, job: Job, fault: EngineFault | PromptFault | RewardFault) -> None:
         """Return a ticket. Raises `ReplaybufError` after too many failures in a row."""
         now_s = asyncio.get_running_loop().time()
+        if isinstance(fault, GroupAborted):
+            sampling = self._options.sampling
+            self.progress.record_aborted(sampling.n, sampling.max_tokens, now_s - job.started_at_s)
         self._failures.record_failure(fault.reason, fault.detail, job.started_at_s, now_s)
-        await self._inflight.return_ticket(job, fault.reason, fault.detail)
+        await self._inflight.return_ticket(job, fault.reason, fault.detail, fault)
         self._failures.check(fault.detail)
 
     async def _pass_on(self, job: Job) -> None:
@@ -341,7 +364,7 @@ class Daemon:
 
     async def _follow_stop(self, stop: asyncio.Event) -> None:
         await stop.wait()
-        logger.info("stopping: %d groups are in flight", len(self._inflight.jobs))
+        logger.info("stopping: %s in flight", counted(len(self._inflight.jobs), "group"))
         await self._inflight.stop()
 
     async def _follow_load(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from replaybuf.generator.engines import Sampling
+from replaybuf.generator.environments.length_penalty import LengthPenalty
 from replaybuf.generator.fleet.concurrency import Bounds
 from replaybuf.generator.inflight import PATIENCE_S
 
@@ -16,7 +17,9 @@ class DaemonOptions:
     """How to generate.
 
     - `producer`: name of this process; `adapter`: whose groups to make, `""` for a run without adapters
-    - `advantage`: an estimator of `kernel.advantages`; `metadata`: added to every group; `compress`: compress frames
+    - `advantage`: an estimator of `kernel.strategy.advantages`
+    - `length_penalty`: added to every reward, None = no penalty
+    - `metadata`: added to every group; `compress`: compress frames
     - `max_inflight_groups` slots; `min_inflight_groups` of them, up to all, generate, as the engines' gauges say
       (None = all slots)
     - `rollouts_per_request`: None = the whole group; `min_group_size`: fewest rollouts of a group that lost some to
@@ -31,6 +34,7 @@ class DaemonOptions:
     sampling: Sampling
     adapter: str = ""
     advantage: str = "grpo"
+    length_penalty: LengthPenalty | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_inflight_groups: int = 64
     min_inflight_groups: int | None = None

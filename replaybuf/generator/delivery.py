@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge
+from replaybuf.errors import Invalid, Malformed, ReplaybufError, RunFinished, TooLarge, counted
 from replaybuf.generator.inflight import InFlight, Job
 from replaybuf.tracing import spans
 from replaybuf.wire.contract import AppendResult, Policy
@@ -28,6 +28,7 @@ APPEND_GROUPS = 64
 """Maximum number of groups in one append."""
 ABOVE_PUBLISHED = "version_above_published"
 LOST_LINEAGE = "lost_lineage"
+RUN_FINISHED = "run_finished"
 EARLY_SHARE = 0.9
 """A long poll answered before this share of its time would be answered at once again."""
 _EARLY_PAUSE_S = 0.2
@@ -116,7 +117,7 @@ class Delivery:
                     "append", lambda: inflight.client.append(groups, compress=self._compress)
                 )
         except RunFinished as error:
-            logger.info("%d groups came too late: %s", len(jobs), error)
+            logger.info("%s came too late: %s", counted(len(jobs), "group"), error)
             inflight.no_more_tickets = True
             await inflight.release(jobs)
             return True
@@ -153,8 +154,8 @@ class Delivery:
 
     async def _return_rejected(self, job: Job, result: AppendResult) -> None:
         reason, detail = f"rejected_{result.reason}", result.detail or ""
-        if result.reason == LOST_LINEAGE:
-            reason = LOST_LINEAGE
+        if result.reason in (LOST_LINEAGE, RUN_FINISHED):
+            reason = result.reason
         elif result.reason == ABOVE_PUBLISHED:
             # The version was published when the group was sent; only a rewind lowers the published version.
             reason = LOST_LINEAGE

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from replaybuf.errors import EngineFault, EngineUnfit, Invalid, NotFound, RewardFault
+from replaybuf.errors import EngineFault, EngineUnfit, Invalid, NotFound, RewardFault, counted
 from replaybuf.generator.engines import Engine, Sample, Sampling
 from replaybuf.generator.environments import check_prompts, load_rewards, multi_turn
 from replaybuf.generator.environments.episodes import Episodes
@@ -27,7 +27,7 @@ from replaybuf.generator.inflight import InFlight
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.prompts.curriculum import Supply
 from replaybuf.wire.evaluations import EvaluationRequest
-from replaybuf.wire.tokenizer import Tokenizer
+from replaybuf.wire.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ def describe(result: EvaluationRequest) -> str:
     versions = ", ".join(str(version) for version in result.versions)
     return (
         f"{result.name} at version {versions}: reward {result.reward_mean:.3f}{error} over {result.rollouts} "
-        f"completions, {result.failed} prompts failed, {result.seconds or 0.0:.1f} s"
+        f"completions, {counted(result.failed, 'prompt')} failed, {result.seconds or 0.0:.1f} s"
     )
 
 

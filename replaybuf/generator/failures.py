@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import math
 
-from replaybuf.errors import ReplaybufError
-from replaybuf.kernel.tickets import is_forgiven
+from replaybuf.errors import ReplaybufError, counted
+from replaybuf.kernel.state.tickets import is_forgiven
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class Failures:
         self.in_a_row += 1
         self._faults += not reason.endswith(SERVER_FAILED)  # `ref_engine_timeout` of a stage counts as well
         if self._pause_s:
-            message = "%d groups in a row failed; trying one at a time, the next in %g s: %s"
-            logger.warning(message, self.in_a_row, self._pause_s, detail)
+            message = "%s in a row failed; trying one at a time, the next in %g s: %s"
+            logger.warning(message, counted(self.in_a_row, "group"), self._pause_s, detail)
 
     def check(self, detail: str) -> None:
         """Raise `ReplaybufError` with the last failure's `detail` after too many failures."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from replaybuf.generator.engines import Sample, Sampling, request_seed
 from replaybuf.generator.environments.episodes import Episodes
+from replaybuf.generator.environments.length_penalty import LengthPenalty
 from replaybuf.generator.environments.process_rewards import by_text
 from replaybuf.generator.environments.scoring import Scores, Scoring
 from replaybuf.generator.fleet import Fleet
@@ -24,7 +25,8 @@ from replaybuf.wire.group import Group
 class GroupMaker:
     """Samples and scores groups. `scoring`: number of groups in a reward; `reward_s`: time to score a group.
 
-    `per_request`: rollouts per request, None = the whole group; `least`: fewest rollouts of a group, None = all.
+    `per_request`: rollouts per request, None = the whole group; `least`: fewest rollouts of a group, None = all;
+    `length_penalty`: added to the rewards, None = no penalty.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class GroupMaker:
         *,
         per_request: int | None = None,
         least: int | None = None,
+        length_penalty: LengthPenalty | None = None,
     ) -> None:
         self.scoring = 0
         self._engine = engine
@@ -46,6 +49,7 @@ class GroupMaker:
         self._reward_s = reward_s
         self._per_request = per_request
         self._least = least
+        self._length_penalty = length_penalty
 
     async def make(
         self,
@@ -66,11 +70,13 @@ class GroupMaker:
         losses = Losses(0 if self._least is None else sampling.n - self._least)
         requests = GroupRequests(self._engine, self._per_request, losses)
         if isinstance(self._scorer, Episodes):
-            sample, scores = await self._scorer.play(requests, prompt, sampling, self._engine.check_use, losses)
+            sample, scores = await self._scorer.play(requests, prompt, sampling, self._engine.check_rest, losses)
         else:
             sample = await requests.generate(prompt.token_ids, sampling)
             job.sampled = True
             scores = await self._score(self._scorer, prompt, sample)
+        if self._length_penalty is not None:
+            scores = self._length_penalty.add(prompt, scores, sample.completion_lengths)
         return new_group(
             ticket,
             prompt,

@@ -11,7 +11,7 @@ from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.engines import Sample
 from replaybuf.generator.environments.scoring import Scores
 from replaybuf.generator.prompts import Prompt
-from replaybuf.kernel.advantages import PROCESS, group_advantages, process_advantages, zero_variance
+from replaybuf.kernel.strategy.advantages import PROCESS, group_advantages, process_advantages, zero_variance
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
 from replaybuf.wire.pieces import group_of_completions

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import ReplaybufError, ServiceUnavailable
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.inflight import InFlight
+from replaybuf.generator.last_failure import LAST_S
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +17,10 @@ FIRST_EVERY_S = 5.0
 """Pause before the second heartbeat, until an answer says how long the service waits for one."""
 _SHARE = 3
 """Heartbeats per `heartbeat_s`: one or two may be lost."""
+_LEAST_GAP_S = 1.0
+"""Pause before a heartbeat that reports a failure."""
+_CHECK_SHARE = 5
+"""Engines without requests have this share of a pause to answer: the heartbeat must not come late."""
 
 
 class Heartbeats:
@@ -29,18 +35,38 @@ class Heartbeats:
     async def follow(self, inflight: InFlight, fleet: Fleet, published: Callable[[], int | None]) -> None:
         """Send heartbeats until nothing is in flight. A service that does not answer gets the next one later."""
         while not inflight.done:
+            await fleet.check_idle(self._every_s / _CHECK_SHARE)
             await self._send(inflight, fleet)
-            await inflight.until(lambda: inflight.done, self._every_s)
+            gap_s = min(_LEAST_GAP_S, self._every_s)
+            await inflight.until(lambda: inflight.done, gap_s)
+            await inflight.until(lambda: inflight.done or inflight.failure is not None, self._every_s - gap_s)
+
+    async def report_failure(self, inflight: InFlight, fleet: Fleet) -> None:
+        """Send a failure that the service does not know yet, within `LAST_S`."""
+        if inflight.failure is None:
+            return
+        try:
+            async with asyncio.timeout(LAST_S):
+                await self._send(inflight, fleet)
+        except TimeoutError:
+            logger.warning("the service did not take the last failure within %g s", LAST_S)
 
     async def _send(self, inflight: InFlight, fleet: Fleet) -> None:
         engines = sum(engine.fault is None for engine in fleet.status())
+        failure, inflight.failure = inflight.failure, None
         try:
             answer = await inflight.client.send_heartbeat(
-                self._producer, in_flight=len(inflight.jobs), engines=engines, held_back_by=self._held_back_by()
+                self._producer,
+                in_flight=len(inflight.jobs),
+                engines=engines,
+                held_back_by=self._held_back_by(),
+                failure=failure,
             )
         except ReplaybufError as error:  # the calls that matter retry, and report it
             logger.log(logging.DEBUG if self._failing else logging.WARNING, "no heartbeat: %s", error)
             self._failing = True
+            if isinstance(error, ServiceUnavailable):  # otherwise it would be refused again, and no heartbeat come
+                inflight.failure = inflight.failure or failure
             return
         self._failing, self._every_s = False, answer.heartbeat_s / _SHARE
         if answer.state != "running":

@@ -10,21 +10,24 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from replaybuf.client.client import AsyncClient, Backoff
+from replaybuf.client.client import AsyncClient
+from replaybuf.client.producers.failures import describe_failure, redact
+from replaybuf.client.retries import Backoff
 from replaybuf.errors import (
     DataLost,
-    EngineFault,
+    GroupAborted,
     NoRoom,
     NotFound,
     NotLeader,
     ReplaybufError,
     ServiceUnavailable,
     UnsupportedServer,
+    counted,
 )
-from replaybuf.generator.engines import Sampling
 from replaybuf.generator.progress import Progress
+from replaybuf.kernel.state.tickets import is_failure
 from replaybuf.tracing import spans
-from replaybuf.wire.contract import Ticket, Tickets
+from replaybuf.wire.contract import ProducerFailure, Ticket, Tickets
 from replaybuf.wire.group import Group
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ class Job:
     rewound_to: int | None = None
     sampled: bool = False
     begun_by: int | None = None
-    aborted: EngineFault | None = None
+    aborted: GroupAborted | None = None
     span: Span | None = None
 
     @property
@@ -79,7 +82,8 @@ class Job:
 class InFlight:
     """Tickets in flight by their id, and one condition that is notified of all their changes.
 
-    `stopping`: a stop was requested. `no_more_tickets`: no ticket will be requested any more.
+    `stopping`: a stop was requested. `no_more_tickets`: no ticket will be requested any more. `failure`: the newest
+    one that the service does not know yet.
     """
 
     def __init__(self, client: AsyncClient, patience_s: float = PATIENCE_S) -> None:
@@ -88,6 +92,7 @@ class InFlight:
         self.jobs: dict[str, Job] = {}
         self.stopping = False
         self.no_more_tickets = False
+        self.failure: ProducerFailure | None = None
         self._patience_s = patience_s
         self._retried: dict[str, str] = {}
         self._changed = asyncio.Condition()
@@ -123,18 +128,14 @@ class InFlight:
 
     def abort(self, job: Job, reason: str, detail: str) -> None:
         """Abort a group at the engine: closing the request frees its place there. Its ticket is returned."""
-        job.aborted = EngineFault(reason, detail)
+        job.aborted = GroupAborted(reason, detail)
         if job.task is not None:
             job.task.cancel()
 
-    def ended_by_abort(self, job: Job, sampling: Sampling) -> bool:
-        """Return whether only an abort has cancelled the current task, which makes the group of `job`; count it."""
+    def ended_by_abort(self, job: Job) -> bool:
+        """Return whether only an abort has cancelled the current task, which makes the group of `job`."""
         task = asyncio.current_task()
-        if job.aborted is None or task is None or task.uncancel():
-            return False
-        seconds = asyncio.get_running_loop().time() - job.started_at_s
-        self.progress.record_aborted(sampling.n, sampling.max_tokens, seconds)
-        return True
+        return not (job.aborted is None or task is None or task.uncancel())
 
     def abort_sampling(self, reason: str, detail: str) -> None:
         """Abort every group that engines sample now."""
@@ -192,10 +193,10 @@ class InFlight:
                 self._retried[what], outage = "no_room", None
                 pause_s = max(next(pauses_s), error.retry_after_s or 0.0)
                 logger.warning(
-                    "waiting %.1f s for room in the service (%s); the trainer makes room; %d groups are in flight: %s",
+                    "waiting %.1f s for room in the service (%s); the trainer makes room; %s in flight: %s",
                     pause_s,
                     what,
-                    len(self.jobs),
+                    counted(len(self.jobs), "group"),
                     error,
                 )
             except (ServiceUnavailable, NotLeader, DataLost) as error:
@@ -226,13 +227,19 @@ class InFlight:
                         self.add(ticket)
             raise
 
-    async def return_ticket(self, job: Job, reason: str, detail: str) -> None:
-        """Return a ticket with its reason; a ticket that cannot be returned expires."""
+    async def return_ticket(self, job: Job, reason: str, detail: str, error: BaseException | None = None) -> None:
+        """Return a ticket with its reason; a ticket that cannot be returned expires. `error`: what was raised."""
+        if is_failure(reason):
+            self.failure = describe_failure(reason, error or detail, job.ticket.prompt_index)
+        await self._give_back(job, reason, detail)
+
+    async def _give_back(self, job: Job, reason: str, detail: str) -> None:
         self.progress.given_back[reason] += 1
         spans.end_group(job.span, reason)
         logger.warning("returning ticket %s: %s: %s", job.ticket.ticket, reason, detail)
+        line = " ".join(redact(f"{reason}: {detail}").split())  # the service takes no line breaks here
         try:
-            await self.client.return_ticket(job.ticket.ticket, f"{reason}: {detail}"[:_REASON_CHARS])
+            await self.client.return_ticket(job.ticket.ticket, line[:_REASON_CHARS])
         except NotFound:  # it has expired, and another producer may have it
             logger.info("ticket %s is no longer out", job.ticket.ticket)
         except ReplaybufError as error:
@@ -244,9 +251,9 @@ class InFlight:
         jobs = list(self.jobs.values())
         try:
             async with asyncio.timeout(RETURN_S):
-                await asyncio.gather(*(self.return_ticket(job, reason, "the producer ends") for job in jobs))
+                await asyncio.gather(*(self._give_back(job, reason, "the producer ends") for job in jobs))
         except TimeoutError:
-            logger.warning("%d tickets could not be returned in time and will expire", len(self.jobs))
+            logger.warning("%s not returned in time; they will expire", counted(len(self.jobs), "ticket"))
 
 
 class _Outage:
@@ -264,7 +271,8 @@ class _Outage:
         awaited = "an operator to restore the data" if lost else f"the service ({self._what})"
         if time.monotonic() - self._since_s >= self._patience_s:
             raise type(error)(
-                f"waited {self._patience_s:g} s for {awaited}; {groups} groups in flight are lost: {error.detail}",
+                f"waited {self._patience_s:g} s for {awaited}; {counted(groups, 'group')} in flight lost: "
+                f"{error.detail}",
                 name=error.name,
                 value=error.value,
                 bound=self._patience_s,
@@ -272,7 +280,7 @@ class _Outage:
         if not lost:
             logger.warning("waiting %.1f s for %s: %s", pause_s, awaited, error)
         elif not self._data_lost:  # once: nothing changes until the operator acts
-            message = "waiting up to %g s for %s, with %d groups in flight: %s"
-            logger.error(message, self._patience_s, awaited, groups, error)
+            message = "waiting up to %g s for %s, with %s in flight: %s"
+            logger.error(message, self._patience_s, awaited, counted(groups, "group"), error)
         self._data_lost = lost
         return "data_lost" if lost else "service_away"

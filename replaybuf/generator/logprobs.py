@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError
+from replaybuf.client.producers.failures import redact
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError, counted
 from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, ServerStatus, stale_fault
 from replaybuf.generator.fleet.publication import ahead, stale
@@ -168,8 +169,8 @@ class EngineStage(Stage):
             if len(lacking):
                 at = int(lacking[0])
                 detail = (
-                    f"engine {url} returned no finite logprob for {len(lacking)} sampled tokens; the first is "
-                    f"{rollout.completion_ids[at]} at {at} of the completion"
+                    f"engine {url} returned no finite logprob for {counted(len(lacking), 'sampled token')}; the "
+                    f"first is {rollout.completion_ids[at]} at {at} of the completion"
                 )
                 raise EngineFault("engine_bad_answer", detail, name="engine", value=url)
         return Computed(values)
@@ -272,11 +273,13 @@ class ModelStage(Stage):
                 async with asyncio.timeout(self._timeout_s) as limit:
                     return Computed(await asyncio.wrap_future(self._worker.do(lambda: model.logprobs(rollouts))))
             except Exception as error:  # a model may raise anything, for example without memory
-                what = f"{self._folder} with {len(rollouts)} rollouts, {_tokens(rollouts)} tokens,"
+                what = (
+                    f"{self._folder} with {counted(len(rollouts), 'rollout')}, {counted(_tokens(rollouts), 'token')},"
+                )
                 if limit.expired():
                     detail = f"{what} did not finish within {self._timeout_s:g} s; use smaller micro-batches"
                     raise ReplaybufError(detail, name="micro_batch", bound=self._timeout_s) from None
-                raise EngineFault("model_raised", f"{what} raised {error!r}", name="model") from error
+                raise EngineFault("model_raised", redact(f"{what} raised {error!r}"), name="model") from error
 
 
 def _tokens(rollouts: Sequence[Rollout]) -> int:

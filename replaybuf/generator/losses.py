@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from replaybuf.errors import EngineFault, EngineUnfit, RewardFault
-from replaybuf.kernel.tickets import is_failure
+from replaybuf.errors import EngineFault, EngineUnfit, RewardFault, counted, first_error
+from replaybuf.kernel.state.tickets import is_failure
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ class Losses:
             async with asyncio.TaskGroup() as tasks:
                 kept = [tasks.create_task(own._keep(*one)) for one in zip(works, sizes, strict=True)]
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            error = first_error(group)
+            raise error from error.__cause__  # its traceback is shown to people
         results = [result for task in kept for result in task.result()]
         if own._last is not None:
             self._add(own, own._last, nothing_left=not results)
@@ -67,7 +68,7 @@ class Losses:
             return [await work()]
         except (EngineFault, RewardFault) as fault:
             self.record(fault, rollouts)
-            logger.warning("lost %d rollouts of a group: %s: %s", rollouts, fault.reason, fault.detail)
+            logger.warning("lost %s of a group: %s: %s", counted(rollouts, "rollout"), fault.reason, fault.detail)
             return []
 
     def _add(self, part: Losses, fault: EngineFault | RewardFault, *, nothing_left: bool) -> None:

@@ -55,11 +55,17 @@ class _DaemonCollector(Collector):
             ("groups_partial", "Stored groups that lost rollouts to faults", progress.groups_partial),
             ("rollouts", "Rollouts of stored groups", progress.rollouts),
             ("tokens", "Completion tokens of stored groups", progress.generated_tokens),
-            ("groups_aborted", "Groups aborted at the engine, as no batch could use them", progress.groups_aborted),
+            (
+                "groups_aborted",
+                "Groups ended before their last token, as no batch could use them",
+                progress.groups_aborted,
+            ),
             ("tokens_saved", "Estimated tokens that aborted groups did not sample", progress.tokens_saved),
             ("evaluations_failed", "Evaluations without a result", progress.evaluations_failed),
         ):
             yield self._counter(name, text, (), [((), count)])
+        dropped = [((reason,), number) for reason, number in sorted(progress.prompts_dropped.items())]
+        yield self._gauge("prompts_dropped", "Prompts that filters dropped at load", ("reason",), dropped)
         returned = [((reason,), number) for reason, number in sorted(progress.given_back.items())]
         yield self._counter("groups_failed", "Tickets returned", ("reason",), returned)
         lost = [((reason,), number) for reason, number in sorted(progress.rollouts_lost.items())]

@@ -13,10 +13,12 @@ from cyclopts.types import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.engines import Server, open_engine
+from replaybuf.generator.environments.length_penalty import LengthPenaltyOptions
 from replaybuf.generator.fleet import OnPublish
 from replaybuf.generator.fleet.concurrency import Bounds
 from replaybuf.generator.inflight import PATIENCE_S
 from replaybuf.generator.logprobs import LogprobOptions
+from replaybuf.generator.prompts.filters import PromptFilterOptions
 
 LIVE = ("max_inflight_groups", "min_inflight_groups", "temperature", "report_every_s")
 """Options that SIGHUP changes in a running generator."""
@@ -120,6 +122,10 @@ class GenerateOptions(SamplingOptions):
     reward_processes: NonNegativeInt = 0
     """Number of processes that score completions, for rewards that need much CPU time. A process that exceeds
     reward_timeout_s is killed and restarted. 0: score in threads."""
+    length_penalty: Annotated[LengthPenaltyOptions, Parameter(name="*")] = dataclasses.field(
+        default_factory=LengthPenaltyOptions
+    )
+    """Penalty for completions near the maximum length."""
     eval_prompts: str | None = None
     """Source of held-out prompts to evaluate during generation, in the same form as prompts; it must be finite.
     Default: no evaluation."""
@@ -143,10 +149,16 @@ class GenerateOptions(SamplingOptions):
     """Port of GET /metrics and GET /healthz; 0 takes a free port and prints it. Default: no metrics."""
     logprobs: Annotated[LogprobOptions, Parameter(name="*")] = dataclasses.field(default_factory=LogprobOptions)
     """Additional logprobs of every group."""
+    filters: Annotated[PromptFilterOptions, Parameter(name="*")] = dataclasses.field(
+        default_factory=PromptFilterOptions
+    )
+    """Prompts to drop at load."""
 
     def check(self) -> None:
         """Raise `Invalid` where options contradict each other."""
         self.logprobs.check()
+        self.filters.check()
+        self.length_penalty.penalty(self.max_tokens)
         Bounds(self.min_inflight_groups, self.max_inflight_groups)
 
     def live_changes(self, new: GenerateOptions) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from replaybuf.client.client import AsyncClient, Backoff
-from replaybuf.errors import DataLost, Invalid, NotFound, ServiceUnavailable, UnsupportedServer
+from replaybuf.client.client import AsyncClient
+from replaybuf.client.retries import Backoff
+from replaybuf.errors import DataLost, Invalid, NotFound, ServiceUnavailable, UnsupportedServer, counted
 from replaybuf.generator.engines import Server
+from replaybuf.generator.environments.length_penalty import LengthPenalty
 from replaybuf.generator.prompts import Prompt
-from replaybuf.kernel.advantages import check_estimator
+from replaybuf.kernel.strategy.advantages import PROCESS, check_estimator
+from replaybuf.wire.model_tokenizer import Tokenizer
 from replaybuf.wire.run_status import RunFacts
-from replaybuf.wire.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,17 @@ def check_group_size(option: int | None, facts: RunFacts) -> int:
     return size
 
 
+def check_length_penalty(penalty: LengthPenalty | None, facts: RunFacts) -> None:
+    """Raise `Invalid` where the estimator of the run does not use the reward that a penalty is added to."""
+    if penalty is not None and facts.advantage == PROCESS:
+        raise Invalid(
+            f"advantage of the run is {PROCESS!r}, which uses process rewards in place of the reward; remove "
+            "length_penalty_cache, or choose another advantage",
+            name="length_penalty_cache",
+            value=penalty.cache_tokens,
+        )
+
+
 def check_fit(
     facts: RunFacts, prompts: Iterable[Prompt], *, group_size: int, max_tokens: int, longest: Mapping[str, int | None]
 ) -> None:
@@ -89,8 +102,8 @@ def check_fit(
     for name, bound in bounds.items():
         if bound is not None and length + max_tokens > bound:
             raise Invalid(
-                f"prompt {prompt.prompt_id!r} ({prompt.where}) has {length} tokens; with max_tokens {max_tokens} a "
-                f"rollout has {length + max_tokens}; {name} is {bound}",
+                f"prompt {prompt.prompt_id!r} ({prompt.where}) has {counted(length, 'token')}; with max_tokens "
+                f"{max_tokens} a rollout has {length + max_tokens}; {name} is {bound}; {_remedy(bound - max_tokens)}",
                 name="max_tokens",
                 value=max_tokens,
                 bound=bound - length,
@@ -98,12 +111,18 @@ def check_fit(
     least, budget = group_size * (length + 1), facts.batch.token_budget
     if budget is not None and least > budget:
         raise Invalid(
-            f"a group of {group_size} rollouts of prompt {prompt.prompt_id!r} has at least {least} tokens; "
-            f"the run's batch.tokens_per_batch is {budget}",
+            f"a group of {counted(group_size, 'rollout')} of prompt {prompt.prompt_id!r} has at least "
+            f"{counted(least, 'token')}; the run's batch.tokens_per_batch is {budget}",
             name="group_size",
             value=group_size,
             bound=budget,
         )
+
+
+def _remedy(longest_prompt: int) -> str:
+    if longest_prompt < 1:
+        return "lower --max-tokens"
+    return f"--max-prompt-tokens {longest_prompt} drops prompts that are too long"
 
 
 def check_vocabulary(facts: RunFacts, tokenizer: Tokenizer) -> None:
@@ -132,8 +151,8 @@ async def check_tokenizer(servers: Sequence[Server], tokenizer: Tokenizer, promp
             at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
             raise Invalid(
                 f"tokenizer {tokenizer.folder} is not the tokenizer of model {server.model!r} at {server.url}: it "
-                f"encodes the first prompts to {len(ours)} tokens, the server to {len(theirs)}; the first difference "
-                f"is at token {at}",
+                f"encodes the first prompts to {counted(len(ours), 'token')}, the server to {len(theirs)}; the "
+                f"first difference is at token {at}",
                 name="tokenizer",
                 value=str(tokenizer.folder),
                 bound=server.url,
@@ -145,4 +164,5 @@ def warn_of_overlap(held_out: Iterable[Prompt], training: Iterable[Prompt]) -> N
     trained = {prompt.token_ids.tobytes() for prompt in training}
     both = [prompt.where for prompt in held_out if prompt.token_ids.tobytes() in trained]
     if both:
-        logger.warning("%d held-out prompts are training prompts too; the first: %s", len(both), both[0])
+        prompts = counted(len(both), "held-out prompt")
+        logger.warning("also used for training: %s; the first: %s", prompts, both[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -11,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeAlias, TypeVar
 
 from replaybuf.client.client import AsyncClient
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 from replaybuf.generator.daemon import Daemon, Follower
 from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.engines import Sampling, Server
@@ -21,6 +22,7 @@ from replaybuf.generator.environments.reward_pool import RewardPool
 from replaybuf.generator.environments.scoring import Scorer, Scoring
 from replaybuf.generator.evaluation import Schedule, open_held_out
 from replaybuf.generator.fleet import Fleet
+from replaybuf.generator.last_failure import report_failure
 from replaybuf.generator.logprobs import open_stages
 from replaybuf.generator.metrics import exposition, serve_metrics
 from replaybuf.generator.options import GenerateOptions
@@ -28,6 +30,7 @@ from replaybuf.generator.preflight import (
     check_adapter,
     check_fit,
     check_group_size,
+    check_length_penalty,
     check_tokenizer,
     check_vocabulary,
     wait_for_run,
@@ -35,8 +38,8 @@ from replaybuf.generator.preflight import (
 )
 from replaybuf.generator.prompts.curriculum import Supply
 from replaybuf.generator.staleness import StalenessBound, max_staleness
+from replaybuf.wire.model_tokenizer import Tokenizer
 from replaybuf.wire.run_status import RunFacts
-from replaybuf.wire.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +50,15 @@ Reread: TypeAlias = Callable[[], GenerateOptions]
 
 
 async def run_generator(options: GenerateOptions, reread: Reread | None = None) -> None:
-    """Generate until the run is finished or a signal comes; with `reread`, SIGHUP reads the options again."""
+    """Generate until the run is finished or a signal comes; with `reread`, SIGHUP reads the options again.
+
+    The daemon sends heartbeats, and its failures with them. A failure before it starts is reported here.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     daemon: Daemon | None = None
-    async with AsyncExitStack() as stack:
+    async with _early_failure_reported(options, lambda: daemon is None), AsyncExitStack() as stack:
         servers = options.open_engines(options.logprobs_mode)
         _warn_of_raw_logprobs(servers, options.temperature)
         fleet = Fleet(servers, on_publish=options.on_publish)
@@ -65,6 +71,16 @@ async def run_generator(options: GenerateOptions, reread: Reread | None = None) 
         if daemon is not None:
             async with _reload_on_hangup(options, daemon, servers, reread):
                 await daemon.run(stop)
+
+
+@contextlib.asynccontextmanager
+async def _early_failure_reported(options: GenerateOptions, early: Callable[[], bool]) -> AsyncIterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if early():
+            await report_failure(options.url, options.run, options.token, options.producer, error)
+        raise
 
 
 def _warn_of_raw_logprobs(servers: Sequence[Server], temperature: float) -> None:
@@ -83,7 +99,7 @@ async def _prepare(
 ) -> Daemon:
     """Build the daemon after all checks; `stack` closes what it uses."""
     tokenizer = Tokenizer(options.tokenizer)
-    supply = Supply(options.prompts, tokenizer)
+    supply = Supply(options.prompts, tokenizer, options.filters)
     prompts = supply.loaded
     rewards = load_rewards(options.environment)
     check_prompts(rewards, prompts)
@@ -91,6 +107,8 @@ async def _prepare(
     check_adapter(options.adapter, facts)
     check_vocabulary(facts, tokenizer)
     group_size = check_group_size(options.group_size, facts)
+    length_penalty = options.length_penalty.penalty(options.max_tokens)
+    check_length_penalty(length_penalty, facts)
     fleet.max_staleness = max_staleness(facts)
     await fleet.prepare(options.start_timeout_s)
     await check_tokenizer(servers, tokenizer, prompts)
@@ -112,14 +130,15 @@ async def _prepare(
         warn_of_overlap(schedule.held_out.prompts, prompts)
         followers.append(schedule)
     seed = facts.seed if options.seed is None else options.seed
-    logger.info("generating: %d prompts, groups of %d, %d engines", len(prompts), group_size, len(servers))
+    loaded, engines = counted(len(prompts), "prompt"), counted(len(servers), "engine")
+    logger.info("generating: %s, groups of %d, %s", loaded, group_size, engines)
     sampling = Sampling(
         n=group_size,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         stop_token_ids=tokenizer.stop_token_ids,
     )
-    return Daemon(
+    daemon = Daemon(
         client,
         fleet,
         scorer,
@@ -130,7 +149,9 @@ async def _prepare(
             adapter=options.adapter,
             sampling=sampling,
             advantage=facts.advantage,
+            length_penalty=length_penalty,
             metadata={"env": options.environment, "producer": options.producer}
+            | ({} if length_penalty is None else {"length_penalty": dataclasses.asdict(length_penalty)})
             | {stage.column: stage.record() for stage in stages},
             max_inflight_groups=options.max_inflight_groups,
             min_inflight_groups=options.min_inflight_groups,
@@ -145,6 +166,8 @@ async def _prepare(
         stages,
         followers,
     )
+    daemon.progress.prompts_dropped.update(supply.dropped)
+    return daemon
 
 
 async def _open_scorer(

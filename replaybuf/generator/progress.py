@@ -8,12 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from replaybuf.errors import counted
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.losses import LOST_ROLLOUTS
 from replaybuf.generator.recent import RecentGroups, RecentMeans
 from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.group import Group
+from replaybuf.wire.prepared_types import prepared
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +78,11 @@ class Progress:
     """Counts stored groups and returned tickets since the start, at `now_s` of a clock that does not jump.
 
     `reward_s`: time to score a group; `group_s`: time from ticket to append; `sampled_version`: newest version in a
-    stored group, None before the first one.
+    stored group, None before the first one; `prompts_dropped`: prompts that filters dropped at load, by reason.
     """
 
     def __init__(self, now_s: float) -> None:
+        self.prompts_dropped: Counter[str] = Counter()
         self.groups = 0
         self.groups_partial = 0
         self.rollouts_lost: Counter[str] = Counter()
@@ -113,19 +117,28 @@ class Progress:
         self._reward_sum += float(group.rewards.sum())
 
     def record_aborted(self, rollouts: int, max_tokens: int, seconds: float) -> None:
-        """Count a group that was aborted `seconds` after its ticket.
-
-        The tokens that it lacked are estimated from the mean length and the mean time of stored groups.
-        """
-        length = self.generated_tokens / self.rollouts if self.rollouts else max_tokens
-        whole_s = self.group_s.sum_s / self.groups if self.groups else 0.0
-        done = min(seconds / whole_s, 1.0) if whole_s else 0.0
+        """Count a group that was aborted `seconds` after its ticket, and estimate the tokens that it lacked."""
         self.groups_aborted += 1
-        self.tokens_saved += round(rollouts * length * (1.0 - done))
+        self.tokens_saved += round(self._lacked(rollouts, max_tokens, seconds))
+
+    def _lacked(self, rollouts: int, max_tokens: int, seconds: float) -> float:
+        """Estimate the tokens that an aborted group lacked: its rollouts are as long as those of the newest groups.
+
+        With l = tokens of a rollout after `seconds` at the mean pace of stored groups, and L = a length of a newest
+        rollout: rollouts * mean(max(L - l, 0)). In a group that outlasts them, one rollout still samples. Its length
+        is between the longest L and `max_tokens`; it lacks half of that distance, and at least one token.
+        """
+        groups = self.recent.lengths()
+        if not groups:
+            return rollouts * max_tokens
+        longest = [int(lengths.max()) for lengths in groups]
+        pace = float(np.mean(longest)) * self.groups / max(self.group_s.sum_s, 1e-9)
+        rest = np.maximum(np.concatenate(groups) - seconds * pace, 0.0)
+        return float(rollouts * rest.mean()) if rest.any() else max((max_tokens - max(longest)) / 2, 1.0)
 
     def record_evaluation(self, result: EvaluationRequest) -> None:
         """Keep the result of an evaluation."""
-        self.evaluations[result.name] = msgspec.convert(result, EvaluationSummary, from_attributes=True)
+        self.evaluations[result.name] = msgspec.convert(result, prepared(EvaluationSummary), from_attributes=True)
 
     def status(
         self,
@@ -165,8 +178,8 @@ class Progress:
 def log_status(status: Status) -> None:
     """Log one status line."""
     logger.info(
-        "status: %d groups, %.1f rollouts/s, %.0f tokens/s, reward %s%s, tickets returned %d%s%s%s",
-        status.groups,
+        "status: %s, %.1f rollouts/s, %.0f tokens/s, reward %s%s, tickets returned %d%s%s%s",
+        counted(status.groups, "group"),
         status.rollouts_per_s,
         status.tokens_per_s,
         "-" if status.reward_mean is None else f"{status.reward_mean:.3f}",
@@ -184,7 +197,8 @@ def _recent_text(recent: RecentMeans | None) -> str:
     if recent is None:
         return ""
     kl = "".join(f", KL to {name} {value:.4f}" for name, value in recent.kl.items())
-    return f", last {recent.groups} groups: reward {recent.reward:.3f}, length {recent.completion_tokens:.1f}{kl}"
+    groups = counted(recent.groups, "group")
+    return f", last {groups}: reward {recent.reward:.3f}, length {recent.completion_tokens:.1f}{kl}"
 
 
 def append_status(file: Path, status: Status) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from replaybuf.wire.group import Float32s, Group
+from replaybuf.wire.group import Float32s, Group, Int32s
 
 WINDOW_GROUPS = 128
 LARGEST_LOG_RATIO = 20.0
@@ -37,11 +37,11 @@ class RecentMeans(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sums(NamedTuple):
-    """Sums over one group; `kl` over `kl_tokens` sampled tokens, by name."""
+    """Sums over one group and its completion `lengths`, int32 [n]; `kl` over `kl_tokens` sampled tokens, by name."""
 
     rollouts: int
     reward: float
-    tokens: int
+    lengths: Int32s
     kl: dict[str, float]
     kl_tokens: int
 
@@ -59,7 +59,7 @@ class RecentGroups:
             _Sums(
                 group.rollouts,
                 float(group.rewards.sum()),
-                int(group.completion_lengths.sum()),
+                group.completion_lengths,
                 kl,
                 int(np.count_nonzero(group.completion_mask)) if kl else 0,
             )
@@ -74,9 +74,13 @@ class RecentGroups:
         return RecentMeans(
             groups=len(self._groups),
             reward=sum(group.reward for group in self._groups) / rollouts,
-            completion_tokens=sum(group.tokens for group in self._groups) / rollouts,
+            completion_tokens=sum(int(group.lengths.sum()) for group in self._groups) / rollouts,
             kl={name: self._mean_kl(name) for name in names},
         )
+
+    def lengths(self) -> list[Int32s]:
+        """List the completion lengths of every group, int32 [n]."""
+        return [group.lengths for group in self._groups]
 
     def _mean_kl(self, name: str) -> float:
         having = [group for group in self._groups if name in group.kl]

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 
 from replaybuf.client.client import Client
-from replaybuf.errors import Conflict, EngineFault, Gone, Invalid, NotFound, ServiceUnavailable
+from replaybuf.errors import (
+    Conflict,
+    DataLost,
+    EngineFault,
+    Gone,
+    Invalid,
+    NoRoom,
+    NotFound,
+    ServiceUnavailable,
+)
 from replaybuf.generator.logprobs import MODEL_PLUGIN, LogprobModel
 from replaybuf.generator.stages import Rollout
 from replaybuf.plugins import entry_points as plugins
@@ -58,9 +67,9 @@ class StageDaemon:
                 away = False
                 if not found and self._client.get_run().state == "finished":
                     return
-            except ServiceUnavailable as error:
+            except (ServiceUnavailable, NoRoom, DataLost) as error:  # as producers do
                 if not away:
-                    logger.warning("the service is away, trying again: %s", error.detail)
+                    logger.warning("the service cannot work now, trying again: %s", error.detail)
                 away, found = True, 0
             if not found:
                 self._stop.wait(AWAY_PAUSE_S if away else POLL_S)

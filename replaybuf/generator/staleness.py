@@ -8,7 +8,7 @@ from collections.abc import Callable
 from replaybuf.errors import Invalid
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.inflight import InFlight
-from replaybuf.kernel.plugin_set import build_strategy
+from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.wire.run_status import RunFacts
 
 logger = logging.getLogger(__name__)

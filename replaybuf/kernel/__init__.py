@@ -1,1 +1,4 @@
-"""Decisions, pure: no I/O, no clock, no event loop. State of a run as a fold, tickets, strategies, selection."""
+"""Decisions, pure: no I/O, no clock, no event loop.
+
+The rooms, from the lowest floor up: `rows`, `figures`, `state`, `strategy`, `decide`.
+"""

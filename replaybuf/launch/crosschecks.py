@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from replaybuf.generator.prompts.filters import PromptFilterOptions
 from replaybuf.launch.sections import MINE
 
 TOKEN_ROLES = {
@@ -89,6 +91,10 @@ def _agreement(tables: Mapping[str, Any]) -> Iterator[str]:
     seeds = {table.get("seed") for table in generators}
     if len(seeds) > 1:
         yield "generator: the entries have different seeds; all generators of a run need the same seed"
+    for field in dataclasses.fields(PromptFilterOptions):
+        values = {(table.get("adapter"), table.get(field.name, field.default)) for table in generators}
+        if len(values) > len({adapter for adapter, _ in values}):
+            yield f"generator: the entries have different {field.name}; a prompt index needs the same prompt in all"
 
 
 def _adapter_problems(tables: Mapping[str, Any]) -> Iterator[str]:

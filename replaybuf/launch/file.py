@@ -16,8 +16,8 @@ import msgspec
 from replaybuf.errors import Invalid
 from replaybuf.launch.options import options_of
 from replaybuf.launch.sections import COMMANDS, FOLLOWS, file_shape
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
-LARGEST_FILE_BYTES = 1 << 20
 SHOWN = 60
 """Characters of a wrong value in a message."""
 
@@ -25,12 +25,8 @@ SHOWN = 60
 def read_file(path: Path) -> dict[str, Any]:
     """Read the tables of a file. Raises `Invalid` if it cannot be read or is not TOML."""
     try:
-        raw = path.read_bytes()
-        if len(raw) > LARGEST_FILE_BYTES:
-            detail = f"{path} has {len(raw)} bytes; the maximum is {LARGEST_FILE_BYTES}"
-            raise Invalid(detail, name="file", value=len(raw), bound=LARGEST_FILE_BYTES)
-        return tomllib.loads(raw.decode())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(read_bounded(path, CONFIG_BYTES).decode())
+    except (OSError, UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise Invalid(f"{path} cannot be read: {cause}", name="file", value=str(path)) from error
 

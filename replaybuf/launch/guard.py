@@ -4,8 +4,8 @@ It runs in its own session: `python -I -S guard.py`. The demo holds the only oth
 `+PGID` adds a process group, `-PGID` removes it. End of file means that the demo no longer exists: every remaining
 group gets SIGTERM and, `GRACE_S` later, SIGKILL.
 
-A pipe works on every POSIX system, reaches whole process groups and needs no code between fork and exec, unlike
-PR_SET_PDEATHSIG. The script imports only the standard library, so that it needs little memory.
+A pipe works on every POSIX system and reaches whole process groups, unlike PR_SET_PDEATHSIG (`tie.py`). The script
+imports only the standard library, so that it needs little memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugin_set import resolve_config
+from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.launch import options
 from replaybuf.launch.crosschecks import cross_problems
 from replaybuf.launch.file import problems_of

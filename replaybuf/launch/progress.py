@@ -23,6 +23,7 @@ SESSION_EVERY_S = 5.0
 """Maximum time of a session that `kill -9` leaves out of the report."""
 RECENT_STEPS = 40
 RECENT_LINES = 4
+LONGEST_LINE_BYTES = 1 << 20
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -146,16 +147,15 @@ class LineReader(Generic[StructT]):
         """
         if not self._path.exists():
             return []
+        lines = []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(complete) + len(newline)
-        lines = []
-        for raw in complete.splitlines():
-            try:
-                lines.append(self._decoder.decode(raw))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
+            while (raw := file.readline(LONGEST_LINE_BYTES)).endswith(b"\n") or len(raw) == LONGEST_LINE_BYTES:
+                self._offset += len(raw)
+                try:
+                    lines.append(self._decoder.decode(raw))
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
         return lines
 
 

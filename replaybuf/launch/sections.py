@@ -17,7 +17,8 @@ from replaybuf.launch.supervisor import Restarts
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_fields import DESCRIPTIONS
 
-NAME_PATTERN = "^[a-z0-9][a-z0-9._-]{0,62}$"
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}(?!\n)$"
+"""`$` alone would let a newline at the end pass; JSON Schema does not know `\\Z`."""
 FIRST_ENGINE_PORT = 8001
 MOST_PARTS = 256
 MINE = "mine"

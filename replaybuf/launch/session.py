@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from replaybuf.client.client import AsyncClient
-from replaybuf.errors import ReplaybufError, ServiceUnavailable, first_error
+from replaybuf.errors import ReplaybufError, ServiceUnavailable, counted, first_error
 from replaybuf.launch.plan import Engine, Plan
 from replaybuf.launch.processes import process_states
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, TrainerLine
@@ -175,7 +175,7 @@ class Session:
         await supervisor.finished(child)
         async with self.client(HTTP_TIMEOUT_S) as client:
             for result in await client.list_evaluations(1):
-                figures = f"reward {result.reward_mean:.3f} over {result.rollouts} completions"
+                figures = f"reward {result.reward_mean:.3f} over {counted(result.rollouts, 'completion')}"
                 self._view.event(f"evaluation {result.name} of version {result.version}: {figures}")
 
     async def _train(self, supervisor: Supervisor, status: RunStatus) -> None:

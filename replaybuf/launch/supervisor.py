@@ -9,7 +9,8 @@ Life cycle of a child::
 - Every child leads its own session: Ctrl-C in the terminal reaches only this process, and all that a child starts is
   stopped with it. Its output goes to a log file, so it never waits for a reader.
 - An unexpected exit without a restart, or a signal to this process, ends the session early; it is a value, `Stop`.
-- The guard (`guard.py`) handles `kill -9` of this process; `kill -9` of the guard is an unexpected exit.
+- The guard (`guard.py`) handles `kill -9` of this process; `kill -9` of the guard is an unexpected exit. If both are
+  killed at once, the commands of this package end by themselves (`tie.py`).
 
 Children stop in phases, lowest first: SIGTERM to a phase when the earlier ones are gone, or at the end of the grace
 time; SIGKILL to all `LAST_PHASE_S` later. A second signal to this process sends SIGKILL at once.
@@ -30,8 +31,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.errors import Invalid, ServiceUnavailable, counted
 from replaybuf.launch import guard
+from replaybuf.launch.tie import PARENT
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ KILL_S = 1.75
 STOP_WITHIN_S = GRACE_S + LAST_PHASE_S + KILL_S
 POLL_S = 0.05
 LAST_LINES = 15
+OUTPUT_BYTES = 1 << 20
 EXIT_AFTER_FAULT_S = 1.0
 """How long a failed call waits for the exit of a child that may have caused it."""
 
@@ -125,10 +128,10 @@ class Child:
         return self.process.pid
 
     def output(self) -> str:
-        """Read what this process has printed so far."""
+        """Read what this process has printed last, at most `OUTPUT_BYTES`."""
         with self.log.open("rb") as file:
-            file.seek(self.log_offset)
-            return file.read().decode("utf-8", "replace")
+            file.seek(max(self.log_offset, file.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+            return file.read(OUTPUT_BYTES).decode("utf-8", "replace")
 
     def last_line(self) -> str:
         """Return the last complete line of its output; empty if there is none."""
@@ -234,7 +237,7 @@ class Supervisor:
                     stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **program.environment},
+                    env={**os.environ, **program.environment, PARENT: str(os.getpid())},
                     cwd=program.folder,
                     start_new_session=True,
                     pass_fds=pass_fds,
@@ -277,7 +280,7 @@ class Supervisor:
             self._stop.set_result(self._stop_of(child, code, how))
 
     def _stop_of(self, child: Child, code: int, how: str) -> Stop:
-        restarts = f" after {child.failures} restarts" if child.failures else ""
+        restarts = f" after {counted(child.failures, 'restart')}" if child.failures else ""
         meaning = child.program.final_codes.get(code)
         lines = tuple(child.output().splitlines()[-LAST_LINES:])
         reason = f"{child.name} (pid {child.pid}) {how}{restarts}{f': {meaning}' if meaning else ''}"

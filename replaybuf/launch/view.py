@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from replaybuf.errors import counted
 from replaybuf.launch.progress import Progress
 from replaybuf.launch.text import clock, megabytes, percent, whole_seconds
 
@@ -110,7 +111,9 @@ def _bar(progress: Progress) -> RenderableType:
     share, ending = progress.share, progress.note
     if training:
         share = None if progress.total_steps is None else progress.done_steps / progress.total_steps
-        ending = f"{_steps(progress)} steps" + ("" if left is None else f", {clock(left)} left")
+        ending = counted(progress.total_steps or progress.done_steps, "step", _steps(progress)) + (
+            "" if left is None else f", {clock(left)} left"
+        )
     bar = ProgressBar(total=1.0, completed=min(share or 0.0, 1.0), pulse=share is None)
     row.add_row(Text(progress.phases.current or "starting", style="bold"), bar, Text(ending))
     return row
@@ -172,8 +175,10 @@ def _staleness(progress: Progress) -> str:
 
 
 def _buffer(progress: Progress) -> str:
-    state = progress.state
-    return f"{state['groups']['live']:,} groups, {state['tokens']['live']:,} tokens" if state else "-"
+    if not progress.state:
+        return "-"
+    groups, tokens = progress.state["groups"]["live"], progress.state["tokens"]["live"]
+    return f"{counted(groups, 'group', f'{groups:,}')}, {counted(tokens, 'token', f'{tokens:,}')}"
 
 
 def _counts(progress: Progress) -> str:

@@ -22,9 +22,12 @@ from replaybuf.wire.config import Cost
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord
-from replaybuf.wire.metadata import readable
+from replaybuf.wire.metadata import encode_within
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body
 from replaybuf.wire.token_versions import count_stale, mask_stale
+
+MOST_METADATA_BYTES = 16 << 20
+"""Bytes of JSON that the metadata of all groups of a batch may take: readers of safetensors bound the header."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ class PackedGroups:
         grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, _adapter_codes(groups))
         least = record.least_versions
         in_loss = [mask_stale(group, least.get(group.adapter)) for group in groups]
-        loss_tokens = [tokens for group in in_loss for tokens in group.sampled_lengths.tolist()]
+        loss_tokens = [tokens for group in in_loss for tokens in group.loss_lengths.tolist()]
         return cls(
             record=record,
             planned=planned,
@@ -157,12 +160,11 @@ def plan_of(run: str, batch: PackedGroups, rank: int, release: str = "") -> Plan
         batch_masked_tokens=msgspec.UNSET if record.stale_token_mask is None else batch.masked_tokens,
         batch_reward_mean=batch.rewards.mean if batch.rewards else msgspec.UNSET,
         batch_reward_parts=batch.rewards.parts if batch.rewards else msgspec.UNSET,
-        group_metadata=(
-            [readable(batch.groups[position].metadata) for position in present]
-            if "metadata" in layout.extras
-            else msgspec.UNSET
-        ),
     )
+    if "metadata" in layout.extras:
+        # Over the groups of all ranks, so that every rank leaves out the same.
+        encoded = list(encode_within((group.metadata for group in batch.groups), MOST_METADATA_BYTES))
+        meta = msgspec.structs.replace(meta, group_metadata=[encoded[position] for position in present])
     return Plan(
         meta=meta,
         rows=[[(local[batch.owners[item][0]], batch.owners[item][1]) for item in row] for row in grid],

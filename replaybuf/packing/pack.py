@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 from replaybuf.packing.cost import TYPICAL, whole_costs
 from replaybuf.packing.exchange import Rollouts, even_out
 from replaybuf.wire.config import MAX_RANKS, Cost
@@ -97,7 +97,7 @@ def _check(lengths: npt.NDArray[np.int32], seq_len: int, ranks: int) -> None:
     if len(lengths) and int(lengths.max()) > seq_len:
         longest = int(lengths.max())
         raise Invalid(
-            f"a rollout has {longest} tokens; the maximum is seq_len, {seq_len}",
+            f"a rollout has {counted(longest, 'token')}; the maximum is seq_len, {seq_len}",
             name="seq_len",
             value=longest,
             bound=seq_len,

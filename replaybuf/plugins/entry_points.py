@@ -1,4 +1,4 @@
-"""Plug-ins by entry point: strategies, filters, environments, commands.
+"""Plug-ins by entry point: strategies, filters, admissions, environments, tasksets, commands.
 
 The core knows plug-ins by name alone; built-ins are entry points as well.
 """
@@ -15,18 +15,23 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
 
 T = TypeVar("T")
 
 STRATEGIES = "replaybuf.strategies"
 FILTERS = "replaybuf.filters"
+ADMISSIONS = "replaybuf.admissions"
 ENVIRONMENTS = "replaybuf.environments"
+TASKSETS = "replaybuf.tasksets"
 COMMANDS = "replaybuf.commands"
 LOGPROBS = "replaybuf.logprobs"
 LOSSES = "replaybuf.losses"
 PUBLISHERS = "replaybuf.publishers"
+
+_ADAPTERS = {(ENVIRONMENTS, "verifiers"): "verifiers", (TASKSETS, "verifiers"): "verifiers"}
+"""Plug-ins with a documented name that are in a package of `adapters`."""
 
 
 @functools.cache
@@ -41,13 +46,15 @@ def names(group: str) -> list[str]:
 
 
 def find(group: str, name: str) -> EntryPoint:
-    """Return one entry point. Raises `Invalid` with the installed names."""
+    """Return one entry point. Raises `Invalid` with the installed names, `MissingExtra` for one of an adapter."""
     found = installed(group).select(name=name)
     if not found:
         installed.cache_clear()  # it may have been installed since
         found = installed(group).select(name=name)
     if not found:
         kind = group.rpartition(".")[2].removesuffix("s").replace("ie", "y")
+        if adapter := _ADAPTERS.get((group, name)):
+            raise MissingExtra(f"the {kind} plug-in {name!r}", adapter=adapter)
         raise Invalid(
             f"{kind} is {name!r}; installed: {', '.join(names(group)) or 'none'}",
             name=kind,
@@ -58,7 +65,7 @@ def find(group: str, name: str) -> EntryPoint:
 
 
 def load(group: str, name: str) -> Any:
-    """Import one plug-in. Raises `Invalid` if it is unknown or its import fails."""
+    """Import one plug-in. Raises `Invalid` if it is unknown or its import fails, `MissingExtra`."""
     entry = find(group, name)
     try:
         return entry.load()

@@ -31,23 +31,23 @@ from replaybuf.errors import (
     ServiceUnavailable,
     Unreadable,
 )
-from replaybuf.kernel.decide_config import decide_create
-from replaybuf.kernel.retention import KEPT_GROUPS
+from replaybuf.kernel.decide.config import decide_create
+from replaybuf.kernel.state.retention import KEPT_GROUPS
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability
 from replaybuf.service.garbage import collect_garbage
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
 from replaybuf.service.tasks import cancel_all
 from replaybuf.service.traffic import Traffic
 from replaybuf.service.turns import in_turns
-from replaybuf.service.unreadable_runs import UnreadableRuns
+from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
 from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name
-from replaybuf.wire.tokenizer import Tokenizer
+from replaybuf.wire.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Service:
         run = await self.led(name)
         await run.delete()
         logger.info("run to be deleted run=%s by=%s", name, by)
-        await self._drop(run)
+        self._drop(run)
 
     async def _open(self, name: str) -> Run | None:
         """Return a run, loaded from its streams if necessary; None if it does not exist.
@@ -173,30 +173,42 @@ class Service:
         """
         if name in self.runs:
             return self.runs[name]
-        if not await self._exists(name):
+        try:
+            exists = await self._exists(name)
+        except Unreadable as error:
+            raise self.unreadable.record_failure(name, error) from error
+        if not exists:
             return None
         self.unreadable.check(name)
         started = time.monotonic()
         try:
-            run = await Run.load(name, self.store, self.clock)
+            with strange_values(name):
+                run = await Run.load(name, self.store, self.clock)
         except (DataLost, LedgerGap) as error:
             raise self.unreadable.record_failure(name, error) from error
-        self.unreadable.record_success(name)
         if run is None:
+            self.unreadable.record_success(name)
             return None
         self._add(run)
         state, seconds = run.state, time.monotonic() - started
         logger.info("run loaded run=%s groups=%d step=%d seconds=%.2f", name, state.stored, state.step, seconds)
-        await self._leadership.seek(run, force=self._embedded)
+        try:
+            with strange_values(name):
+                await self._leadership.seek(run, force=self._embedded)
+        except Unreadable as error:  # in a key that only leaders read
+            self._drop(run)
+            raise self.unreadable.record_failure(name, error) from error
+        finally:
+            if name in self.runs:
+                self.unreadable.record_success(name)
         return run
 
     async def _exists(self, name: str) -> bool:
         """Return whether Redis lists a run, or must have lost it. Raises `Gone` if it is deleted."""
-        known = self.store.connection.known
         try:
-            return await self.store.runs.exists(name) or name in known.runs
+            return await self.store.runs.exists(name)
         except Gone:
-            known.forget(name)
+            self.store.connection.known.forget(name)
             raise
 
     def _add(self, run: Run) -> None:
@@ -205,10 +217,12 @@ class Service:
         self.runs[run.name] = run
         self._added.set()
 
-    async def _drop(self, run: Run) -> None:
-        """Stop serving a run, and wake its waiters."""
+    def _drop(self, run: Run, *, forget: bool = False) -> None:
+        """Stop serving a run, and wake its waiters. `forget` its known ends, unless a restored run has its name now."""
         if self.runs.get(run.name) is run:
             del self.runs[run.name]
+            if forget:
+                self.store.connection.known.forget(run.name)
         run.close()
 
     # ------------------------------------------------------------------ life
@@ -262,6 +276,12 @@ class Service:
                     logger.error("redis is not available: %s", error.detail)
                 self.outage = error.detail
                 await asyncio.sleep(OUTAGE_PAUSE_S)
+            except OSError as error:  # of a file, a folder or a new socket: no reason to stop serving
+                logger.error("background work is tried again job=%s: %s", job.__name__, error)
+                await asyncio.sleep(OUTAGE_PAUSE_S)
+            except Unreadable as error:  # a read of several runs; `_watch` drops the one that it is about
+                logger.error("background work is tried again job=%s: %s", job.__name__, error.detail)
+                await asyncio.sleep(OUTAGE_PAUSE_S)
             await asyncio.sleep(period_s)
 
     async def _work(self, run: Run, work: Callable[[], Awaitable[None] | None]) -> None:
@@ -278,13 +298,10 @@ class Service:
             # The leader trimmed what this follower had not read, or a relaxed Redis lost its last second: load the run
             # again. If that fails too, for example on records of a later release, `unreadable` reports it.
             logger.warning("run is loaded again run=%s: %s", run.name, error.detail)
-            if self.store.connection.policy.level == "relaxed":
-                self.store.connection.known.forget(run.name)
-            await self._drop(run)
+            self._drop(run, forget=self.store.connection.policy.level == "relaxed")
         except DataLost as error:
             if await self.store.runs.is_deleted(run.name):  # by the leader; `_delete` has not seen it yet
-                await self._drop(run)
-                self.store.connection.known.forget(run.name)
+                self._drop(run, forget=True)
                 return
             run.journal.lose(error)
             run.journal.follow(None)
@@ -353,15 +370,28 @@ class Service:
 
     async def _delete(self) -> None:
         """Delete the keys of deleted runs. Every server does this: the one that was asked may have died meanwhile."""
-        names = await self.store.runs.list_deleting()
-        for run in [self.runs[name] for name in names if name in self.runs]:
-            await self._drop(run)
-        for name in names:
-            with contextlib.suppress(DataLost, LedgerGap):  # another server has just deleted the keys
-                groups = await self.store.delete_run(name)
-                logger.info("run deleted run=%s groups=%d", name, groups)
-            self.traffic.forget(name)
-            self.unreadable.record_success(name)
+        async with self._opening:  # no run of these names, restored meanwhile, is opened before the old one is dropped
+            marks = await self.store.runs.read_deletions()
+            for name in marks:
+                if name in self.runs:
+                    self._drop(self.runs[name])
+                self.store.connection.known.forget(name)
+        for name, mark in marks.items():
+            try:
+                groups = await self.store.delete_run(name, mark)
+            except Unreadable as error:
+                self.unreadable.record_failure(name, error)
+                continue
+            except (DataLost, LedgerGap):
+                pass  # another server has just deleted the keys
+            else:
+                if groups is None:
+                    logger.info("another server deleted the run run=%s", name)
+                else:
+                    logger.info("run deleted run=%s groups=%d", name, groups)
+            if name not in self.runs:
+                self.traffic.forget(name)
+                self.unreadable.record_success(name)
 
     async def _measure(self) -> None:
         before, self.report = self.report, await self.store.connection.report()

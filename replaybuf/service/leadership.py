@@ -10,8 +10,9 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
+from replaybuf.errors import Unreadable
 from replaybuf.service.run.lease import LEASE_S
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import Lease, Store
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,10 @@ class Leadership:
             await self._apply(run, lease, asked_s)
 
     async def renew(self, runs: Iterable[Run]) -> list[Run]:
-        """Renew many in one round trip; return runs whose lease we have won, for the caller to `seek` one by one."""
+        """Renew many in one round trip; return runs whose lease we have won, for the caller to `seek` one by one.
+
+        Also those whose lease cannot be read.
+        """
         async with contextlib.AsyncExitStack() as stack:
             asked = [run for run in runs if not run.lease.asking.locked()]  # the others are asked for already
             if not asked:
@@ -53,10 +57,10 @@ class Leadership:
             leases = await self._store.runs.take_leases([run.name for run in asked], self._holder, LEASE_S)
             won = []
             for run, lease, at_s in zip(asked, leases, asked_s, strict=True):
-                if lease.token is None or _leads(run, lease):
-                    await self._apply(run, lease, at_s)
+                if isinstance(lease, Unreadable) or (lease.token is not None and not _leads(run, lease)):
+                    won.append(run)  # `seek` raises what is wrong
                 else:
-                    won.append(run)
+                    await self._apply(run, lease, at_s)
             return won
 
     async def _apply(self, run: Run, lease: Lease, asked_s: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from replaybuf.kernel.histograms import Histogram
+from replaybuf.kernel.figures.histograms import Histogram
 
 PERIOD_S = 0.01
 """A shorter period would find shorter holds and cost more: 100 wake-ups a second take 0.6 % of a busy core."""

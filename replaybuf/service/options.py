@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, Port, PositiveFloat, PositiveInt
 
-from replaybuf.kernel.retention import KEPT_GROUPS
+from replaybuf.kernel.state.retention import KEPT_GROUPS
 from replaybuf.store.durability import Level
 
 BODY_BUDGET_BYTES = 1 << 30
@@ -69,5 +69,10 @@ class ServeOptions:
     """Number of Redis replicas that must confirm a write before the server acknowledges it."""
     wait_timeout_s: float = 2.0
     """Maximum time to wait until a write is confirmed, in seconds; after that the server answers 503 not-durable."""
+    push_metrics: str | None = dataclasses.field(default=None, repr=False)
+    """Server to push the metrics to: http://HOST:PORT of a Prometheus Pushgateway, otlp+http://HOST:4318 of an
+    OpenTelemetry collector."""
+    push_metrics_every_s: PositiveFloat = 15.0
+    """Time between two pushes, in seconds."""
     tokenizer: Path | None = None
     """Model folder with tokenizer.json; the server uses it to show groups as text."""

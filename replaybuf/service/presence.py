@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from replaybuf.kernel.producers import Producers
-from replaybuf.wire.contract import MissingClient, WaitingAnswer
+from replaybuf.errors import counted
+from replaybuf.kernel.state.producers import Producers
+from replaybuf.wire.contract import MissingClient, WaitingAnswer, summarize_failure
 
 MOST_NAMED = 10
 """Producers that one answer to wait names."""
@@ -49,11 +50,24 @@ class Presence:
         return self.producers.count_known(self._clock())
 
     def name_missing(self, waits: WaitingAnswer, *, attached: bool) -> WaitingAnswer:
-        """Add to an answer who is waited for: the trainer, or the producers that are gone; the newest of these."""
-        missing = []
+        """Add to an answer who is waited for: the trainer, or the producers that are gone; the newest of these.
+
+        And how producers fail, if they are waited for.
+        """
+        missing, waits = [], self.explain(waits)
         if waits.blocked_on == "trainer" and attached:
             missing = [MissingClient(name="trainer", last_seen_s=round(self.trainer_s, 3))]
         elif waits.blocked_on == "producers":
             now_s, gone = self._clock(), self.producers.list_gone()
             missing = [MissingClient(name=one.name, last_seen_s=round(now_s - one.seen_s, 3)) for one in gone]
         return msgspec.structs.replace(waits, missing=missing[-MOST_NAMED:]) if missing else waits
+
+    def explain(self, waits: WaitingAnswer) -> WaitingAnswer:
+        """Add to the detail of an answer how producers fail, if they are waited for."""
+        failing = self.producers.list_failing() if waits.blocked_on == "producers" else []
+        if not failing:
+            return waits
+        (name, failure), others = failing[-1], len(failing) - 1
+        text = f"producer {name} fails, {self._clock() - failure.at_s:.0f} s ago: {summarize_failure(failure.report)}"
+        text += f"; {counted(others, 'other producer')} failed too" if others else ""
+        return msgspec.structs.replace(waits, detail=f"{waits.detail}; {text}" if waits.detail else text)

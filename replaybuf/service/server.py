@@ -13,23 +13,27 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import uvicorn
 
+from replaybuf.certificates import Certificate
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Invalid
 from replaybuf.program import command_line
 from replaybuf.service.host import Service
-from replaybuf.service.http.auth import Tokens
-from replaybuf.service.http.connection import Connection
-from replaybuf.service.http.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit
-from replaybuf.service.http.origins import HostNames, OwnPagesOnly
+from replaybuf.service.http.guard.auth import Tokens
+from replaybuf.service.http.guard.connection import Connection
+from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit
+from replaybuf.service.http.guard.handshake import Handshake
+from replaybuf.service.http.guard.origins import HostNames, OwnPagesOnly
 from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.sockets import BACKLOG, open_sockets
-from replaybuf.service.tls import Certificate, open_certificate
+from replaybuf.service.sockets import BACKLOG, identify, open_sockets
+from replaybuf.service.tls import certificate_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 async def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises what prevents the start, and faults of background work."""
-    tokens, certificate = Tokens.read(options.tokens_file), open_certificate(options)
+    tokens, certificate = Tokens.read(options.tokens_file), certificate_of(options)
     _check_exposure(options, tokens)
     _check_advertised(options.advertise_url)
     hosts = HostNames(options)
@@ -59,6 +63,7 @@ async def serve(options: ServeOptions) -> None:
         loop.add_signal_handler(signal.SIGHUP, _reload, tokens, certificate)
     limits = raise_descriptor_limit(ConnectionLimits.of(options), BACKLOG)
     listening = open_sockets(options)
+    own_socket = identify(options.uds) if options.uds else None
     try:
         async with run_service(options, next(iter(listening))) as service:
             app = application(service, tokens, options.body_budget_bytes)
@@ -66,14 +71,17 @@ async def serve(options: ServeOptions) -> None:
             server = _Server(service, OwnPagesOnly(app, hosts, service.traffic), table, certificate)
             report = service.report
             durability = report.summary if report else "unknown"
-            print(f"durability {durability} on redis {report.version if report else '?'}", flush=True)
+            print(f"durability {durability} on {report.name if report else 'an unknown server'}", flush=True)
             # A collection over all loaded modules would hold the event loop for tens of ms.
             await load_anyio()
             gc.collect()
             gc.freeze()
             for url in listening:
                 print(f"listening on {url}", flush=True)
-            async with asyncio.TaskGroup() as tasks:
+            pushed = app.state.exposition.pushed(
+                options.push_metrics, _instance(next(iter(listening))), options.push_metrics_every_s
+            )
+            async with pushed, asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(table.watch(), name="connections")
                 saving = tasks.create_task(_save_uses(tokens), name="tokens")
                 await server.serve(sockets=list(listening.values()))
@@ -82,9 +90,16 @@ async def serve(options: ServeOptions) -> None:
     finally:
         for one in listening.values():
             one.close()
-        if options.uds:
+        # A successor may have bound the path since the server closed its sockets.
+        if options.uds and own_socket and identify(options.uds) == own_socket:
             options.uds.unlink(missing_ok=True)
     logger.info("stopped")
+
+
+def _instance(url: str) -> str:
+    """Return the name of this server among pushed metrics: HOST:PORT, HOST with a unix socket only."""
+    port = urlsplit(url).port if url.startswith("http") else None
+    return f"{socket.gethostname()}:{port}" if port else socket.gethostname()
 
 
 async def _save_uses(tokens: Tokens) -> None:
@@ -125,7 +140,7 @@ class _Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="off",
-            http=functools.partial(Connection, table),  # type: ignore[arg-type]
+            http=functools.partial(_protocol, table, certificate),  # type: ignore[arg-type]
             ws="none",
             proxy_headers=False,
             loop="uvloop",
@@ -135,7 +150,6 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         config.load()
-        config.ssl = certificate.context if certificate else None
         self._service = service
 
     @contextlib.contextmanager
@@ -150,6 +164,12 @@ class _Server(uvicorn.Server):
         for run in self._service.runs.values():
             run.close()
         await super().shutdown(sockets)
+
+
+def _protocol(table: ConnectionTable, certificate: Certificate | None, **arguments: Any) -> asyncio.Protocol:
+    """Make the protocol of a new connection."""
+    connection = functools.partial(Connection, table, **arguments)
+    return Handshake(table, certificate.context, connection) if certificate else connection()
 
 
 def _reload(tokens: Tokens, certificate: Certificate | None) -> None:

@@ -43,6 +43,15 @@ def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
     return listening
 
 
+def identify(path: Path) -> tuple[int, int, int] | None:
+    """Return device, inode and time of the file at `path`; None without one. The inode may be that of an older file."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
 def _listen_unix(path: Path) -> socket.socket:
     """Listen at `path`. Replace the socket of a dead process; raise `ServiceUnavailable` for anything else there."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 
-from replaybuf.kernel.histograms import Histogram
+from replaybuf.kernel.figures.histograms import Histogram
 
 TOOK_US = tuple(round(1e6 * s) for s in (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10))
 """Upper edges of the duration buckets, in microseconds."""

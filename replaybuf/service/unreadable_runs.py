@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from replaybuf.errors import DataLost, LedgerGap
+from replaybuf.errors import DataLost, LedgerGap, NoRoom, ReplaybufError, ServiceUnavailable, Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +15,23 @@ FIRST_PAUSE_S = 1.0
 """By then a leader has finished a trimming that interrupted the read."""
 LONGEST_PAUSE_S = 60.0
 """Reading a run costs seconds of CPU; an operator who repairs one waits at most this long."""
+
+
+@contextlib.contextmanager
+def strange_values(run: str) -> Iterator[None]:
+    """Raise `Unreadable` for the values of a run in Redis that no service wrote, whatever they break.
+
+    The server must serve its other runs, and nobody can list all values that a program may write to Redis.
+    """
+    try:
+        yield
+    except (DataLost, ServiceUnavailable, NoRoom):
+        raise
+    except ReplaybufError as error:
+        raise Unreadable(error.detail, name="run", value=run) from error
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        logger.debug("strange value run=%s", run, exc_info=True)
+        raise Unreadable(f"a key has a value that no service wrote: {error!r}", name="run", value=run) from error
 
 
 class UnreadableRuns:

@@ -26,13 +26,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry as BlockingRetry
 
-from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.awake import keep_awake
 from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.durability import STRICT, Barrier, WritePolicy, assess
 from replaybuf.store.ends import Ends
-from replaybuf.store.faults import fenced, lacks_functions, older, translate, unavailable, without_password
+from replaybuf.store.faults import fenced, lacks_functions, older, replaced, translate, unavailable, without_password
 from replaybuf.store.known_ends import KnownEnds
 from replaybuf.store.pipeline import FastPipeline, IdleConnections
 from replaybuf.store.server import (
@@ -41,6 +41,7 @@ from replaybuf.store.server import (
     LIBRARY_CODE,
     ServerReport,
     check_version,
+    read_name,
     read_settings,
     read_version,
 )
@@ -176,24 +177,42 @@ class Connection:
         server all that others know, and unless `token` (if given) is the newest.
         """
         known, first = self.known.of(run), keys.guarded(run)
-        guard = [token, known.entry, known.group, known.payload_key, self._shown]
+        guard = [token, known.entry, known.group, known.payload_key, known.incarnation, self._shown]
         return ["FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments]
 
-    def check_reply(self, run: str, token: str, reply: Sequence[Any]) -> tuple[str, Any]:
+    def check_reply(self, run: str, token: str, reply: Sequence[Any] | ResponseError) -> tuple[str, Any]:
         """Return outcome and detail of a function.
 
-        Raises `NotLeader` if the token is old. If Redis holds less than it acknowledged, raises `DataLost`, or
-        `LedgerGap` with relaxed durability.
+        Raises the translated error of a command, and `NotLeader` if the token is old. If Redis holds less than it
+        acknowledged, raises `DataLost`, or `LedgerGap` with relaxed durability. Raises `LedgerGap` for a caller that
+        knows a deleted run of this name.
         """
+        if isinstance(reply, ResponseError):
+            raise self.explain(reply)
         outcome = text(reply[0])
         if outcome == "older":
             # Another server may know more than we do. It may end; we go on.
-            self.known.advance(run, Ends(int(reply[3]), int(reply[4]), text(reply[5])))
-            known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]))
+            self.known.advance(run, Ends(int(reply[4]), int(reply[5]), text(reply[6]), int(reply[7])))
+            known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]), "", int(reply[3]))
             raise older(run, known, found, self.known.path_of(run), relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
             raise fenced(run, token, text(reply[1]))
+        if outcome == "replaced":  # the ends stay until the state that was read with them is dropped
+            raise replaced(run, self.known.of(run).incarnation, int(reply[1]))
+        if reply[2] and not self.known.of(run):
+            self.known.begin(run, int(reply[2]))
         return outcome, reply[1]
+
+    async def run_each(self, pipe: FastPipeline) -> list[Any]:
+        """Execute a pipeline for several runs; errors of commands stay in place of their replies.
+
+        Raises what keeps all of them from being answered.
+        """
+        replies: list[Any] = await self.run(pipe.execute(raise_on_error=False))
+        for reply in replies:
+            if isinstance(reply, ResponseError) and not isinstance(self.explain(reply), Unreadable):
+                await self._answer(_fail(reply))
+        return replies
 
     async def call(
         self,
@@ -286,6 +305,7 @@ class Connection:
         self._barrier, self._reads_durable = durability.barrier, durability.reads_durable
         return ServerReport(
             version=read_version(info),
+            name=read_name(info),
             durability=durability.level,
             met_by=durability.met_by,
             reasons=durability.reasons,
@@ -368,6 +388,10 @@ async def _execute(pipe: FastPipeline, first: int, last: int) -> list[Any]:
     return replies
 
 
+async def _fail(error: ResponseError) -> None:
+    raise error
+
+
 def text(value: Any) -> str:
     """Return a string reply as text; some commands reply with bytes."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from replaybuf.errors import Invalid, NotDurable
+from replaybuf.errors import Invalid, NotDurable, counted
 
 Level = Literal["strict", "relaxed"]
 
@@ -80,7 +80,7 @@ class Barrier:
         if local < self.local or replicas < self.replicas:
             raise NotDurable(
                 f"the write is not confirmed: within {self.timeout_s:g} s it reached {local} of {int(self.local)} own "
-                f"disks and {replicas} of {self.replicas} replicas ({self.text}); send it again",
+                f"disks and {replicas} of {counted(self.replicas, 'replica')} ({self.text}); send it again",
                 name="durability",
                 value={"local": local, "replicas": replicas},
                 bound={"local": int(self.local), "replicas": self.replicas, "timeout_s": self.timeout_s},
@@ -133,8 +133,8 @@ def assess(server: ServerSettings, policy: WritePolicy) -> Durability:
     level: Level = "relaxed" if risks or not on_disk else "strict"
     if server.replicas < policy.replicas:
         risks.append(
-            f"{server.replicas} replicas are connected; wait_replicas is {policy.replicas}: until more are connected, "
-            "every write is answered 503 not-durable"
+            f"{counted(server.replicas, 'replica')} connected; wait_replicas is {policy.replicas}: until more are "
+            "connected, every write is answered 503 not-durable"
         )
     waits = dataclasses.replace(barrier, local=barrier.local and not always).text
     met_by = " and ".join(part for part in ("appendfsync always" if always else "", waits) if part)

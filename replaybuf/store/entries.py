@@ -1,7 +1,8 @@
 """Entries of the index stream: their content, and decoding many of them at once.
 
 An entry has two fields: `n`, the bytes of one `ENTRY`, and `s`, msgpack of `EntryStrings`. Any other entry was not
-written by a publish: it keeps its number, is marked `malformed`, and never stops a reader.
+written by a publish: it keeps its number, is marked `malformed`, and never stops a reader. So is an entry whose payload
+is not of the run: the service would read a key of another run, and delete it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.index import ENTRY, Numbers
+from replaybuf.kernel.rows.index import ENTRY, Numbers
+from replaybuf.store.keys import named_payload
 
 _SIZE = ENTRY.itemsize
 _FIELDS = [b"n", b"s"]
@@ -79,18 +81,20 @@ class IndexChunk:
         return list(map(IndexEntry, self.numbers.tolist(), self.values, self.strings))
 
 
-def read_chunk(raw: Sequence[Any]) -> IndexChunk:
-    """Decode a reply of XRANGE, as the parser returns it: pairs of id and a flat list of fields."""
+def read_chunk(raw: Sequence[Any], run: str) -> IndexChunk:
+    """Decode a reply of XRANGE for a run, as the parser returns it: pairs of id and a flat list of fields."""
     numbers = _numbers([entry[0] for entry in raw])
     fields = [entry[1] for entry in raw]
     try:
         values, strings = [field[1] for field in fields], [_decode_strings(field[3]) for field in fields]
         names = {(field[0], field[2]) for field in fields}
-        if names == {(b"n", b"s")} and {*map(len, values)} == {_SIZE} and {*map(len, fields)} == {4}:
+        whole = names == {(b"n", b"s")} and {*map(len, values)} == {_SIZE} and {*map(len, fields)} == {4}
+        own = named_payload(run, "")
+        if whole and all(entry.payload_key.startswith(own) for entry in strings):
             return IndexChunk(numbers, np.frombuffer(b"".join(values), ENTRY), np.zeros(len(raw), bool), strings)
     except (IndexError, *_DECODE_ERRORS):
         pass  # at least one entry is malformed: decode them one by one
-    return read_stored(numbers, [b"".join(field[1::2]) if field[::2] == _FIELDS else b"" for field in fields])
+    return read_stored(numbers, [b"".join(field[1::2]) if field[::2] == _FIELDS else b"" for field in fields], run)
 
 
 def build_chunk(numbers: Sequence[int], entries: Sequence[NewEntry]) -> IndexChunk:
@@ -108,16 +112,21 @@ def encode_entry(chunk: IndexChunk, position: int) -> bytes:
     return raw
 
 
-def read_stored(numbers: Numbers, raw: Sequence[bytes]) -> IndexChunk:
-    """Decode entries that `encode_entry` wrote, one by one: some may be malformed."""
+def read_stored(numbers: Numbers, raw: Sequence[bytes], run: str) -> IndexChunk:
+    """Decode entries of a run that `encode_entry` wrote, one by one: some may be malformed."""
+    own = named_payload(run, "")
     values = np.zeros(len(raw), ENTRY)
     malformed = np.zeros(len(raw), bool)
     strings = [NO_STRINGS] * len(raw)
     for position, one in enumerate(raw):
         try:
-            strings[position] = _decode_strings(one[_SIZE:])
-            values[position] = np.frombuffer(one[:_SIZE], ENTRY)[0]
+            decoded = _decode_strings(one[_SIZE:])
         except _DECODE_ERRORS:
+            malformed[position] = True
+            continue
+        if decoded.payload_key.startswith(own):
+            strings[position], values[position] = decoded, np.frombuffer(one[:_SIZE], ENTRY)[0]
+        else:
             malformed[position] = True
     return IndexChunk(numbers, values, malformed, strings)
 

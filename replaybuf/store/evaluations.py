@@ -24,4 +24,4 @@ class EvaluationStore:
         """Read the newest `limit` results, oldest first."""
         client = self._connection.client
         entries = await self._connection.run(client.xrevrange(keys.evaluations(run), count=limit))
-        return [fields[_FIELD] for _, fields in reversed(entries)]
+        return [fields[_FIELD] for _, fields in reversed(entries) if _FIELD in fields]

@@ -9,7 +9,7 @@ from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, Unreadable
 from replaybuf.store.ends import Ends
 
 # Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
@@ -41,6 +41,10 @@ def translate(error: RedisError | OSError, url: str, timeout_s: float, outage: s
         return unavailable(url, f"takes no writes for now: {error}")
     if lacks_functions(error):
         return unavailable(url, "was replaced: it lacked our functions, which the next command loads")
+    if "WRONGTYPE" in str(error):
+        return Unreadable(
+            f"a key has a type that no service gives it: {error}; delete the key, or restore it", name="redis"
+        )
     return ReplaybufError(f"Redis at {url} refused a command: {error}", name="redis")
 
 
@@ -81,11 +85,23 @@ def older(run: str, known: Ends, found: Ends, file: Path | None, *, relaxed: boo
         for name, first, last in (("ledger entries", found.entry, known.entry), ("groups", found.group, known.group))
         if first < last
     ]
+    if known.incarnation > found.incarnation:
+        missing = ["the deletion of the run and what followed it"]
     lacks = " and ".join(missing) or f"group {known.group} as it was acknowledged (another group has its number)"
     if relaxed and found.entry:
         return LedgerGap(f"run {run}: Redis lost {lacks}; durability is relaxed", name="redis", value=run)
     seen = f"the ledger ends at entry {found.entry} and the index at group {found.group}"
     return data_lost(run, f"{seen}; missing: {lacks}", file)
+
+
+def replaced(run: str, known: int, found: int) -> LedgerGap:
+    """Build the error of a process that knows an older incarnation of a run."""
+    return LedgerGap(
+        f"run {run} was deleted, and restored or created again: Redis has incarnation {found}, this process knows "
+        f"incarnation {known}. A service reads the run again; start a producer that writes to Redis itself again",
+        name="run",
+        value=run,
+    )
 
 
 def fenced(run: str, token: str, newest: str) -> NotLeader:

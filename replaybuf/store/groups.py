@@ -11,8 +11,8 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from replaybuf.errors import DataLost, LedgerGap, NotLeader
-from replaybuf.kernel.index import encode_entry
-from replaybuf.kernel.tickets import prompt_key
+from replaybuf.kernel.rows.index import encode_entry
+from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
 from replaybuf.store.connection import Connection
@@ -102,7 +102,7 @@ class GroupStore:
         pipe = self._connection.pipeline()
         for key, item in zip(payload_keys, groups, strict=True):
             pipe.execute_command("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S)
-            entry = _entry_of(item, key, published.get(item.group.adapter, 0), now_s)
+            entry = _entry_of(item, key, published.get(item.group.adapter, 0), now_s, admitted=bool(token))
             prompts = [default_prompt(name) for name in item.names]
             names += [*(keys.prompts_done(run, prompt[0] if prompt else "") for prompt in prompts), key]
             arguments += [*item.names, entry.values, encode_strings(entry.strings)]
@@ -113,7 +113,9 @@ class GroupStore:
         try:
             _, flat = self._connection.check_reply(run, token, reply)
         except (DataLost, LedgerGap, NotLeader):
-            await self.delete_payloads(payload_keys)
+            pipe = self._connection.pipeline()
+            pipe.unlink(*payload_keys)  # of this attempt only, which was not published
+            await self._connection.run(pipe.execute())
             raise
         results: list[AppendResult] = []
         for item, entry, error, outcome, number in zip(groups, entries, saved, flat[::2], flat[1::2], strict=True):
@@ -124,7 +126,9 @@ class GroupStore:
             results.append(AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None))
         newest = max((r for r in results if r.entry), key=lambda result: result.number, default=None)
         if newest and newest.entry:  # before anything is answered `stored`
-            self._connection.known.advance(run, Ends(0, newest.number, newest.entry.strings.payload_key))
+            known = self._connection.known
+            key = newest.entry.strings.payload_key
+            known.advance(run, Ends(0, newest.number, key, known.of(run).incarnation))
         repeated = [position for position, result in enumerate(results) if not result.stored]
         if repeated:
             outcomes = [(groups[position].names, results[position].number) for position in repeated]
@@ -169,18 +173,11 @@ class GroupStore:
 
         Raises `NotLeader`, `DataLost`.
         """
-        payload_keys = _with_columns(payload_keys, columns)
+        payload_keys = with_columns(payload_keys, columns)
         for start in range(0, len(payload_keys) or 1, FREED_AT_ONCE):
             chunk = payload_keys[start : start + FREED_AT_ONCE]
             last = start + FREED_AT_ONCE >= len(payload_keys)
             await self._connection.call(run, "rb_free", chunk, [through if last else ""], token)
-
-    async def delete_payloads(self, payload_keys: Iterable[str], columns: Sequence[str] = ()) -> None:
-        """Delete payloads with their late `columns`."""
-        pipe = self._connection.pipeline()
-        for key in _with_columns(payload_keys, columns):
-            pipe.unlink(key)
-        await self._connection.run(pipe.execute())
 
     async def read_index(
         self, run: str, after: int, through: int | None = None, count: int = READ_CHUNK_ENTRIES
@@ -206,7 +203,7 @@ class GroupStore:
                     command[2] = b"(" + raw[-1][0]
                     await guard(send(connection, [command, ends]))
                 if raw:
-                    yield read_chunk(raw)
+                    yield read_chunk(raw, run)
         finally:
             if pending:  # the consumer stopped early: a reply is on its way
                 await connection.disconnect()
@@ -223,7 +220,7 @@ class GroupStore:
         for first, last in _ranges(numbers):
             pipe.execute_command("XRANGE", keys.index(run), f"{first}-0", f"{last}-0")
         replies = await self._connection.read(run, pipe)
-        found = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply).entries()}
+        found = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply, run).entries()}
         missing = [number for number in numbers if number not in found]
         if missing:
             pipe = self._connection.pipeline()
@@ -231,7 +228,7 @@ class GroupStore:
             (old,) = await self._connection.read(run, pipe)
             for number, raw in zip(missing, old, strict=True):
                 if raw is not None:
-                    (found[number],) = read_stored(np.array([number]), [raw]).entries()
+                    (found[number],) = read_stored(np.array([number]), [raw], run).entries()
         return [found[number] for number in numbers if number in found]
 
     async def find_numbers(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
@@ -273,14 +270,16 @@ class GroupStore:
         return payloads
 
 
-def _with_columns(payload_keys: Iterable[str], columns: Sequence[str]) -> list[str]:
-    """Return the keys of payloads, and those that their late columns may have."""
+def with_columns(payload_keys: Iterable[str], columns: Sequence[str]) -> list[str]:
+    """List the keys of payloads, and those that their late columns may have."""
     return [key for own in payload_keys for key in (own, *(keys.late_column(own, name) for name in columns))]
 
 
-def _entry_of(item: PendingGroup, payload_key: str, published_version: int, now_s: float) -> NewEntry:
+def _entry_of(
+    item: PendingGroup, payload_key: str, published_version: int, now_s: float, *, admitted: bool
+) -> NewEntry:
     group = item.group
-    values = encode_entry(group, len(item.frame), item.crc32c, published_version, now_s)
+    values = encode_entry(group, len(item.frame), item.crc32c, published_version, now_s, admitted=admitted)
     lengths = group.lengths.astype("<i4").tobytes()
     strings = EntryStrings(
         item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths, item.ticket_s

@@ -3,7 +3,7 @@
 | key                          | type   | lifetime                   | content                                        |
 |------------------------------|--------|----------------------------|------------------------------------------------|
 | `rb:runs`                    | set    | forever                    | names of all runs                              |
-| `rb:deleting`                | set    | until their keys are gone  | names of runs that are being deleted           |
+| `rb:deleting`                | set    | until their keys are gone  | names of runs being deleted, or restored       |
 | `rb:{run}:idx`               | stream | until trimmed              | one entry `<n>-0` per group, n = its number    |
 | `rb:{run}:old`               | hash   | until the group is freed   | number -> entry that trimming had to keep      |
 | `rb:{run}:gid`               | hash   | the run's                  | group_id -> number (deduplication)             |
@@ -19,6 +19,7 @@
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |
 | `rb:{run}:lost`              | string | 30 s, then shown again     | known ends that this Redis lacks               |
+| `rb:{run}:incarnation`       | string | forever                    | how often a run of this name was deleted       |
 | `rb:{run}:deleted`           | string | a day after its keys went  | the run is deleted, the name is not free yet   |
 | `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group, or stub of a spilled one   |
 | its payload's key`:<column>` | string | the payload's              | frame of one late column                       |
@@ -114,9 +115,14 @@ def lost(run: str) -> str:
     return f"rb:{{{run}}}:lost"
 
 
+def incarnation(run: str) -> str:
+    """Build the key of the number of deletions of runs of this name."""
+    return f"rb:{{{run}}}:incarnation"
+
+
 def guarded(run: str) -> list[str]:
     """List the first keys of each function that works on one run, in the order of `library.lua`."""
-    return [fence(run), ledger(run), index(run), group_ids(run), counts(run), lost(run)]
+    return [fence(run), ledger(run), index(run), group_ids(run), counts(run), lost(run), incarnation(run)]
 
 
 def deleted(run: str) -> str:
@@ -125,7 +131,7 @@ def deleted(run: str) -> str:
 
 
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
-    """List every key of a run, except the payloads and the mark of a deleted run."""
+    """List every key of a run, except its payloads and what stays when it is deleted."""
     control = (index, group_ids, old_entries, snapshot, ledger, tickets, counts, fence, lead, lost)
     one_each = (*control, candidates, evaluations, cursors, spill)
     return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
@@ -135,6 +141,17 @@ def payload(run: str, group_id: str) -> str:
     """Build a new key for the frame of one append attempt."""
     tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
     return f"rb:p:{{{tag}}}:{secrets.token_hex(8)}"
+
+
+def payload_name(run: str, key: str) -> str | None:
+    """Return what follows the run in the key of one of its payloads; None for any other key."""
+    prefix = named_payload(run, "")
+    return key.removeprefix(prefix) if key.startswith(prefix) else None
+
+
+def named_payload(run: str, name: str) -> str:
+    """Build the key of a payload of a run from its name."""
+    return f"rb:p:{{{run}:{name}"
 
 
 def late_column(payload_key: str, column: str) -> str:

@@ -25,17 +25,25 @@ class KnownEnds:
     @property
     def runs(self) -> list[str]:
         """List the runs with a known end."""
-        return list(self._ends)
+        return [run for run, ends in self._ends.items() if ends]
 
     def of(self, run: str) -> Ends:
         """Return how far the streams of a run are known to reach."""
         return self._ends.get(run, NO_ENDS)
 
     def advance(self, run: str, ends: Ends) -> None:
-        """Record that both streams reach at least these ends, also in the file of the run."""
+        """Record that both streams reach at least these ends, also in the file of the run.
+
+        Ends of an older incarnation, from work that began before the run was deleted, are ignored.
+        """
         known = self.of(run)
-        newest = ends if (ends.group, ends.payload_key) > (known.group, known.payload_key) else known
-        furthest = Ends(max(known.entry, ends.entry), newest.group, newest.payload_key)
+        if ends.incarnation < known.incarnation:
+            return
+        if ends.incarnation > known.incarnation:
+            furthest = ends
+        else:
+            newest = ends if (ends.group, ends.payload_key) > (known.group, known.payload_key) else known
+            furthest = Ends(max(known.entry, ends.entry), newest.group, newest.payload_key, known.incarnation)
         if furthest == known:
             return
         self._ends[run] = furthest
@@ -47,6 +55,12 @@ class KnownEnds:
         self._ends.pop(run, None)
         if self._saved:
             self._saved.delete(run)
+
+    def begin(self, run: str, incarnation: int) -> None:
+        """Forget the ends of an older incarnation of a run: this one has none yet."""
+        if incarnation > self.of(run).incarnation:
+            self.forget(run)
+            self._ends[run] = Ends(0, 0, "", incarnation)
 
     def path_of(self, run: str) -> Path | None:
         """Return the file of a run; None without a folder."""

@@ -16,7 +16,7 @@ from replaybuf.store.connection import Connection, text
 from replaybuf.store.faults import data_lost, dropped_payload
 from replaybuf.wire.explain import Candidates
 from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
-from replaybuf.wire.shapes import prepared
+from replaybuf.wire.prepared_types import prepared
 
 logger = logging.getLogger(__name__)
 

@@ -32,23 +32,43 @@ end
 -- How long a caller's ends are kept that Redis lacks. Living servers show theirs at least once a second.
 local LOST_MS = 30000
 
--- Return the furthest ends known of a run: those of the caller, or those that another caller has shown.
-local function furthest_known(run)
-  local entry, group, payload_key = tonumber(run.entry), tonumber(run.group), run.payload_key
+-- Return the furthest ends known of a run: those of the caller, or those that another caller has shown. Ends of a later
+-- incarnation are further; those of one that Redis knows to be deleted do not count.
+local function furthest_known(run, incarnation)
+  local known = {
+    incarnation = tonumber(run.known_incarnation), entry = tonumber(run.entry), group = tonumber(run.group),
+    payload_key = run.payload_key,
+  }
   local shown = run.shown ~= '' and redis.call('GET', run.lost)
-  if shown then
-    local its_entry, its_group, its_key = string.match(shown, '^(%d+) (%d+) (.*)$')
-    entry = math.max(entry, tonumber(its_entry))
-    if tonumber(its_group) >= group then
-      group, payload_key = tonumber(its_group), its_key
+  local its_incarnation, its_entry, its_group, its_key = string.match(shown or '', '^(%d+) (%d+) (%d+) (.*)$')
+  if its_incarnation and tonumber(its_incarnation) >= incarnation then
+    if tonumber(its_incarnation) > known.incarnation then
+      known = {incarnation = tonumber(its_incarnation), entry = 0, group = 0}
+    end
+    if tonumber(its_incarnation) == known.incarnation then
+      known.entry = math.max(known.entry, tonumber(its_entry))
+      if tonumber(its_group) >= known.group then
+        known.group, known.payload_key = tonumber(its_group), its_key
+      end
     end
   end
-  return entry, group, payload_key
+  return known
 end
 
--- When this process of Redis began to run functions; 0 if it had no data. It is not stored: a restart and a promotion
--- begin anew.
+-- Whether Redis holds less than is known: fewer entries or groups, another group under a known number, or a run whose
+-- deletion it does not know.
+local function holds_less(run, incarnation, entries, stored, known)
+  if known.entry == 0 and known.group == 0 then
+    return false
+  end
+  return incarnation < known.incarnation or entries < known.entry or stored < known.group
+    or known.group > 0 and not holds_group(run, known.group, known.payload_key)
+end
+
+-- When this process of Redis began to run functions; 0 if it had no data. It is not stored: a restart begins anew.
 local serving_since_ms
+-- The replication id under which it did. A global outlives a demotion, but each promotion gives a primary another id.
+local serving_as
 -- Time that every living server has to show what it knows, before the lead changes.
 local SETTLE_MS = 2000
 
@@ -57,43 +77,59 @@ local function now_ms()
   return 1000 * time[1] + math.floor(time[2] / 1000)
 end
 
+local function replication_id()
+  return string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
+end
+
 -- Return for how long nobody may take the lead, because this Redis may be an older one.
 local function settles_in_ms()
+  local id = replication_id()
+  if id ~= serving_as then
+    serving_since_ms, serving_as = now_ms(), id
+  end
   serving_since_ms = math.min(serving_since_ms, now_ms()) -- the clock of Redis was set back
   return serving_since_ms + SETTLE_MS - now_ms()
 end
 
 -- Wrap a function of one run: it changes nothing if Redis holds less than any caller knows to be stored (an older
--- copy, an emptied Redis, another history), or if a newer leader exists.
--- first keys: fence, ledger, index, group ids, counts, lost
--- first args: fencing token ('' = not a leader), ledger entry, group and its payload key that the caller knows, '1' to
--- show these ends to other callers ('' if Redis is private or may lose its last second)
--- returns {'older', newest entry, newest group, known entry, known group, its payload key}, {'fenced', newest token},
--- or the callback's {outcome, detail}
+-- copy, an emptied Redis, another history), if the caller knows a run of this name that was deleted since, or if a newer
+-- leader exists.
+-- first keys: fence, ledger, index, group ids, counts, lost, incarnation
+-- first args: fencing token ('' = not a leader), ledger entry, group, its payload key and incarnation that the caller
+-- knows, '1' to show these ends to other callers ('' if Redis is private or may lose its last second)
+-- returns {'older', newest entry, newest group, incarnation, known entry, known group, its payload key, known
+-- incarnation}, {'replaced', incarnation}, {'fenced', newest token}, or the callback's {outcome, detail, incarnation}
 local function guarded(callback)
   return function(keys, args)
-    serving_since_ms = serving_since_ms or redis.call('DBSIZE') > 0 and now_ms() or 0
+    if not serving_since_ms then
+      serving_since_ms, serving_as = redis.call('DBSIZE') > 0 and now_ms() or 0, replication_id()
+    end
     local run = {}
-    for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts', 'lost'}) do
+    for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts', 'lost', 'incarnation'}) do
       run[name] = table.remove(keys, 1)
     end
-    for _, name in ipairs({'token', 'entry', 'group', 'payload_key', 'shown'}) do
+    for _, name in ipairs({'token', 'entry', 'group', 'payload_key', 'known_incarnation', 'shown'}) do
       run[name] = table.remove(args, 1)
     end
+    local incarnation = tonumber(redis.call('GET', run.incarnation) or 0)
+    if tonumber(run.known_incarnation) < incarnation and (run.entry ~= '0' or run.group ~= '0') then
+      return {'replaced', incarnation}
+    end
     local entries, stored = read_ends(run)
-    local entry, group, payload_key = furthest_known(run)
-    if entries < entry or stored < group or group > 0 and not holds_group(run, group, payload_key) then
+    local known = furthest_known(run, incarnation)
+    if holds_less(run, incarnation, entries, stored, known) then
+      local shown = {known.incarnation, known.entry, known.group, known.payload_key}
       if run.shown ~= '' and entries > 0 then -- for callers that know less; a deleted run has no entries
-        redis.call('SET', run.lost, string.format('%d %d %s', entry, group, payload_key), 'PX', LOST_MS)
+        redis.call('SET', run.lost, table.concat(shown, ' '), 'PX', LOST_MS)
       end
-      return {'older', entries, stored, entry, group, payload_key}
+      return {'older', entries, stored, incarnation, known.entry, known.group, known.payload_key, known.incarnation}
     end
     local newest = run.token ~= '' and newest_fence(run.fence) or ''
     if newest ~= run.token then
       return {'fenced', newest}
     end
     local outcome, detail = callback(keys, args, run)
-    return {outcome or 'ok', detail or ''}
+    return {outcome or 'ok', detail or '', incarnation}
   end
 end
 
@@ -152,6 +188,10 @@ end
 
 -- Report the newest ledger entry and the newest group.
 local function ends(keys, args, run)
+  -- Errors for keys of another type: XREAD of the streams of many runs would fail for all of them.
+  redis.call('XLEN', run.ledger)
+  redis.call('XLEN', run.index)
+  redis.call('HLEN', run.ids) -- only appends read it
   return 'ok', {read_ends(run)}
 end
 
@@ -196,9 +236,47 @@ local function columns(keys, args, run)
   return outcome, detail
 end
 
--- Record that a run is to be deleted. keys: mark
-local function delete(keys)
-  redis.call('SET', keys[1], 'deleting')
+-- Record that a run is to be deleted. keys: mark; args: mark, which names this deletion
+local function delete(keys, args)
+  redis.call('SET', keys[1], args[1])
+end
+
+-- Delete keys of a deleted run, unless its mark has changed: another server has deleted all of them then, and the name
+-- may belong to a restored run with the same keys.
+-- keys: mark, keys to delete; args: mark as the caller read it; returns 1, or 0 if it has changed
+local function erase(keys, args)
+  if redis.call('GET', keys[1]) ~= args[1] then
+    return 0
+  end
+  for at = 2, #keys do
+    redis.call('UNLINK', keys[at])
+  end
+  return 1
+end
+
+-- Delete the last keys of a deleted run, count the deletion, and start the time after which its name is free.
+-- keys: mark, names of runs, names of runs to delete, incarnation, keys; args: mark as the caller read it, run, time in s
+-- returns 1, or 0 if the mark has changed
+local function erase_last(keys, args)
+  local runs, deleting, incarnation = table.remove(keys, 2), table.remove(keys, 2), table.remove(keys, 2)
+  if erase(keys, args) == 0 then
+    return 0
+  end
+  redis.call('INCR', incarnation)
+  redis.call('SET', keys[1], 'deleted', 'EX', args[3])
+  redis.call('SREM', runs, args[2])
+  redis.call('SREM', deleting, args[2])
+  return 1
+end
+
+-- Turn the mark of a restore that lost its lease before its run appeared into that of a deletion.
+-- keys: mark, lead; args: mark as the caller read it, mark of the deletion; returns 1, or 0 if the restore goes on
+local function abandon(keys, args)
+  if redis.call('GET', keys[1]) ~= args[1] or redis.call('EXISTS', keys[2]) == 1 then
+    return 0
+  end
+  redis.call('SET', keys[1], args[2])
+  return 1
 end
 
 -- Take or renew the lease. keys: lead; args: holder, ttl in ms, '1' to take it from any holder
@@ -261,7 +339,7 @@ local function count(keys, args, run)
 end
 
 -- Replace payloads by the stubs of their files, each unless it is gone.
--- keys: spilled groups, payloads; args: URL, folder, (number, stub)...
+-- keys: spilled groups, payloads; args: URL, folder, (number, stub, bytes of the group that are then in files)...
 -- outcomes: ok, other (files are in another folder); detail: 1 or 0 for each payload, or the other folder
 local function spill(keys, args, run)
   local folder = redis.call('HGET', keys[1], 'folder')
@@ -272,10 +350,10 @@ local function spill(keys, args, run)
   end
   local moved = {}
   for at = 2, #keys do
-    local number, stub = args[2 * at - 1], args[2 * at]
+    local number, stub, bytes = unpack(args, 3 * at - 3, 3 * at - 1)
     moved[at - 1] = redis.call('SET', keys[at], stub, 'XX') and 1 or 0
     if moved[at - 1] == 1 then
-      redis.call('HSET', keys[1], number, '')
+      redis.call('HSET', keys[1], number, bytes)
     end
   end
   return 'ok', moved
@@ -353,6 +431,25 @@ local function cursor(keys, args)
   end
 end
 
+-- Write keys of a run that is restored, and renew the lease. Nothing is written unless the caller still holds the lease
+-- that it took, the run is not listed, and no older run of the name is being deleted.
+-- keys: lead, names of runs, mark, key of each command
+-- args: holder, ttl in ms, run, (command, number of words after its key, words...)...; returns {1, replies} or {0, {}}
+local function restore(keys, args)
+  local held, mark = redis.call('GET', keys[1]) == args[1], redis.call('GET', keys[3]) or ''
+  if not held or redis.call('SISMEMBER', keys[2], args[3]) == 1 or string.find(mark, '^deleting') then
+    return {0, {}}
+  end
+  redis.call('PEXPIRE', keys[1], args[2])
+  local at, replies = 4, {}
+  for number = 4, #keys do
+    local last = at + 1 + tonumber(args[at + 1])
+    replies[number - 3] = redis.call(args[at], keys[number], unpack(args, at + 2, last))
+    at = last + 1
+  end
+  return {1, replies}
+end
+
 -- All may run on a full server: payloads fill it, and SET of a payload is refused by Redis itself.
 local function register(name, callback)
   redis.register_function{function_name = name, callback = callback, flags = {'allow-oom'}}
@@ -375,3 +472,7 @@ register('rb_evaluate', guarded(evaluate))
 register('rb_cursor', led(cursor))
 register('rb_resign', resign)
 register('rb_delete', led(delete))
+register('rb_erase', erase)
+register('rb_erase_last', erase_last)
+register('rb_abandon', abandon)
+redis.register_function('rb_restore', restore) -- refused on a full server, as SET of a payload is

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from replaybuf.errors import Gone
+from redis.exceptions import ResponseError
+
+from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
-from replaybuf.store.ends import NO_ENDS
+from replaybuf.store.tickets import WHOLE
+from replaybuf.wire.config import RUN_NAME
 
+logger = logging.getLogger(__name__)
+
+DELETING = "deleting"
+"""First part of the mark of a run that still has keys. The rest is random: a restored run may be deleted again."""
+RESTORING = "restoring"
+"""First part of the mark of a run whose restore keeps its payloads. Without its lease the run is deleted."""
+MOST_STRANGE = 100
+"""Strange names that are logged, once each."""
+LONGEST_SHOWN = 80
 NAME_TAKEN_S = 86400
 """How long the name of a deleted run is not free: clients that still use it must not reach another run."""
 
@@ -29,27 +43,53 @@ class RunStore:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._strange: set[bytes] = set()
 
     async def list_names(self) -> list[str]:
-        """List the names of all runs."""
-        names = await self._connection.run(self._connection.client.smembers(keys.RUNS))
-        return sorted(text(name) for name in names)
+        """List the names of all runs. Log and leave out what is not the name of a run."""
+        return self._check_names(await self._connection.run(self._connection.client.smembers(keys.RUNS)))
+
+    def _check_names(self, raw: Iterable[bytes]) -> list[str]:
+        shown = {name: name.decode(errors="replace") for name in raw}
+        strange = {name for name, run in shown.items() if not RUN_NAME.fullmatch(run)}
+        for name in sorted(strange - self._strange)[: MOST_STRANGE - len(self._strange)]:
+            logger.warning("not the name of a run in Redis name=%r; it is left out", name[:LONGEST_SHOWN])
+            self._strange.add(name)
+        return sorted(shown[name] for name in shown.keys() - strange)
 
     async def add(self, run: str) -> None:
         """Add a name to the list of runs."""
         await self._connection.run(self._connection.client.sadd(keys.RUNS, run))
 
     async def take_lease(self, run: str, holder: str, ttl_s: float, *, force: bool = False) -> Lease:
-        """Take or renew the lease on a run; `force` takes it from any holder, who is then fenced."""
-        return (await self.take_leases([run], holder, ttl_s, force=force))[0]
+        """Take or renew the lease on a run; `force` takes it from any holder, who is then fenced.
 
-    async def take_leases(self, runs: Sequence[str], holder: str, ttl_s: float, *, force: bool = False) -> list[Lease]:
-        """Take or renew the leases on these runs, in one round trip."""
+        Raises `Unreadable` for keys of another type.
+        """
+        (lease,) = await self.take_leases([run], holder, ttl_s, force=force)
+        if isinstance(lease, Unreadable):
+            raise lease
+        return lease
+
+    async def take_leases(
+        self, runs: Sequence[str], holder: str, ttl_s: float, *, force: bool = False
+    ) -> list[Lease | Unreadable]:
+        """Take or renew the leases on these runs, or return what is wrong with them, in one round trip."""
         pipe = self._connection.pipeline()
         arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
         for run in runs:
             self._connection.add_call(pipe, run, "rb_lead", [keys.lead(run)], arguments)
-        return [_read_lease(reply, holder, ttl_s) for reply in await self._connection.run(pipe.execute())]
+        return [self._read_lease(reply, holder, ttl_s) for reply in await self._connection.run_each(pipe)]
+
+    def _read_lease(self, reply: Sequence[Any] | ResponseError, holder: str, ttl_s: float) -> Lease | Unreadable:
+        if isinstance(reply, ResponseError):
+            return Unreadable(self._connection.explain(reply).detail)
+        outcome, detail = reply[0], reply[1]
+        if text(outcome) in ("older", "replaced"):  # nobody leads with such a state; the check of the ends reports it
+            return Lease(None, "", ttl_s)
+        if detail[0] == 1:
+            return Lease(text(detail[1]), holder, ttl_s)
+        return Lease(None, text(detail[1]), int(detail[2]) / 1000)
 
     async def release_lease(self, run: str, holder: str) -> None:
         """Release the lease if `holder` has it."""
@@ -60,15 +100,20 @@ class RunStore:
     # ------------------------------------------------------------------ deleted runs
 
     async def exists(self, run: str) -> bool:
-        """Return whether a run is listed, or was known. Raises `Gone` if it was deleted less than a day ago."""
+        """Return whether a run is listed, or was known; forget what is known of an older run of this name.
+
+        Raises `Gone` if it was deleted less than a day ago, `Unreadable` for a strange number of deletions.
+        """
         pipe = self._connection.pipeline()
         pipe.sismember(keys.RUNS, run)
         pipe.ttl(keys.deleted(run))
-        listed, left_s = await self._connection.run(pipe.execute())
+        pipe.get(keys.incarnation(run))
+        listed, left_s, incarnation = await self._connection.run(pipe.execute())
+        self._connection.known.begin(run, read_incarnation(run, incarnation))
         if left_s != -2:
             free = "is being deleted" if left_s < 0 else f"was deleted; its name is free in {left_s / 3600:.1f} hours"
             raise Gone(f"run {run} {free}; use another name", name="run", value=run)
-        return bool(listed) or self._connection.known.of(run) != NO_ENDS
+        return bool(listed) or bool(self._connection.known.of(run))
 
     async def is_deleted(self, run: str) -> bool:
         """Return whether a run was deleted less than a day ago."""
@@ -78,28 +123,55 @@ class RunStore:
         """Record durably that a run is to be deleted. Raises `NotLeader`."""
         # First the list of work, which may name a run without a mark: a run with a mark must not be forgotten.
         await self._connection.run(self._connection.client.sadd(keys.DELETING, run))
-        await self._connection.call(run, "rb_delete", [keys.deleted(run)], token=token, durably=True)
+        mark = _new_mark()
+        await self._connection.call(run, "rb_delete", [keys.deleted(run)], [mark], token, durably=True)
 
-    async def list_deleting(self) -> list[str]:
-        """List the deleted runs that still have keys."""
-        names = sorted(map(text, await self._connection.run(self._connection.client.smembers(keys.DELETING))))
-        return [name for name in names if await self.is_deleted(name)]
+    async def read_deletions(self) -> dict[str, str]:
+        """Read the marks of deleted runs that still have keys, by name. A mark names one deletion of a run.
 
-    async def delete_keys(self, run: str, adapters: Iterable[str]) -> None:
-        """Delete the keys of a deleted run except its payloads, and start the day after which its name is free."""
+        A restore that was killed after it kept payloads is a deletion from the end of its lease on.
+        """
+        names = self._check_names(await self._connection.run(self._connection.client.smembers(keys.DELETING)))
+        found = await self._connection.run(self._connection.client.mget(map(keys.deleted, names))) if names else []
+        marks = {name: text(mark) for name, mark in zip(names, found, strict=True) if mark is not None}
+        for name, mark in marks.items():
+            if mark.startswith(RESTORING) and await self._abandon(name, mark, deletion := _new_mark()):
+                marks[name] = deletion
+        return {name: mark for name, mark in marks.items() if mark.startswith(DELETING)}
+
+    async def _abandon(self, run: str, mark: str, deletion: str) -> bool:
         pipe = self._connection.pipeline()
-        pipe.unlink(*keys.all_of(run, adapters))
-        pipe.set(keys.deleted(run), "deleted", ex=NAME_TAKEN_S)
-        pipe.srem(keys.RUNS, run)
-        pipe.srem(keys.DELETING, run)  # last: after a crash before it, all of this is done again
-        await self._connection.run_durably(pipe)
-        self._connection.known.forget(run)
+        pipe.fcall("rb_abandon", 2, keys.deleted(run), keys.lead(run), mark, deletion)
+        (abandoned,) = await self._connection.run_durably(pipe)
+        return bool(abandoned)
+
+    async def erase(self, run: str, mark: str, names: Sequence[str]) -> bool:
+        """Delete keys of a deleted run. Returns False, and deletes nothing, if its mark has changed."""
+        return await self._erase("rb_erase", [keys.deleted(run), *names], [mark])
+
+    async def erase_last(self, run: str, mark: str, adapters: Iterable[str]) -> bool:
+        """Delete the keys of a deleted run except its payloads, and start the day after which its name is free.
+
+        Returns False, and deletes nothing, if its mark has changed.
+        """
+        names = [keys.deleted(run), keys.RUNS, keys.DELETING, keys.incarnation(run), *keys.all_of(run, adapters)]
+        return await self._erase("rb_erase_last", names, [mark, run, NAME_TAKEN_S])
+
+    async def _erase(self, function: str, names: Sequence[str], arguments: Sequence[str | int]) -> bool:
+        pipe = self._connection.pipeline()
+        pipe.fcall(function, len(names), *names, *arguments)
+        (erased,) = await self._connection.run_durably(pipe)
+        return bool(erased)
 
 
-def _read_lease(reply: Sequence[Any], holder: str, ttl_s: float) -> Lease:
-    outcome, detail = reply[0], reply[1]
-    if text(outcome) == "older":  # nobody leads on a Redis that lost data; the check of the ends reports it
-        return Lease(None, "", ttl_s)
-    if detail[0] == 1:
-        return Lease(text(detail[1]), holder, ttl_s)
-    return Lease(None, text(detail[1]), int(detail[2]) / 1000)
+def read_incarnation(run: str, raw: bytes | None) -> int:
+    """Decode how often runs of this name were deleted. Raises `Unreadable`."""
+    if raw is None:
+        return 0
+    if not WHOLE.fullmatch(raw) or int(raw) < 0:
+        raise Unreadable(f"the number of deletions of run {run} is {raw[:40]!r}", name="run", value=run)
+    return int(raw)
+
+
+def _new_mark() -> str:
+    return f"{DELETING}:{secrets.token_hex(8)}"

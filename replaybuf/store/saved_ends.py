@@ -16,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from replaybuf.store.ends import Ends
+from replaybuf.store.ends import NO_ENDS, Ends
+from replaybuf.wire.config import RUN_NAME
+from replaybuf.wire.prepared_types import prepared
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,15 @@ class SavedEnds:
         self._folder.mkdir(parents=True, exist_ok=True)
         found: dict[str, Ends] = {}
         for path in self._folder.glob(f"*{SUFFIX}"):
-            raw, run = path.read_bytes(), path.name.removesuffix(SUFFIX)
+            run = path.name.removesuffix(SUFFIX)
+            if not RUN_NAME.fullmatch(run):
+                logger.warning("acknowledged ends are ignored file=%s: its name is not that of a run", path)
+                continue
+            with path.open("rb") as file:
+                raw = file.read(LINES * LINE_BYTES)
             lines = [_decode(raw[at * LINE_BYTES : (at + 1) * LINE_BYTES]) for at in range(LINES)]
             # Ends never move back: the further line is the newer one, and the other one is overwritten next.
-            newest = max(range(LINES), key=lambda at: lines[at] or Ends(-1, -1))
+            newest = max(range(LINES), key=lambda at: _order(lines[at]))
             ends = lines[newest]
             if ends is None:
                 logger.warning("acknowledged ends are ignored file=%s: no line has its checksum", path)
@@ -66,13 +73,17 @@ class SavedEnds:
             # Not `path_of`: building a path takes as long as writing the line.
             _write(f"{self._folder}/{run}{SUFFIX}", line.ljust(LINE_BYTES - 1) + b"\n", at * LINE_BYTES)
         except OSError as error:
-            if not self._failing:
-                logger.warning("acknowledged ends cannot be saved file=%s: %s", self.path_of(run), error)
-            self._failing = True
+            self._warn(run, error)
             return
         self._failing = False
         self._next_line[run] = (at + 1) % LINES
         self._unsynced.add(run)
+
+    def _warn(self, run: str, error: OSError) -> None:
+        """Log a fault once until a line is written again."""
+        if not self._failing:
+            logger.warning("acknowledged ends cannot be saved file=%s: %s", self.path_of(run), error)
+        self._failing = True
 
     def delete(self, run: str) -> None:
         """Delete the file of a run."""
@@ -81,18 +92,22 @@ class SavedEnds:
         self.path_of(run).unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Bring written files to the disk. Blocks: call it in a thread while serving."""
+        """Bring written files to the disk; what fails is tried again in the next call. Blocks: call it in a thread."""
         until_s = time.monotonic() + SYNC_S
         for run in list(self._unsynced):
             self._unsynced.discard(run)  # first: a line written meanwhile adds it again
             try:
                 file = os.open(self.path_of(run), os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
             except FileNotFoundError:  # deleted meanwhile
                 continue
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
+            except OSError as error:
+                self._unsynced.add(run)
+                self._warn(run, error)
+                return
             if time.monotonic() > until_s:
                 return
 
@@ -107,12 +122,16 @@ def _write(path: str, line: bytes, at: int) -> None:
         os.close(file)
 
 
+def _order(ends: Ends | None) -> tuple[int, Ends]:
+    return (ends.incarnation, ends) if ends else (-1, NO_ENDS)
+
+
 def _decode(line: bytes) -> Ends | None:
     """Return the ends of a line; None if it is missing or was cut."""
     checksum, _, text = line.rstrip().partition(b" ")
     if len(line) != LINE_BYTES or checksum != b"%08x" % zlib.crc32(text):
         return None
     try:
-        return msgspec.json.decode(text, type=Ends)
+        return msgspec.json.decode(text, type=prepared(Ends))
     except msgspec.DecodeError:
         return None

@@ -21,11 +21,13 @@ CONFIG_NAMES = ("appendonly", "appendfsync", "no-appendfsync-on-rewrite", "maxme
 class ServerReport:
     """Version, durability and memory of a server.
 
-    `durability` is the level in force, `met_by` how it is met, `reasons` what is weaker than strict or at risk.
-    `replicas` are connected now.
+    `version`: of Redis, for Valkey the one it is compatible with; `name`: program and own version. `durability` is the
+    level in force, `met_by` how it is met, `reasons` what is weaker than strict or at risk. `replicas`
+    are connected now.
     """
 
     version: str
+    name: str
     durability: Level
     met_by: str
     reasons: tuple[str, ...]
@@ -47,8 +49,14 @@ class ServerReport:
 
 
 def read_version(info: Mapping[str, Any]) -> str:
-    """Return the version in a server's INFO."""
+    """Return the version of Redis in a server's INFO; Valkey names the last one it is compatible with."""
     return str(info.get("redis_version") or info.get("valkey_version"))
+
+
+def read_name(info: Mapping[str, Any]) -> str:
+    """Return program and version: `valkey 9.1.2`, `redis 7.4.1`."""
+    valkey = info.get("valkey_version")
+    return f"valkey {valkey}" if valkey else f"redis {read_version(info)}"
 
 
 def check_version(version: str, url: str) -> None:

@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from replaybuf.errors import Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection
 from replaybuf.store.entries import IndexChunk, read_stored
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
+from replaybuf.store.tickets import WHOLE
 
 _PROMPTS_PER_CALL = 1_000
 """A call with so many prompts blocks Redis for about 2 ms."""
@@ -48,13 +50,16 @@ class SnapshotStore:
         """Read the entries that trimming kept, in the order of their numbers, in chunks."""
         key, pipe = keys.old_entries(run), self._connection.pipeline()
         pipe.hkeys(key)
-        numbers = np.sort(np.array((await self._connection.read(run, pipe))[0], np.int64))
+        fields = (await self._connection.read(run, pipe))[0]
+        if strange := next((field for field in fields if not WHOLE.fullmatch(field)), None):
+            raise Unreadable(f"{key} has the field {strange[:80]!r}; fields are numbers of groups", name=key)
+        numbers = np.sort(np.array(fields, np.int64))
         for start in range(0, len(numbers), READ_CHUNK_ENTRIES):
             chunk = numbers[start : start + READ_CHUNK_ENTRIES]
             pipe = self._connection.pipeline()
             pipe.hmget(key, [str(number) for number in chunk.tolist()])
             (raw,) = await self._connection.read(run, pipe)
-            yield read_stored(chunk, raw)
+            yield read_stored(chunk, raw, run)
 
     async def delete_old_entries(self, run: str, token: str, numbers: Sequence[int]) -> None:
         """Delete entries that trimming kept. Raises `NotLeader`."""

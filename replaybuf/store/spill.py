@@ -1,8 +1,8 @@
 """Spilled frames: which groups have moved, as Redis knows it, and their files.
 
 Order of a move: file written -> file and folder synced -> one function replaces the payload by a stub and records the
-number. A crash before the function leaves a file that nothing names; `Spill` of the service deletes it at its start. A
-crash after it leaves a stub whose file is durable. The order of freeing: files -> payloads.
+number. A crash before the function leaves a file that nothing names; `Spill` of the service deletes it once its group
+is freed. A crash after it leaves a stub whose file is durable. The order of freeing: record -> files and payloads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from replaybuf.errors import BrokenFrame, MissingExtra, SpillAway
+from replaybuf.errors import BrokenFrame, Invalid, MissingExtra, SpillAway, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
 from replaybuf.store.spill_folder import SpillFolder, open_folder
-from replaybuf.wire.spill import FOLDER, encode_stub, stub_path
+from replaybuf.store.tickets import WHOLE
+from replaybuf.wire.spill import check_spill_url, encode_stub, is_folder_of, stub_path
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,13 @@ _SCANNED = 5_000
 
 
 class SpillFiles:
-    """Files of one `spill.url`, in threads of their own. Any call may raise `SpillAway`.
+    """Files of one `spill.url`, in threads of their own. Any call may raise `SpillAway`; a wrong URL is `Invalid`.
 
     `reads` counts files, `failures` calls; `error` is that of the last call, None if it succeeded.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = check_spill_url(url)
         self.reads = 0
         self.failures = 0
         self.error: str | None = None
@@ -157,7 +158,7 @@ class SpilledFrames:
         A stub that no spill wrote stays as it is, and then is a broken frame. Raises `SpillAway`.
         """
         files = self._files.get(run)
-        paths = {n: path for n, payload in enumerate(payloads) if (path := _path_in(payload))} if files else {}
+        paths = {n: path for n, payload in enumerate(payloads) if (path := _path_in(run, payload))} if files else {}
         if not files or not paths:
             return payloads
         frames = await files.read(list(paths.values()))
@@ -167,6 +168,15 @@ class SpilledFrames:
         return followed
 
 
+class Move(NamedTuple):
+    """A payload key of group `number` that moves to the file `path`; `spilled_bytes` of the group are in files then."""
+
+    key: str
+    number: int
+    path: str
+    spilled_bytes: int
+
+
 class SpillStore:
     """Records in Redis which groups have moved."""
 
@@ -174,20 +184,35 @@ class SpillStore:
         self._connection = connection
 
     async def read_folder(self, run: str) -> tuple[str, str] | None:
-        """Read URL and name of a run's folder; None before the first move."""
-        found = await self._connection.run(self._connection.client.hmget(keys.spill(run), ["url", "folder"]))
-        return (text(found[0]), text(found[1])) if all(found) else None
+        """Read URL and name of a run's folder; None before the first move.
 
-    async def read_numbers(self, run: str) -> list[int]:
-        """Read the numbers of the spilled groups, in pieces."""
-        numbers: set[int] = set()
+        Raises `Unreadable` for a folder that is not of this run: its files would be read and deleted.
+        """
+        found = await self._connection.run(self._connection.client.hmget(keys.spill(run), ["url", "folder"]))
+        if not all(found):
+            return None
+        url, folder = map(text, found)
+        try:
+            check_spill_url(url)
+        except Invalid as error:
+            raise Unreadable(f"{keys.spill(run)}: {error.detail}", name="spill.url", value=url) from error
+        if not is_folder_of(run, folder):
+            detail = f"{keys.spill(run)} names the spill folder {folder[:80]!r}, which is not one of run {run}"
+            raise Unreadable(detail, name="spill", value=folder)
+        return url, folder
+
+    async def read_spilled(self, run: str) -> dict[int, int | None]:
+        """Read the bytes in files by group, in pieces; None = all of a group, as an older release moved it."""
+        spilled: dict[int, int | None] = {}
         position = 0
         while True:
             scan: Any = self._connection.client.hscan(keys.spill(run), position, count=_SCANNED)
             position, fields = await self._connection.run(scan)
-            numbers |= {int(name) for name in map(text, fields) if name.isdigit()}
+            for name, nbytes in ((text(name), text(value)) for name, value in fields.items()):
+                if WHOLE.fullmatch(name.encode()):
+                    spilled[int(name)] = int(nbytes) if WHOLE.fullmatch(nbytes.encode()) else None
             if not position:
-                return sorted(numbers)
+                return spilled
 
     async def find_spilled(self, run: str, numbers: Sequence[int]) -> list[int]:
         """Return those of these groups that are spilled."""
@@ -200,43 +225,40 @@ class SpillStore:
             spilled += [number for number, value in zip(piece, found, strict=True) if value is not None]
         return spilled
 
-    async def record(
-        self, run: str, token: str, url: str, folder: str, moves: Sequence[tuple[str, int, str]] = ()
-    ) -> list[bool]:
-        """Record the folder of a run, and replace payloads by stubs: payload key, number and path of each.
+    async def record(self, run: str, token: str, url: str, folder: str, moves: Sequence[Move] = ()) -> list[bool]:
+        """Record the folder of a run, and replace payloads by stubs.
 
         The files must be durable. Returns False for payloads that are gone. Raises `NotLeader`, `DataLost`, and
         `SpillAway` if the run has another folder.
         """
-        names = [keys.spill(run), *(key for key, _, _ in moves)]
-        arguments = [url, folder, *(part for _, number, path in moves for part in (number, encode_stub(path)))]
-        outcome, detail = await self._connection.call(run, "rb_spill", names, arguments, token, durably=True)
+        names = [keys.spill(run), *(move.key for move in moves)]
+        moved = [part for move in moves for part in (move.number, encode_stub(move.path), move.spilled_bytes)]
+        outcome, detail = await self._connection.call(
+            run, "rb_spill", names, [url, folder, *moved], token, durably=True
+        )
         if outcome == "other":
             raise SpillAway(f"the spilled frames of run {run} are in folder {text(detail)!r}, not in {folder!r}")
-        return [bool(moved) for moved in detail] if moves else []
+        return [bool(there) for there in detail] if moves else []
 
     async def forget(self, run: str, token: str, numbers: Sequence[int]) -> None:
         """Forget groups whose files are deleted, or are about to be. Raises `NotLeader`, `DataLost`."""
         for start in range(0, len(numbers), _SCANNED):
             await self._connection.call(run, "rb_forget", [keys.spill(run)], numbers[start : start + _SCANNED], token)
 
-    async def remove_files(self, run: str) -> None:
+    async def remove_files(self, run: str, url: str, folder: str) -> None:
         """Delete the files of a deleted run. Log and leave them if their folder is not available."""
-        found = await self.read_folder(run)
-        if found is None or not FOLDER.fullmatch(found[1]):
-            return
-        files = SpillFiles(found[0])
+        files = SpillFiles(url)
         try:
-            await files.remove(found[1])
+            await files.remove(folder)
         except SpillAway as error:
-            logger.error("files of deleted run %s stay in %s/%s: %s", run, *found, error.detail)
+            logger.error("files of deleted run %s stay in %s/%s: %s", run, url, folder, error.detail)
         finally:
             files.close()
 
 
-def _path_in(payload: bytes | None) -> str | None:
+def _path_in(run: str, payload: bytes | None) -> str | None:
     try:
-        return stub_path(payload)
+        return stub_path(run, payload)
     except BrokenFrame:
         return None
 

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from replaybuf.errors import MissingExtra, SpillAway
+from replaybuf.wire.config import LARGEST_STORED_BYTES
 from replaybuf.wire.spill import number_in
 
 MARK = "replaybuf-spill"
@@ -127,32 +128,42 @@ class LocalFolder(SpillFolder):
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file."""
-        target = self._root / path
         with self._reaching("write"):
-            if not target.parent.exists():
-                # Not `parents`: an empty mount point must not get a second folder of the run.
-                target.parent.mkdir(exist_ok=True)
-                _sync_folder(target.parent.parent)
-            unfinished = target.with_name(target.name + _UNFINISHED)
             try:
-                _write_synced(unfinished, data)
-                unfinished.replace(target)
-            except OSError:
-                with contextlib.suppress(OSError):  # a full disk needs its space back
-                    unfinished.unlink()
-                raise
+                self._write(self._root / path, data)
+            except FileNotFoundError:  # a deletion removed the subfolder while it was empty
+                self._write(self._root / path, data)
+
+    def _write(self, target: Path, data: bytes) -> None:
+        if not target.parent.exists():
+            # Not `parents`: an empty mount point must not get a second folder of the run.
+            target.parent.mkdir(exist_ok=True)
+            _sync_folder(target.parent.parent)
+        # A name of its own: a former leader that is stopped within a write of this file must not cut ours later.
+        unfinished = target.with_name(f"{target.name}.{secrets.token_hex(4)}{_UNFINISHED}")
+        try:
+            _write_synced(unfinished, data)
+            unfinished.replace(target)
+        except OSError:
+            with contextlib.suppress(OSError):  # a full disk needs its space back
+                unfinished.unlink()
+            raise
 
     def sync(self, paths: Iterable[str]) -> None:
         """Make the names of written files durable."""
         with self._reaching("sync"):
-            for folder in {(self._root / path).parent for path in paths}:
-                _sync_folder(folder)
+            for part in {path.rpartition("/")[0] for path in paths}:
+                try:
+                    _sync_folder(self._root / part)
+                except FileNotFoundError:  # gone with its last file, which a checkpoint freed meanwhile
+                    self._check_mark(part.partition("/")[0])
 
     def read(self, path: str) -> bytes | None:
         """Read a file; None if it is missing in a folder that is there."""
         with self._reaching("read"):
             try:
-                return (self._root / path).read_bytes()
+                with (self._root / path).open("rb") as file:
+                    return file.read(min(os.fstat(file.fileno()).st_size, LARGEST_STORED_BYTES))
             except FileNotFoundError:
                 self._check_mark(path.partition("/")[0])
                 return None
@@ -160,11 +171,14 @@ class LocalFolder(SpillFolder):
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are ignored."""
         with self._reaching("delete"):
-            folders = set()
+            parts = set()
             for path in paths:
                 (self._root / path).unlink(missing_ok=True)
-                folders.add(path.partition("/")[0])
-            for folder in folders:
+                parts.add(path.rpartition("/")[0])
+            for part in parts:
+                with contextlib.suppress(OSError):  # other files are in it
+                    (self._root / part).rmdir()
+            for folder in {part.partition("/")[0] for part in parts}:
                 self._check_mark(folder)
 
     def list_paths(self, folder: str) -> Iterator[list[str]]:
@@ -172,7 +186,8 @@ class LocalFolder(SpillFolder):
         with self._reaching("list"):
             self._check_mark(folder)
             for part in sorted(entry for entry in (self._root / folder).iterdir() if entry.is_dir()):
-                yield [f"{folder}/{part.name}/{entry.name}" for entry in part.iterdir()]
+                with contextlib.suppress(FileNotFoundError):  # another server removed it with its last file
+                    yield [f"{folder}/{part.name}/{entry.name}" for entry in part.iterdir()]
 
     def remove(self, folder: str) -> None:
         """Delete a run's folder with its frames."""
@@ -180,7 +195,7 @@ class LocalFolder(SpillFolder):
             if not (self._root / folder).exists():
                 return
             for paths in self.list_paths(folder):
-                self.delete(path for path in paths if number_in(path.removesuffix(_UNFINISHED)) is not None)
+                self.delete(path for path in paths if number_in(path) is not None)
             for part in (self._root / folder).iterdir():
                 with contextlib.suppress(OSError):  # somebody else's file is in it, or it is the mark
                     part.rmdir()
@@ -236,7 +251,7 @@ class ObjectFolder(SpillFolder):
         """Read a file; None if it is missing in a folder that is there."""
         with self._reaching("read"):
             try:
-                found: bytes = self._store.cat_file(f"{self._root}/{path}")
+                found: bytes = self._store.cat_file(f"{self._root}/{path}", start=0, end=LARGEST_STORED_BYTES)
             except FileNotFoundError:
                 self._check_mark(path.partition("/")[0])
                 return None

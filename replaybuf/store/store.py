@@ -10,27 +10,31 @@ and nothing by a leader that was suspended while another one took over. These wr
 
     SET, UNLINK of a payload   its key belongs to one append attempt; it has a TTL until it is published
     names of runs              they only grow; the name "" that tests writability never exists
-    keys of a deleted run      a fenced mark deleted them, and no later call restores the run
-    `rb_resign`                it compares the holder
+    keys of a deleted run      a fenced mark deleted them; each call compares the mark, which names this deletion
+    `rb_resign`, `rb_restore`  they compare the holder of the lease
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
+from replaybuf.errors import Unreadable
 from replaybuf.store.connection import Connection
 from replaybuf.store.copying import CopyStore
 from replaybuf.store.cursors import CursorStore
 from replaybuf.store.durability import STRICT, WritePolicy
 from replaybuf.store.evaluations import EvaluationStore
-from replaybuf.store.groups import GroupStore
+from replaybuf.store.groups import GroupStore, with_columns
 from replaybuf.store.ledger import LedgerStore
 from replaybuf.store.runs import RunStore
 from replaybuf.store.snapshots import SnapshotStore
 from replaybuf.store.spill import SpillStore
 from replaybuf.store.streams import StreamEnds
 from replaybuf.store.tickets import CounterStore, TicketStore
+
+logger = logging.getLogger(__name__)
 
 PAYLOADS_AT_ONCE = 250
 PAUSE_S = 0.005
@@ -68,27 +72,40 @@ class Store:
             raise
         return cls(connection)
 
-    async def delete_run(self, run: str) -> int:
+    async def delete_run(self, run: str, mark: str) -> int | None:
         """Delete the keys of a deleted run, payloads first, in chunks; return the number of its groups.
 
-        A repetition continues after a crash: the index, which names the payloads, goes last. Raises `DataLost` if
-        another server has just deleted them.
+        A repetition continues after a crash: the index, which names the payloads, goes last. Several servers may do
+        this at the same time. Returns None when `mark` has changed: another server has deleted all keys, and keys of
+        the same names may belong to a restored run. Raises `DataLost` if another server has just deleted them.
         """
         groups = 0
         counters = await self.counters.read(run)
+        folder = await self._own_folder(run)
         columns = [name.partition(":")[2] for name in counters if name.startswith("column:")]
         index = self.groups.read_index(run, 0, count=PAYLOADS_AT_ONCE)
         for chunks in (index, self.snapshots.read_old_entries(run)):
             async for chunk in chunks:
                 payloads = [strings.payload_key for strings in chunk.strings if strings.payload_key]
                 for start in range(0, len(payloads), PAYLOADS_AT_ONCE):
-                    await self.groups.delete_payloads(payloads[start : start + PAYLOADS_AT_ONCE], columns)
+                    names = with_columns(payloads[start : start + PAYLOADS_AT_ONCE], columns)
+                    if not await self.runs.erase(run, mark, names):
+                        return None
                     await asyncio.sleep(PAUSE_S)
                 groups += len(payloads)
-        await self.spill.remove_files(run)
+        # The folder was read before the mark is found unchanged, so it is that of the deleted run.
+        if folder and await self.runs.erase(run, mark, []):
+            await self.spill.remove_files(run, *folder)
         adapters = [name.partition(":")[2] for name in counters if name.startswith("next:")]
-        await self.runs.delete_keys(run, adapters)
-        return groups
+        return groups if await self.runs.erase_last(run, mark, adapters) else None
+
+    async def _own_folder(self, run: str) -> tuple[str, str] | None:
+        """Read the spill folder of a run; one that is not its own is logged and stays."""
+        try:
+            return await self.spill.read_folder(run)
+        except Unreadable as error:
+            logger.error("no spilled file of deleted run %s is deleted: %s", run, error.detail)
+            return None
 
     async def close(self) -> None:
         """Close all connections."""

@@ -27,7 +27,7 @@ class StreamEnds:
         for run in runs:
             self._connection.add_call(pipe, run, "rb_ends")
         found: list[Ends | DataLost | LedgerGap] = []
-        for run, reply in zip(runs, await self._connection.run(pipe.execute()), strict=True):
+        for run, reply in zip(runs, await self._connection.run_each(pipe), strict=True):
             try:
                 found.append(_ends(self._connection.check_reply(run, "", reply)[1]))
             except (DataLost, LedgerGap) as error:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from redis.exceptions import ResponseError
+
+from replaybuf.errors import Unreadable
 from replaybuf.store import keys
 from replaybuf.store.connection import Connection, text
+
+WHOLE = re.compile(rb"-?[0-9]{1,18}")
+"""A counter, as Redis writes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,14 +32,23 @@ class TicketStore:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def read(self, runs: Sequence[str]) -> list[RunTickets]:
-        """Read counters and tickets of each of these runs, in one round trip."""
+    async def read(self, runs: Sequence[str]) -> list[RunTickets | Unreadable]:
+        """Read counters and tickets of each of these runs, or what is wrong with them, in one round trip."""
         pipe = self._connection.pipeline()
         for run in runs:
             pipe.hgetall(keys.counts(run))
             pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
-        replies = await self._connection.run(pipe.execute())
-        return list(map(_read_tickets, replies[::2], replies[1::2]))
+        replies = await self._connection.run_each(pipe)
+        return list(map(self._read_book, runs, replies[::2], replies[1::2]))
+
+    def _read_book(self, run: str, counts: Any, tickets: Any) -> RunTickets | Unreadable:
+        for reply in (counts, tickets):
+            if isinstance(reply, ResponseError):
+                return Unreadable(self._connection.explain(reply).detail, name="run", value=run)
+        try:
+            return _read_tickets(counts, tickets)
+        except Unreadable as error:
+            return error
 
     async def read_one(self, run: str) -> RunTickets:
         """Read counters and tickets of a run to decide with them. Raises `DataLost` if Redis is older than known."""
@@ -75,7 +92,13 @@ class CounterStore:
 
 
 def _read_tickets(counts: Any, tickets: Any) -> RunTickets:
-    return RunTickets(_integers(counts), [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets])
+    deadlines = [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets]
+    for ticket, deadline_s in deadlines:
+        if not math.isfinite(deadline_s):
+            raise Unreadable(
+                f"the deadline of ticket {ticket[:80]!r} is {deadline_s}; a time is needed", name="tickets"
+            )
+    return RunTickets(_integers(counts), deadlines)
 
 
 def _flat(counts: Mapping[str, int]) -> list[str | int]:
@@ -83,4 +106,8 @@ def _flat(counts: Mapping[str, int]) -> list[str | int]:
 
 
 def _integers(raw: Any) -> dict[str, int]:
+    for name, value in raw.items():
+        if not WHOLE.fullmatch(value):
+            shown = f"the counter {name[:80]!r} is {value[:40]!r}; a whole number of at most 18 digits is needed"
+            raise Unreadable(shown, name="counts")
     return {text(name): int(value) for name, value in raw.items()}

@@ -1,4 +1,4 @@
-"""Contract suite that every strategy and filter must pass, built-in or not.
+"""Contract suite that every strategy, filter and admission plug-in must pass, built-in or not.
 
 In a plug-in's own tests::
 
@@ -21,6 +21,7 @@ try:
 except ImportError:
     raise MissingExtra("replaybuf.testing", "testing") from None
 
+from replaybuf.testing.admissions import AdmissionContract, check_admission
 from replaybuf.testing.contract import (
     FilterContract,
     StrategyContract,
@@ -32,10 +33,12 @@ from replaybuf.testing.loop import ClosedLoop, Progress
 from replaybuf.testing.scenes import random_groups
 
 __all__ = [
+    "AdmissionContract",
     "ClosedLoop",
     "FilterContract",
     "Progress",
     "StrategyContract",
+    "check_admission",
     "check_filter",
     "check_progress",
     "check_strategy",

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from replaybuf.errors import Invalid, StrategyFault, first_error
-from replaybuf.kernel.rules import REASON, are_rows
-from replaybuf.kernel.strategy import (
+from replaybuf.kernel.strategy.contract import (
     MAX_DETAIL,
     STRATEGY_REASONS,
     Budget,
@@ -25,9 +24,12 @@ from replaybuf.kernel.strategy import (
     Strategy,
     Waiting,
 )
+from replaybuf.kernel.strategy.rules import are_rows
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, TookTooLong, call_limited, call_twice_limited
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
+from replaybuf.testing.rules import require as _rule
 from replaybuf.testing.scenes import Scene, scenes
+from replaybuf.wire.names import REASON_WORD
 
 BuildStrategy = Callable[[], Strategy[Any]]
 BuildFilter = Callable[[], Filter[Any]]
@@ -150,12 +152,6 @@ def _time_limited(build: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: _TimeLimited(_call_in_time("the constructor", build, late), late)
 
 
-def _rule(kept: bool, rule: str, value: object) -> None:
-    """Raise `StrategyFault` unless a rule is kept."""
-    if not kept:
-        raise StrategyFault(f"rule '{rule}' is broken: {value!r}", name=rule, value=value, bound=rule)
-
-
 def check_progress(build: BuildStrategy, steps: int = 60) -> list[Progress]:
     """Run closed loops, with batches counted in groups and in tokens; return their progress.
 
@@ -265,7 +261,7 @@ def _check_evictions(found: Evictions, groups: Groups, what: str) -> Evictions:
     _rule(len(set(found.rows)) == len(found.rows), f"{what} names a group once", found.rows)
     _rule(set(found.rows) <= set(groups.row.tolist()), f"{what} names only groups that it was given", found.rows)
     for reason in set(found.reasons):
-        _rule(bool(REASON.fullmatch(reason)), f"a reason of {what} is a word that can label a metric", reason)
+        _rule(bool(REASON_WORD.fullmatch(reason)), f"a reason of {what} is a word that can label a metric", reason)
     return _listed(found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.strategy import Budget, BufferView, Feedback, Flow, Groups, Strategy, Waiting
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Feedback, Flow, Groups, Strategy, Waiting
 
 BUDGETS = (Budget(None, 16, 4096), Budget(1650, None, 4096))
 """Batches counted in groups, and in tokens; a group has 60 to 140 tokens."""

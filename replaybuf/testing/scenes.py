@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from replaybuf.kernel.strategy import Budget, BufferView, Flow, Groups, source_code
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups, source_code
 
 _LARGEST_INT32 = 2**31 - 1
 

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler, SamplingResult
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from replaybuf.tracing.spans import Headers, Value
+from replaybuf.tracing import Headers, Value
 
 MOST_LINKS = 128
 """Links per span, the default bound of OpenTelemetry; a batch with more groups has child spans with the others."""

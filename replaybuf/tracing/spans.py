@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from replaybuf.errors import MissingExtra
+from replaybuf.tracing import Headers, Value
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from replaybuf.tracing.recorder import Recorder
-
-Value: TypeAlias = str | int | float | bool
-Headers: TypeAlias = Mapping[str, str]
 
 CALLS = frozenset(
     {

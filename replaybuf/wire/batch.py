@@ -2,7 +2,8 @@
 
 Micro-batch `i` has the tensors `i.input_ids` and so on; `MicroBatch` lists them with their shapes. The metadata key
 `replaybuf` holds `BatchMeta` as JSON. Position t of a row holds token t with its mask, advantage and logprob. These
-are 0 on prompt, padding, and completion tokens that the policy did not sample.
+are 0 on padding, on completion tokens that the policy did not sample, and on prompt tokens outside `prompt_mask`. Those
+in it have the advantage of their rollout, and `prompt_logprobs` in every column of logprobs that their group has.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Malformed
+from replaybuf.errors import Malformed, counted
 from replaybuf.wire.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group, Int32s
 from replaybuf.wire.tensor_file import BOOL, FLOAT32, INT32, allocate, split_file, view_tensor
 from replaybuf.wire.token_versions import NO_VERSION
@@ -41,7 +42,8 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True):
     micro-batch. `group_ids` are the groups of this rank, indexed by `group_index`. `adapters_completed`: adapters whose
     own step this batch completes, with that step. `batch_masked_tokens`: sampled tokens that are too old for the loss,
     in a run with `stale_token_mask`. `batch_reward_mean`, `batch_reward_parts` if the trainer asked for them.
-    `group_metadata`, if it asked: that of each of `group_ids`, None if it is not JSON. Nothing depends on the epoch.
+    `group_metadata`, if it asked: that of each of `group_ids`; None if it is not JSON, and once all of the batch take
+    more than 16 MiB. Nothing depends on the epoch.
     """
 
     run: str
@@ -180,7 +182,9 @@ def read_batch(body: bytes | bytearray | memoryview) -> Batch:
         meta = _decode_meta(header.pop("__metadata__")[METADATA_KEY])
         tensors = {name: view_tensor(data, entry) for name, entry in header.items()}
         if not 0 <= meta.micro_batches <= len(tensors):
-            raise ValueError(f"{meta.micro_batches} micro-batches do not fit {len(tensors)} tensors")
+            raise ValueError(
+                f"{counted(meta.micro_batches, 'micro-batch')} do not fit {counted(len(tensors), 'tensor')}"
+            )
         rows: dict[str, dict[str, Any]] = {str(number): {} for number in range(meta.micro_batches)}
         for name, view in tensors.items():
             number, _, field = name.partition(".")
@@ -322,28 +326,33 @@ def _fill_tokens(
     logprobs: dict[str, list[Float32s]] = {name: [] for name in rollouts.logprobs}
     advantages = out["advantages"]
     advantages[:] = 0.0
-    end = completion_tokens = 0
+    end = candidates = 0  # tokens that have a value before the mask is applied
     for number in range(first, last):
         group, prompt, completion = rollouts.groups[number], rollouts.prompts[number], rollouts.completions[number]
         p, c = prompt.stop - prompt.start, completion.stop - completion.start
         ids += (group.prompt_ids[prompt], group.completion_ids[completion])
         positions.append(blank.positions[: p + c])
-        masks += (blank.falses[:p], group.completion_mask[completion])
+        before, prompt_logprobs = blank.falses[:p], blank.zeros[:p]
+        if group.prompt_mask is not None and group.prompt_logprobs is not None:
+            before, prompt_logprobs = group.prompt_mask[prompt], group.prompt_logprobs[prompt]
+            advantages[end : end + p] = 0.0 if group.advantages is None else group.advantages[rollouts.places[number]]
+            candidates += p
+        masks += (before, group.completion_mask[completion])
         for name, values in logprobs.items():
             column = getattr(group, name)
-            values += (blank.zeros[:p], blank.zeros[:c] if column is None else column[completion])
+            values += (blank.zeros[: p + c],) if column is None else (prompt_logprobs, column[completion])
         if group.token_advantages is not None:
             advantages[end + p : end + p + c] = group.token_advantages[completion]
         elif group.advantages is not None:
             advantages[end + p : end + p + c] = group.advantages[rollouts.places[number]]
         end += p + c
-        completion_tokens += c
+        candidates += c
     np.concatenate([*ids, blank.ids[:padding]], out=out["input_ids"])
     np.concatenate([*positions, blank.positions[:padding]], out=out["position_ids"])
     np.concatenate([*masks, blank.falses[:padding]], out=out["loss_mask"])
     for name, values in logprobs.items():
         np.concatenate([*values, blank.zeros[:padding]], out=out[name])
-    if np.count_nonzero(out["loss_mask"]) < completion_tokens:
+    if np.count_nonzero(out["loss_mask"]) < candidates:
         # Costs a tenth of the body, and changes nothing if all completion tokens were sampled.
         ones = out["loss_mask"].astype(np.float32)
         for name in ("advantages", *logprobs):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from replaybuf.errors import BrokenFrame
+from replaybuf.errors import BrokenFrame, counted
 from replaybuf.wire.group import LARGEST_REWARD_PARTS, LARGEST_ROLLOUTS, OPTIONAL_PER_TOKEN, Group
 
 ALIGNMENT_BYTES = 64
@@ -25,7 +25,7 @@ WORTH_IT = 0.9
 """A column stays raw unless zstd reduces it to this share."""
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-_Per: TypeAlias = Literal["prompt token", "completion token", "rollout", "span"]
+_Per: TypeAlias = Literal["prompt token", "completion token", "rollout", "span", "proof byte"]
 
 
 class Kind(NamedTuple):
@@ -48,20 +48,26 @@ KINDS = {
     "completion_mask": _kind("|b1", "completion token"),
     "inference_logprobs": _kind("<f4", "completion token"),
     **{name: _kind("<f4", "completion token") for name in OPTIONAL_PER_TOKEN},
+    "prompt_mask": _kind("|b1", "prompt token"),
+    "prompt_logprobs": _kind("<f4", "prompt token"),
     "prompt_lengths": _kind("<i4", "rollout"),
     "completion_lengths": _kind("<i4", "rollout"),
     "rewards": _kind("<f8", "rollout"),
     "advantages": _kind("<f8", "rollout"),
     "temperatures": _kind("<f4", "rollout"),
     "version_spans": _kind("<i4", "span", 4),
+    "proof_lengths": _kind("<i4", "rollout"),
+    "proofs": _kind("|u1", "proof byte"),
 }
 """Columns by name, those with a value per token first. A frame also has reward parts, `rewards.<name>`."""
 _BYTE = np.dtype(np.uint8)
+_MASKS = frozenset({"completion_mask", "prompt_mask"})
 PART_PREFIX = "rewards."
 PER_TOKEN = frozenset(name for name, kind in KINDS.items() if kind.per.endswith("token"))
-_REQUIRED = KINDS.keys() - {*OPTIONAL_PER_TOKEN, "advantages"}
+OPTIONAL = frozenset({*OPTIONAL_PER_TOKEN, "prompt_mask", "prompt_logprobs", "advantages", "proofs", "proof_lengths"})
+_REQUIRED = KINDS.keys() - OPTIONAL
 _LENGTH_BYTES, _SPAN_BYTES = KINDS["prompt_lengths"].value_bytes, KINDS["version_spans"].value_bytes
-_COMPRESSED = frozenset({"prompt_ids", "completion_ids", "completion_mask"})
+_COMPRESSED = frozenset({"prompt_ids", "completion_ids", "completion_mask", "prompt_mask"})
 """Columns that producers compress: zstd cannot compress logprobs."""
 _LARGEST_WINDOW_BYTES = 8 << 20
 
@@ -69,7 +75,7 @@ _LARGEST_WINDOW_BYTES = 8 << 20
 class Column(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Place of a column: numpy dtype, offset and length in bytes from the start of the frame, codec."""
 
-    dtype: Literal["<i4", "<f4", "<f8", "|b1"]
+    dtype: Literal["<i4", "<f4", "<f8", "|b1", "|u1"]
     offset: Annotated[int, msgspec.Meta(ge=0)]
     length: Annotated[int, msgspec.Meta(ge=0)]
     codec: Literal["raw", "zstd"] = "raw"
@@ -118,7 +124,7 @@ def read_columns(
         raise BrokenFrame(f"frame lacks the columns {missing}", name="columns", value=sorted(columns))
     if len(columns) > len(KINDS) + LARGEST_REWARD_PARTS:
         raise BrokenFrame(
-            f"frame has {len(columns)} columns; the maximum is {len(KINDS) + LARGEST_REWARD_PARTS}",
+            f"frame has {counted(len(columns), 'column')}; the maximum is {len(KINDS) + LARGEST_REWARD_PARTS}",
             name="columns",
             value=len(columns),
             bound=len(KINDS) + LARGEST_REWARD_PARTS,
@@ -129,9 +135,10 @@ def read_columns(
         _check_size(len(buffer), packed, values, max_bytes)
     for name, column in packed.items():
         arrays[name] = _decompressed(buffer, name, column, values[KINDS[name].per])
-    mask = arrays["completion_mask"].view(_BYTE)
-    if len(mask) and mask.item(mask.argmax()) > 1:
-        raise BrokenFrame("column completion_mask holds a byte other than 0 and 1", name="completion_mask")
+    for name in _MASKS & arrays.keys():
+        mask = arrays[name].view(_BYTE)
+        if len(mask) and mask.item(mask.argmax()) > 1:
+            raise BrokenFrame(f"column {name} holds a byte other than 0 and 1", name=name)
     arrays["version_spans"] = arrays["version_spans"].reshape(-1, 4)
     return arrays, parts
 
@@ -148,7 +155,12 @@ def _count_values(buffer: memoryview, columns: dict[str, Column], finish_reasons
             name="rollouts",
             value=rollouts,
         )
-    return {"rollout": rollouts, "prompt token": sum(prompt_lengths), "completion token": sum(completion_lengths)}
+    values = {"rollout": rollouts, "prompt token": sum(prompt_lengths), "completion token": sum(completion_lengths)}
+    if "proofs" in columns or "proof_lengths" in columns:
+        if not columns.keys() >= {"proofs", "proof_lengths"}:
+            raise BrokenFrame("frame has only one of the columns proofs and proof_lengths", name="proofs")
+        values["proof byte"] = sum(_lengths(buffer, "proof_lengths", columns))
+    return values
 
 
 def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple[int, ...]:
@@ -156,7 +168,7 @@ def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple
     count = column.length // _LENGTH_BYTES
     if count > LARGEST_ROLLOUTS:
         raise BrokenFrame(
-            f"frame has {count} rollouts; the maximum is {LARGEST_ROLLOUTS}", name="rollouts", value=count
+            f"frame has {counted(count, 'rollout')}; the maximum is {LARGEST_ROLLOUTS}", name="rollouts", value=count
         )
     if column.offset + column.length > len(buffer) or column.length % _LENGTH_BYTES:
         raise _misplaced(name, column, 0, len(buffer))
@@ -191,7 +203,10 @@ def _view_raw(
         needed = values.get(per, length // _SPAN_BYTES) * value_bytes
         if length != needed:
             raise BrokenFrame(
-                f"column {name} has {length} bytes; its rollouts need {needed}", name=name, value=length, bound=needed
+                f"column {name} has {counted(length, 'byte')}; its rollouts need {needed}",
+                name=name,
+                value=length,
+                bound=needed,
             )
         view = whole[offset:end].view(numpy_dtype)
         if name in KINDS:
@@ -206,8 +221,8 @@ def _view_raw(
 
 def _misplaced(name: str, column: Column, start: int, size: int) -> BrokenFrame:
     return BrokenFrame(
-        f"column {name} has {column.length} bytes at offset {column.offset}; the part before it ends at {start}, the "
-        f"frame at {size}; columns hold whole values and start at multiples of {ALIGNMENT_BYTES}",
+        f"column {name} has {counted(column.length, 'byte')} at offset {column.offset}; the part before it ends at "
+        f"{start}, the frame at {size}; columns hold whole values and start at multiples of {ALIGNMENT_BYTES}",
         name=name,
         value=column.offset,
         bound=size,
@@ -219,7 +234,7 @@ def _check_size(size: int, packed: dict[str, Column], values: dict[str, int], ma
         size += values[KINDS[name].per] * KINDS[name].value_bytes - column.length
     if size > max_bytes:
         raise BrokenFrame(
-            f"frame has {size} bytes with all columns raw; the maximum is {max_bytes}",
+            f"frame has {counted(size, 'byte')} with all columns raw; the maximum is {max_bytes}",
             name="max_bytes",
             value=size,
             bound=max_bytes,
@@ -234,8 +249,9 @@ def _decompressed(buffer: memoryview, name: str, column: Column, values: int) ->
         header = zstandard.get_frame_parameters(raw)
         if header.content_size != size or header.window_size > max(size, _LARGEST_WINDOW_BYTES):
             raise BrokenFrame(
-                f"column {name} decompresses to {header.content_size} bytes with a window of {header.window_size}; its "
-                f"rollouts need {size} bytes, and the maximum window is {_LARGEST_WINDOW_BYTES}",
+                f"column {name} decompresses to {counted(header.content_size, 'byte')} with a window of "
+                f"{header.window_size}; its "
+                f"rollouts need {counted(size, 'byte')}, and the maximum window is {_LARGEST_WINDOW_BYTES}",
                 name=name,
                 value=header.content_size,
                 bound=size,

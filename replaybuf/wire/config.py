@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 from replaybuf.wire.frame import smallest_frame_bytes
 from replaybuf.wire.group import LARGEST_ROLLOUTS, hash_name
 from replaybuf.wire.metadata import check_metadata
@@ -28,14 +28,12 @@ LONGEST_S = 366 * 86400.0
 MAX_RANKS = 4096
 MOST_ADAPTERS = 256
 """Bounds the run state, which explains for each adapter why it waits."""
-MOST_FILTERS = 64
-MOST_GROUPS = 2**17
+MOST_GROUPS = 2**14
 """Groups of one batch. The ledger record of so many groups with the longest ids has 130 MB; Redis accepts 512 MiB."""
 LARGEST_STORED_BYTES = 2**29
 """Redis accepts no longer string."""
 LARGEST_OPTIONS_BYTES = 2**16
 """Options are in every batch record."""
-LONGEST_SPILL_URL = 1024
 LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
 
@@ -81,7 +79,18 @@ class StrategySpec(Spec, frozen=True):
     options: dict[str, Any] = {}
 
 
-Filters = Annotated[list[StrategySpec], Meta(max_length=MOST_FILTERS)]
+Filters = Annotated[list[StrategySpec], Meta(max_length=64)]
+
+
+class AdmissionSpec(Spec, frozen=True):
+    """An admission plug-in by the name of its entry point, with its options; `timeout_s` is for one group."""
+
+    name: Name
+    options: dict[str, Any] = {}
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10
+
+
+Admissions = Annotated[list[AdmissionSpec], Meta(max_length=8)]
 
 
 class TokensPerRank(Spec, frozen=True):
@@ -145,7 +154,7 @@ class Limits(Spec, frozen=True):
 class SpillSpec(Spec, frozen=True):
     """Where frames beyond `limits.max_bytes_in_memory` are stored: `file:///FOLDER`, or an object store by fsspec."""
 
-    url: Annotated[str, Meta(min_length=1, max_length=LONGEST_SPILL_URL)]
+    url: Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class AdapterSpec(Spec, frozen=True):
@@ -170,6 +179,7 @@ class RunConfig(Spec, frozen=True):
     batch: BatchSpec
     strategy: StrategySpec = StrategySpec()
     filters: Filters = []
+    admissions: Admissions = []
     group_size: RolloutCount | None = None
     min_group_size: RolloutCount | None = None
     vocab_size: Positive | None = None
@@ -244,8 +254,10 @@ def check_run_config(config: RunConfig, ranks: int = 1) -> None:
     `ranks`: of the attached trainer, for a token budget that follows it.
     """
     batch = config.batch
-    for name, spec in (("strategy", config.strategy), *((f"filters[{n}]", s) for n, s in enumerate(config.filters))):
-        _check_options(f"{name}.options", spec.options)
+    _check_options("strategy.options", config.strategy.options)
+    for part in ("filters", "admissions"):
+        for number, spec in enumerate(getattr(config, part)):
+            _check_options(f"{part}[{number}].options", spec.options)
     if config.adapters:
         _check_adapters(config)
     elif batch.tokens_per_batch is None and batch.groups_per_batch is None:
@@ -281,7 +293,7 @@ def _check_sizes(config: RunConfig, budget: int | None) -> None:
     most = config.limits.max_tokens_live
     smallest_group = (config.least_rollouts or 1) * MIN_TOKENS_PER_ROLLOUT
     if budget is not None and budget < smallest_group:
-        why = f"one group has at least {smallest_group} tokens, so no batch could ever hold one"
+        why = f"one group has at least {counted(smallest_group, 'token')}, so no batch could ever hold one"
         raise _invalid("batch.tokens_per_batch", budget, why, smallest_group)
     for adapter in config.adapter_names:
         groups = config.groups_per_batch_of(adapter)
@@ -290,7 +302,7 @@ def _check_sizes(config: RunConfig, budget: int | None) -> None:
             smallest_batch = min(smallest_batch, budget)  # one step of an adapter may take several batches
         if most is not None and most < smallest_batch:
             owner = f"of adapter {adapter} " if adapter else ""
-            why = f"one batch {owner}needs {smallest_batch} tokens live, so no batch would ever be full"
+            why = f"one batch {owner}needs {counted(smallest_batch, 'token')} live, so no batch would ever be full"
             raise _invalid("limits.max_tokens_live", most, why, smallest_batch)
     _check_spill(config)
     _check_bytes(config.limits, config.group_size or 1)
@@ -310,7 +322,7 @@ def _check_short_batches(config: RunConfig) -> None:
     sizes = [config.groups_per_batch_of(adapter) for adapter in config.kept_adapters]
     most = sum(size for size in sizes if size) if sizes and all(sizes) else None
     if most is not None and batch.min_groups > most:
-        why = f"a full batch has at most {most} groups, so the time-out would never make one"
+        why = f"a full batch has at most {counted(most, 'group')}, so the time-out would never make one"
         raise _invalid("batch.min_groups", batch.min_groups, why, most)
 
 
@@ -340,7 +352,7 @@ def _check_bytes(limits: Limits, rollouts: int) -> None:
         raise _invalid("limits.max_bytes_live", limits.max_bytes_live, _no_group(limits), limits.max_group_bytes)
     smallest = smallest_frame_bytes(rollouts)
     if limits.max_group_bytes < smallest:
-        why = f"the smallest frame of {rollouts} rollouts has {smallest} bytes, so no group could ever enter"
+        why = f"the smallest frame of {counted(rollouts, 'rollout')} has {smallest} bytes, so no group could ever enter"
         raise _invalid("limits.max_group_bytes", limits.max_group_bytes, why, smallest)
 
 

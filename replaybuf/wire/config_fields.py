@@ -10,6 +10,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "batch": "Bounds of a batch.",
         "strategy": "Strategy that selects the groups of a batch: name of an installed one, and its options.",
         "filters": "Filters in the order in which the service asks them, at most 64.",
+        "admissions": "Admission plug-ins that check each group before it is stored, in this order, at most 8.",
         "group_size": "Rollouts of a group; groups of another size are rejected. Default: any size.",
         "min_group_size": "A group that lost rollouts to faults is stored if it has at least so many. Default: all.",
         "stale_token_mask": "Tokens of versions this far below that of the batch leave its loss mask. Default: none.",
@@ -26,6 +27,11 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
     "StrategySpec": {
         "name": "Name of an installed strategy or filter; `replaybuf strategies list` lists them.",
         "options": "Its options; `replaybuf strategies show NAME` explains them.",
+    },
+    "AdmissionSpec": {
+        "name": "Name of an installed admission plug-in.",
+        "options": "Its options.",
+        "timeout_s": "Seconds for one group, at most 600; a group that takes longer is rejected.",
     },
     "BatchSpec": {
         "tokens_per_batch": "Maximum number of tokens of a batch, or {per_rank = N} for N per rank of the trainer.",

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType, field
 
 from replaybuf.wire.config import (
     MOST_ADAPTERS,
+    Admissions,
     BatchSpec,
     Filters,
     GroupCount,
@@ -77,6 +78,7 @@ class ConfigPatch(Spec, frozen=True):
 
     strategy: StrategyChange | None = None
     filters: Filters | None = None
+    admissions: Admissions | None = None
     limits: LimitsChange | None = None
     batch: BatchChange | None = None
     state: Literal["running", "paused", "finished"] | None = None

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, field
 from replaybuf.wire.batch import BODY_EXTRAS, BodyExtra
 from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowMultiple, RowTokens
 from replaybuf.wire.group import GroupJson
-from replaybuf.wire.names import Name, Uri
+from replaybuf.wire.names import Name, Uri, lines
 
 # ---------------------------------------------------------------------- requests
 
@@ -38,16 +38,35 @@ class TicketRequest(Request, frozen=True, kw_only=True):
     max_tokens: Positive | None = None
 
 
+TRACEBACK_BYTES = 4096
+"""Longest traceback of a failure; the client leaves out the middle of a longer one."""
+
+
+SUMMARY_CHARS = 500
+
+
+class ProducerFailure(Request, frozen=True, kw_only=True):
+    """A group, or the producer itself, that failed: the reason as of a returned ticket, and the traceback.
+
+    `client.producers.describe_failure` makes it, without values of environment variables.
+    """
+
+    reason: Name
+    prompt_index: NonNegative | None = None
+    traceback: Annotated[str, lines(TRACEBACK_BYTES)]
+
+
 class HeartbeatRequest(Request, frozen=True, kw_only=True):
     """Report that a producer is at work.
 
     `in_flight`: groups from their ticket to their append; `engines`: engines that take requests; `held_back_by`: why
-    the producer does less than it could.
+    the producer does less than it could; `failure`: the newest one since the last heartbeat.
     """
 
     in_flight: NonNegative | None = None
     engines: NonNegative | None = None
     held_back_by: Name | None = None
+    failure: ProducerFailure | None = None
 
 
 class AckRequest(Request, frozen=True, kw_only=True):
@@ -106,6 +125,7 @@ class AttachRequest(Request, frozen=True, kw_only=True):
     """Attach a trainer: its number of ranks, the step to resume at (None = the next unacked one), its row layout.
 
     `cost`: estimated cost of a rollout by its length, for the balance of ranks (None = that of a typical model).
+    `fixed`: the trainer needs equal batches, so PATCH may not change `batch` until the next attach without it.
     The last four fields are `BodyOptions`.
     """
 
@@ -115,6 +135,7 @@ class AttachRequest(Request, frozen=True, kw_only=True):
     seq_len: RowTokens | None = None
     pad_to_multiple_of: RowMultiple | None = None
     cost: Cost | None = None
+    fixed: bool = False
     per_token_versions: bool = False
     lengths: bool = False
     reward_parts: bool = False
@@ -218,6 +239,26 @@ class Heartbeat(Answer, frozen=True, kw_only=True):
     heartbeat_s: float = 15.0
 
 
+class ReportedFailure(Answer, frozen=True, kw_only=True):
+    """The newest failure that a producer reported, `age_s` seconds ago.
+
+    `lasts`: since then no group of the producer was stored.
+    """
+
+    reason: str
+    prompt_index: int | None
+    traceback: str
+    age_s: float
+    lasts: bool
+
+
+def summarize_failure(failure: ProducerFailure | ReportedFailure) -> str:
+    """Describe a failure in one line: reason, prompt, and the last line of the traceback."""
+    where = "" if failure.prompt_index is None else f" at prompt {failure.prompt_index}"
+    last = failure.traceback.rstrip().rpartition("\n")[2].strip()
+    return f"{failure.reason}{where}: {last}"[:SUMMARY_CHARS]
+
+
 class ProducerStatus(Answer, frozen=True, kw_only=True):
     """A producer that called within the last hour.
 
@@ -225,6 +266,7 @@ class ProducerStatus(Answer, frozen=True, kw_only=True):
     - `faults`: its tickets that expired or were returned for a failure, since this server leads the run
     - `heartbeats`: it sends them; `gone`: it has been silent for `tickets.heartbeat_s` and lost its tickets
     - `in_flight`, `engines`, `held_back_by`: from its last heartbeat
+    - `failure`: the newest that it reported; of at most 20 producers, in the memory of the server that leads
     """
 
     name: str
@@ -237,6 +279,7 @@ class ProducerStatus(Answer, frozen=True, kw_only=True):
     in_flight: int | None = None
     engines: int | None = None
     held_back_by: str | None = None
+    failure: ReportedFailure | None = None
 
 
 class ProducerList(Answer, frozen=True, kw_only=True):
@@ -326,6 +369,7 @@ class Health(Answer, frozen=True, kw_only=True):
 class Readiness(Answer, frozen=True, kw_only=True):
     """Whether Redis answers and holds every acknowledged write. If not, `waiting_for` names the cause.
 
+    `redis_version`: of Valkey the one that it is compatible with; `server`: program and own version.
     `unreadable`: runs that cannot be read, with the error. `leaders`: address of the server that leads each run.
     """
 
@@ -337,6 +381,7 @@ class Readiness(Answer, frozen=True, kw_only=True):
     replicas: int
     wait_replicas: int
     redis_version: str | None
+    server: str | None = None
     waiting_for: str | None
     runs: list[str]
     unreadable: dict[str, str]

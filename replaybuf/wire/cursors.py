@@ -19,13 +19,17 @@ class CursorRequest(Request, frozen=True, kw_only=True):
     position: Annotated[Name, Meta(min_length=1)]
 
 
-class CursorState(Answer, frozen=True, kw_only=True):
-    """A cursor: all groups up to `position` are done; `lag` counts the groups behind it, each use of a trained one."""
+class CursorState(Answer, frozen=True, kw_only=True, omit_defaults=True):
+    """A cursor: all groups up to `position` are done; `lag` counts the groups behind it, each use of a trained one.
+
+    `lifetime_s`: it is forgotten after so long without use; null = never.
+    """
 
     name: str
     kind: CursorKind
     position: str
     lag: int
+    lifetime_s: int | None = None
 
 
 class CursorList(Answer, frozen=True, kw_only=True):

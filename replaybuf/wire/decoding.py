@@ -12,9 +12,9 @@ import msgspec
 import msgspec.inspect as inspect
 
 from replaybuf.errors import Invalid, Malformed
-from replaybuf.wire.collector import collector_paused
+from replaybuf.wire.collector_pause import collector_paused
 from replaybuf.wire.names import check_strings
-from replaybuf.wire.shapes import prepared
+from replaybuf.wire.prepared_types import prepared
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -76,7 +76,7 @@ def _opened(value: Any) -> Any:
     kind = _type_of(value)
     if kind in _CONTAINERS:
         with contextlib.suppress(ValueError):  # a key that is not UTF-8; `Raw` does not read it
-            return msgspec.json.decode(value, type=_CONTAINERS[kind])
+            return msgspec.json.decode(value, type=prepared(_CONTAINERS[kind]))
     return _loads(value)
 
 

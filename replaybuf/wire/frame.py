@@ -25,8 +25,8 @@ from typing import Any
 import crc32c
 import msgspec
 
-from replaybuf.errors import BrokenFrame, TooLarge
-from replaybuf.wire.collector import collector_paused
+from replaybuf.errors import BrokenFrame, TooLarge, counted
+from replaybuf.wire.collector_pause import collector_paused
 from replaybuf.wire.columns import (
     ALIGNMENT_BYTES,
     KINDS,
@@ -62,7 +62,7 @@ def _entry_bound(name: str) -> int:
     return 5 + len(PART_PREFIX) + len(name.encode()) + 1 + 4 + 5 + 5 + 5
 
 
-_LATER = frozenset({"old_logprobs"})
+_LATER = frozenset({"old_logprobs", "prompt_mask", "prompt_logprobs", "proofs", "proof_lengths"})
 """Columns added after format 1. Only frames with them reserve header space, so that other frames keep their bytes."""
 _COLUMNS_BOUND = 5 + sum(map(_entry_bound, KINDS.keys() - _LATER))
 _PADDING = [bytes(size) for size in range(ALIGNMENT_BYTES)]
@@ -175,11 +175,14 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
     rest = memoryview(body)
     while rest:
         if len(rest) < PREFIX.size:
-            raise BrokenFrame(f"{len(rest)} bytes are left; the minimum of a frame is {PREFIX.size}", name="length")
+            raise BrokenFrame(
+                f"{counted(len(rest), 'byte')} left; the minimum of a frame is {PREFIX.size}", name="length"
+            )
         length = struct.unpack_from("<Q", rest, 8)[0]
         if rest[:4] != MAGIC or not PREFIX.size <= length <= len(rest):
             raise BrokenFrame(
-                f"a frame of {length} bytes does not fit the {len(rest)} bytes left, or its magic is wrong",
+                f"a frame of {counted(length, 'byte')} does not fit the {counted(len(rest), 'byte')} left, or its "
+                "magic is wrong",
                 name="length",
                 value=length,
                 bound=len(rest),
@@ -244,7 +247,7 @@ def _aligned(offset: int) -> int:
 def check_prefix(buffer: memoryview, expected: bytes = MAGIC) -> int:
     """Return the offset of the header's end. Raises `BrokenFrame`; `expected`: the magic of the kind of frame."""
     if len(buffer) < PREFIX.size:
-        raise BrokenFrame(f"frame has {len(buffer)} bytes; the minimum is {PREFIX.size}", name="length")
+        raise BrokenFrame(f"frame has {counted(len(buffer), 'byte')}; the minimum is {PREFIX.size}", name="length")
     magic, _, total, version, header_length = PREFIX.unpack_from(buffer)
     if magic != expected:
         raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {expected!r}", name="magic")
@@ -257,7 +260,7 @@ def check_prefix(buffer: memoryview, expected: bytes = MAGIC) -> int:
         )
     if total != len(buffer) or header_length > len(buffer) - PREFIX.size:
         raise BrokenFrame(
-            f"frame says {total} bytes with a header of {header_length}; it has {len(buffer)}",
+            f"frame says {counted(total, 'byte')} with a header of {header_length}; it has {len(buffer)}",
             name="length",
             value=total,
             bound=len(buffer),

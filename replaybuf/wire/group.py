@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import GroupRejected
+from replaybuf.errors import GroupRejected, counted
 from replaybuf.wire.names import Name
+from replaybuf.wire.proofs import join_proofs, split_proofs
 
 OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "old_logprobs", "teacher_logprobs"]
 """Logprobs, float32 [C] in nats, that a group may have besides those of sampling.
@@ -37,6 +38,7 @@ Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Uint8s = npt.NDArray[np.uint8]
 TokenIds: TypeAlias = Sequence[int] | Int32s
 """One sequence of token ids: a list, or int32 [T]."""
 
@@ -47,12 +49,17 @@ def hash_name(name: str) -> int:
 
 
 class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One sampled completion in JSON. Lists over completion tokens have equal length; logprobs in nats."""
+    """One sampled completion in JSON. Lists over completion tokens have equal length; logprobs in nats.
+
+    `prompt_mask` and `prompt_logprobs` have a value per prompt token. `proof` is base64, for an admission plug-in.
+    """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     inference_logprobs: list[float]
     reward: float
+    prompt_mask: list[int] | None = None
+    prompt_logprobs: list[float] | None = None
     completion_mask: list[int] | None = None
     ref_logprobs: list[float] | None = None
     old_logprobs: list[float] | None = None
@@ -63,6 +70,7 @@ class RolloutJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     version_spans: list[tuple[int, int, int]] | None = None
     finish_reason: Name | None = None
     temperature: float = 1.0
+    proof: bytes | None = None
 
 
 class GroupJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -84,11 +92,14 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     - `prompt_ids` int32 [P], `prompt_lengths` int32 [n]
     - `completion_ids` int32 [C], `completion_lengths` int32 [n]
     - `completion_mask` bool [C]: False = token not sampled by the policy (tool or environment text)
+    - `prompt_mask` bool [P]: True = the token is in the loss; None = none is. `prompt_logprobs` float32 [P], nats: of
+      the policy that wrote it
     - `inference_logprobs`, `ref_logprobs`, `old_logprobs`, `teacher_logprobs` float32 [C], nats
     - `rewards`, `advantages` float64 [n]; `reward_parts` float64 [n] by name
     - `token_advantages` float32 [C]: replace the advantage of the whole rollout
     - `version_spans` int32 [k, 4]: rollout, policy version, first completion token, one past the last
     - `temperatures` float32 [n], `finish_reasons` one per rollout
+    - `proofs` uint8 [B]: the proofs of all rollouts, one after another; `proof_lengths` int32 [n]: bytes of each
     """
 
     group_id: str | None
@@ -104,12 +115,16 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     version_spans: Int32s
     temperatures: Float32s
     finish_reasons: tuple[str | None, ...]
+    prompt_mask: Bools | None = None
+    prompt_logprobs: Float32s | None = None
     ref_logprobs: Float32s | None = None
     old_logprobs: Float32s | None = None
     teacher_logprobs: Float32s | None = None
     token_advantages: Float32s | None = None
     advantages: Float64s | None = None
     reward_parts: dict[str, Float64s] = {}
+    proofs: Uint8s | None = None
+    proof_lengths: Int32s | None = None
     ticket: str | None = None
     prompt_index: int | None = None
     adapter: str = ""
@@ -127,12 +142,17 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
 
     @property
     def sampled_lengths(self) -> Int32s:
-        """Tokens per rollout that the policy sampled, int32 [n]."""
+        """Tokens per rollout that the policy sampled as its completion, int32 [n]."""
         if self.completion_mask.all():
             return self.completion_lengths
-        ends = np.cumsum(self.completion_lengths, dtype=np.int64).tolist()
-        mask, starts = self.completion_mask, [0, *ends[:-1]]
-        return np.array([np.count_nonzero(mask[a:b]) for a, b in zip(starts, ends, strict=True)], np.int32)
+        return _count(self.completion_mask, self.completion_lengths)
+
+    @property
+    def loss_lengths(self) -> Int32s:
+        """Tokens per rollout in the loss, of prompt and completion, int32 [n]."""
+        if self.prompt_mask is None:
+            return self.sampled_lengths
+        return self.sampled_lengths + _count(self.prompt_mask, self.prompt_lengths)
 
     @property
     def tokens(self) -> int:
@@ -151,8 +171,24 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
         return int(self.version_spans[:, 1].max()) if len(self.version_spans) else self.policy_version
 
 
-_COLUMNS = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "completion_mask", *LOGPROBS)
-_COLUMNS += ("rewards", "advantages", "token_advantages", "version_spans", "temperatures")
+def _count(mask: Bools, lengths: Int32s) -> Int32s:
+    """Count the True values of consecutive parts of a mask, int32 [n]."""
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    starts = [0, *ends[:-1]]
+    return np.array([np.count_nonzero(mask[a:b]) for a, b in zip(starts, ends, strict=True)], np.int32)
+
+
+_COLUMNS = (
+    "prompt_ids",
+    "prompt_lengths",
+    "prompt_mask",
+    "prompt_logprobs",
+    "completion_ids",
+    "completion_lengths",
+    "completion_mask",
+    *LOGPROBS,
+)
+_COLUMNS += ("rewards", "advantages", "token_advantages", "version_spans", "temperatures", "proofs", "proof_lengths")
 
 
 def group_from_json(wire: GroupJson) -> Group:
@@ -171,6 +207,8 @@ def group_from_json(wire: GroupJson) -> Group:
     optional: dict[str, Any] = {
         name: _optional(name, [getattr(rollout, name) for rollout in rollouts]) for name in OPTIONAL_PER_TOKEN
     }
+    prompt_lengths = [len(rollout.prompt_ids) for rollout in rollouts]
+    completion_lengths = [len(rollout.completion_ids) for rollout in rollouts]
     names = sorted({name for rollout in rollouts for name in rollout.rewards})
     if len(names) > LARGEST_REWARD_PARTS:
         raise _rejected("too_large", "rewards", f"{len(names)} names", f"at most {LARGEST_REWARD_PARTS}")
@@ -181,10 +219,10 @@ def group_from_json(wire: GroupJson) -> Group:
         prompt_id=wire.prompt_id,
         policy_version=wire.policy_version,
         prompt_ids=_ids("prompt_ids", [r.prompt_ids for r in rollouts]),
-        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], np.int32),
+        prompt_lengths=np.array(prompt_lengths, np.int32),
         completion_ids=_ids("completion_ids", [r.completion_ids for r in rollouts]),
-        completion_lengths=np.array([len(r.completion_ids) for r in rollouts], np.int32),
-        completion_mask=_mask(rollouts),
+        completion_lengths=np.array(completion_lengths, np.int32),
+        completion_mask=_mask("completion_mask", [r.completion_mask for r in rollouts], completion_lengths, absent=1),
         inference_logprobs=_flat([r.inference_logprobs for r in rollouts]),
         rewards=np.array([r.reward for r in rollouts], np.float64),
         advantages=np.array([r.advantage for r in rollouts], np.float64) if rollouts and all(has_advantage) else None,
@@ -196,6 +234,8 @@ def group_from_json(wire: GroupJson) -> Group:
         prompt_index=wire.prompt_index,
         adapter=wire.adapter,
         metadata=wire.metadata,
+        **_prompt_columns(rollouts, prompt_lengths),
+        **join_proofs([rollout.proof for rollout in rollouts]),
         **optional,
     )
 
@@ -225,7 +265,9 @@ def split_rollouts(group: Group) -> Iterator[dict[str, Any]]:
     ends = np.cumsum(group.completion_lengths).tolist()
     spans = group.version_spans[np.argsort(group.version_spans[:, 0], kind="stable")]
     span_ends = np.searchsorted(spans[:, 0], np.arange(group.rollouts + 1)).tolist()
+    proofs = split_proofs(group.proofs, group.proof_lengths, group.rollouts)
     mask = group.completion_mask.view(np.int8)
+    prompt_mask = None if group.prompt_mask is None else group.prompt_mask.view(np.int8)
     for number in range(group.rollouts):
         prompt = slice(prompt_ends[number] - int(group.prompt_lengths[number]), prompt_ends[number])
         completion = slice(ends[number] - int(group.completion_lengths[number]), ends[number])
@@ -235,6 +277,8 @@ def split_rollouts(group: Group) -> Iterator[dict[str, Any]]:
             "completion_ids": group.completion_ids[completion],
             "inference_logprobs": group.inference_logprobs[completion],
             "reward": float(group.rewards[number]),
+            "prompt_mask": None if prompt_mask is None else prompt_mask[prompt],
+            "prompt_logprobs": None if group.prompt_logprobs is None else group.prompt_logprobs[prompt],
             "completion_mask": mask[completion],
             **{name: None if column is None else column[completion] for name, column in optional.items()},
             "rewards": {name: float(part[number]) for name, part in group.reward_parts.items()},
@@ -242,9 +286,11 @@ def split_rollouts(group: Group) -> Iterator[dict[str, Any]]:
             "version_spans": spans[span_ends[number] : span_ends[number + 1], 1:],
             "finish_reason": group.finish_reasons[number],
             "temperature": float(group.temperatures[number]),
+            "proof": proofs[number],
         }
 
 
+_PER_PROMPT = ("prompt_mask", "prompt_logprobs")
 _SOME, _ALL_OR_NONE = "missing for some rollouts", "given for all rollouts or none"
 
 
@@ -253,16 +299,18 @@ def _rejected(reason: str, name: str, value: object, bound: str) -> GroupRejecte
 
 
 def _check_lengths(number: int, rollout: RolloutJson) -> None:
-    expected = len(rollout.completion_ids)
-    for name in ("completion_mask", "inference_logprobs", *OPTIONAL_PER_TOKEN):
-        values = getattr(rollout, name)
-        if values is not None and len(values) != expected:
-            raise _rejected(
-                "length_mismatch",
-                f"rollouts[{number}].{name}",
-                f"{len(values)} values",
-                f"one per completion token, {expected}",
-            )
+    per_completion = ("completion_mask", "inference_logprobs", *OPTIONAL_PER_TOKEN)
+    per_token = (("completion", rollout.completion_ids, per_completion), ("prompt", rollout.prompt_ids, _PER_PROMPT))
+    for what, ids, names in per_token:
+        for name in names:
+            values = getattr(rollout, name)
+            if values is not None and len(values) != len(ids):
+                raise _rejected(
+                    "length_mismatch",
+                    f"rollouts[{number}].{name}",
+                    counted(len(values), "value"),
+                    f"one per {what} token, {len(ids)}",
+                )
 
 
 def check_rollouts(rollouts: int) -> None:
@@ -301,12 +349,30 @@ def _optional(name: str, lists: Sequence[list[float] | None]) -> Float32s | None
     return _flat(present)
 
 
-def _mask(rollouts: Sequence[RolloutJson]) -> Bools:
-    masks = [r.completion_mask if r.completion_mask is not None else [1] * len(r.completion_ids) for r in rollouts]
-    flat = _joined(masks)
+def _mask(name: str, masks: Sequence[Any], lengths: Sequence[int], *, absent: int) -> Bools:
+    """Join the masks of all rollouts; a rollout without one has `absent` at each of its tokens."""
+    flat = _joined([[absent] * n if mask is None else mask for mask, n in zip(masks, lengths, strict=True)])
     if not (np.isin(flat, (0, 1)).all() if isinstance(flat, np.ndarray) else {0, 1}.issuperset(flat)):
-        raise _rejected("bad_mask", "completion_mask", "a value other than 0 and 1", "0 or 1")
+        raise _rejected("bad_mask", name, "a value other than 0 and 1", "0 or 1")
     return np.asarray(flat, np.bool_)
+
+
+def _prompt_columns(rollouts: Sequence[RolloutJson], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return mask and logprobs of the prompt tokens, 0 where a token is not in the loss; none if no token is."""
+    masks = [rollout.prompt_mask for rollout in rollouts]
+    if all(mask is None for mask in masks):
+        return {}
+    mask = _mask("prompt_mask", masks, lengths, absent=0)
+    if not mask.any():
+        return {}
+    for number, rollout in enumerate(rollouts):
+        if rollout.prompt_logprobs is None and rollout.prompt_mask is not None and np.any(rollout.prompt_mask):
+            name, bound = f"rollouts[{number}].prompt_logprobs", f"one per prompt token, {lengths[number]}"
+            raise _rejected("length_mismatch", name, "missing, and prompt_mask has a 1", bound)
+    logprobs = _flat(
+        [[0.0] * n if r.prompt_logprobs is None else r.prompt_logprobs for r, n in zip(rollouts, lengths, strict=True)]
+    )
+    return {"prompt_mask": mask, "prompt_logprobs": np.where(mask, logprobs, np.float32(0))}
 
 
 def _spans(wire: GroupJson) -> Int32s:

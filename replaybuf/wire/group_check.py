@@ -10,15 +10,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 from replaybuf.wire.group import LARGEST_SCORE, LOGPROBS, OPTIONAL_PER_TOKEN, Bools, Group, Int32s
 from replaybuf.wire.metadata import check_metadata
 from replaybuf.wire.names import check_string
+from replaybuf.wire.proofs import LARGEST_PROOFS_BYTES
 from replaybuf.wire.token_versions import spans_cover
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob may exceed 0 by this much (nats): engines round."""
 LARGEST_PROMPT_INDEX = 2**53 - 1
+_ALL_LOGPROBS = (*LOGPROBS, "prompt_logprobs")
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -114,8 +116,19 @@ def _token_ids(group: Group, limits: GroupLimits) -> str | None:
     return None
 
 
+def _prompt_mask(group: Group, _: GroupLimits) -> str | None:
+    mask = group.prompt_mask
+    if mask is None or not mask.any():
+        return None
+    if group.prompt_logprobs is None:
+        return "prompt_mask has a 1, and the group has no prompt_logprobs; it needs one per prompt token"
+    if mask[np.cumsum(group.prompt_lengths) - group.prompt_lengths].any():
+        return "prompt_mask is 1 at the first token of a prompt; no token before it predicts it, so it must be 0"
+    return None
+
+
 def _finite_logprobs(group: Group, _: GroupLimits) -> str | None:
-    for name in LOGPROBS:
+    for name in _ALL_LOGPROBS:
         column = getattr(group, name)
         # The maximum and the minimum of a column with NaN are NaN.
         if column is not None and not (math.isfinite(column.max()) and math.isfinite(column.min())):
@@ -124,7 +137,7 @@ def _finite_logprobs(group: Group, _: GroupLimits) -> str | None:
 
 
 def _negative_logprobs(group: Group, _: GroupLimits) -> str | None:
-    for name in LOGPROBS:
+    for name in _ALL_LOGPROBS:
         column = getattr(group, name)
         if column is not None and (highest := column.max()) > np.float32(LOGPROB_TOLERANCE):
             return f"{name} holds {highest:.6g}; the maximum is {LOGPROB_TOLERANCE}"
@@ -175,13 +188,19 @@ def _published(group: Group, limits: GroupLimits) -> str | None:
 def _overlong(longest: int, limits: GroupLimits) -> str | None:
     if limits.seq_len is None or longest <= limits.seq_len:
         return None
-    return f"a rollout has {longest} tokens; seq_len is {limits.seq_len}"
+    return f"a rollout has {counted(longest, 'token')}; seq_len is {limits.seq_len}"
 
 
 def _over_budget(tokens: int, limits: GroupLimits) -> str | None:
     if limits.tokens_per_batch is None or tokens <= limits.tokens_per_batch:
         return None
-    return f"the group has {tokens} tokens; tokens_per_batch is {limits.tokens_per_batch}"
+    return f"the group has {counted(tokens, 'token')}; tokens_per_batch is {limits.tokens_per_batch}"
+
+
+def _proofs(group: Group, _: GroupLimits) -> str | None:
+    if group.proofs is None or len(group.proofs) <= LARGEST_PROOFS_BYTES:
+        return None
+    return f"the proofs of the group have {len(group.proofs)} bytes; the maximum is {LARGEST_PROOFS_BYTES}"
 
 
 def _metadata(group: Group, _: GroupLimits) -> str | None:
@@ -201,6 +220,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("empty_prompt", _empty_prompt),
     ("empty_completion", _empty_completion),
     ("token_out_of_range", _token_ids),
+    ("bad_mask", _prompt_mask),
     ("non_finite_logprobs", _finite_logprobs),
     ("positive_logprobs", _negative_logprobs),
     ("non_finite_rewards", _rewards),
@@ -210,6 +230,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("version_above_published", _published),
     ("overlong", lambda group, limits: _overlong(int(group.lengths.max()), limits)),
     ("over_budget", lambda group, limits: _over_budget(group.tokens, limits)),
+    ("proof_too_large", _proofs),
     ("bad_metadata", _metadata),
 )
 

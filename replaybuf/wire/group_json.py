@@ -20,6 +20,7 @@ from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import LARGEST_HEADER_BYTES
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, check_rollouts, group_from_json
 from replaybuf.wire.names import Name
+from replaybuf.wire.prepared_types import prepared
 
 Body: TypeAlias = bytes | memoryview
 Numbers: TypeAlias = npt.NDArray[Any]
@@ -35,7 +36,7 @@ _PIECE_BYTES = 64 << 10
 _COMMA = re.compile(rb",")
 _GROUPS = re.compile(rb'"groups"')
 _NULL = msgspec.Raw(b"null")
-_WHOLE = {"prompt_ids": np.int32, "completion_ids": np.int32, "completion_mask": np.int8}
+_WHOLE = {"prompt_ids": np.int32, "completion_ids": np.int32, "completion_mask": np.int8, "prompt_mask": np.int8}
 """Lists of whole numbers, with the type of their column; other lists hold float32."""
 
 
@@ -55,6 +56,8 @@ class _RawRollout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     completion_ids: msgspec.Raw
     inference_logprobs: msgspec.Raw
     reward: float
+    prompt_mask: msgspec.Raw = _NULL
+    prompt_logprobs: msgspec.Raw = _NULL
     completion_mask: msgspec.Raw = _NULL
     ref_logprobs: msgspec.Raw = _NULL
     old_logprobs: msgspec.Raw = _NULL
@@ -65,6 +68,7 @@ class _RawRollout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     version_spans: list[tuple[int, int, int]] | None = None
     finish_reason: Name | None = None
     temperature: float = 1.0
+    proof: bytes | None = None
 
 
 class _RawGroup(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -159,6 +163,7 @@ class _Room:
 def _rollout(raw: msgspec.Raw, at: str, room: _Room) -> RolloutJson:
     """Decode one rollout, with arrays instead of lists of numbers."""
     fields = msgspec.structs.asdict(decode_json(raw, _RawRollout, at))
+    room.take(len(fields["proof"] or b""))
     try:
         for name in _LISTS:
             fields[name] = _numbers(name, fields[name], room)
@@ -183,7 +188,8 @@ def _numbers(name: str, raw: msgspec.Raw, room: _Room) -> Numbers | None:
     while start < end:
         comma = _COMMA.search(text, min(start + _PIECE_BYTES, end), end)
         stop = comma.start() if comma else end
-        column = _column(msgspec.json.decode(b"".join((b"[", text[start:stop], b"]")), type=shape), dtype)
+        piece = b"".join((b"[", text[start:stop], b"]"))
+        column = _column(msgspec.json.decode(piece, type=prepared(shape)), dtype)
         room.take(column.nbytes)
         parts.append(column)
         start = stop + 1

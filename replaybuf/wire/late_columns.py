@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import BrokenFrame, Invalid
+from replaybuf.errors import BrokenFrame, Invalid, counted
 from replaybuf.wire.columns import ALIGNMENT_BYTES, KINDS, PART_PREFIX, Column
 from replaybuf.wire.frame import FORMAT_VERSION, PREFIX, PREFIX_BYTES, check_checksum, check_prefix
 from replaybuf.wire.group import LARGEST_ROLLOUTS, LARGEST_SCORE, LOGPROBS, OPTIONAL_PER_TOKEN, Group
@@ -81,7 +81,10 @@ def check_names(names: Iterable[str]) -> None:
     if not given or len(given) > len(FIXED_NAMES) + MOST_PARTS:
         most = len(FIXED_NAMES) + MOST_PARTS
         raise Invalid(
-            f"columns has {len(given)} names; it needs 1 to {most}", name="columns", value=len(given), bound=[1, most]
+            f"columns has {counted(len(given), 'name')}; it needs 1 to {most}",
+            name="columns",
+            value=len(given),
+            bound=[1, most],
         )
     for name in given:
         check_name(name)
@@ -173,7 +176,8 @@ def decode_columns(frame: bytes | memoryview) -> LateColumns:
         whole = not (column.offset % ALIGNMENT_BYTES or column.length % dtype.itemsize)
         if not (fits and whole) or column.dtype != dtype.str or column.codec != "raw":
             raise BrokenFrame(
-                f"column {name} is {column.codec} {column.dtype} with {column.length} bytes at offset {column.offset}; "
+                f"column {name} is {column.codec} {column.dtype} with {counted(column.length, 'byte')} at offset "
+                f"{column.offset}; "
                 f"it must be raw {dtype.str} at a multiple of {ALIGNMENT_BYTES}, behind byte {end}, and end by byte "
                 f"{len(buffer)}",
                 name=name,
@@ -207,7 +211,7 @@ def check_columns(group: Group, late: LateColumns) -> None:
     for name, values in late.columns.items():
         if not is_per_token(name):
             if len(values) != group.rollouts:
-                raise _invalid(name, f"{len(values)} values", f"one per rollout, {group.rollouts}")
+                raise _invalid(name, counted(len(values), "value"), f"one per rollout, {group.rollouts}")
         elif late.lengths != lengths or len(values) != sum(lengths):
             raise _wrong_length(name, late.lengths, lengths)
         _check_values(name, values)
@@ -215,10 +219,10 @@ def check_columns(group: Group, late: LateColumns) -> None:
 
 def _wrong_length(name: str, given: list[int], lengths: list[int]) -> Invalid:
     if len(given) != len(lengths):
-        return _invalid(name, f"{len(given)} rollouts", f"one list per rollout, {len(lengths)}")
+        return _invalid(name, counted(len(given), "rollout"), f"one list per rollout, {len(lengths)}")
     pairs = enumerate(zip(given, lengths, strict=True))
     number, (own, needed) = next(((n, pair) for n, pair in pairs if pair[0] != pair[1]), (0, (given[0], lengths[0])))
-    return _invalid(f"{name}[{number}]", f"{own} values", f"one per completion token, {needed}")
+    return _invalid(f"{name}[{number}]", counted(own, "value"), f"one per completion token, {needed}")
 
 
 def _check_values(name: str, values: Values) -> None:

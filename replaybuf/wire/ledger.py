@@ -1,7 +1,7 @@
 """The ledger: the append-only record of every decision, and the only truth about a run.
 
 A record is one entry of the ledger stream, msgpack with its type in the field `type`. Together with the index stream
-(which groups were stored) the ledger determines the state of a run; `replaybuf.kernel.state` is the fold.
+(which groups were stored) the ledger determines the state of a run; `replaybuf.kernel.state.run_state` is the fold.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ConfigRecord(Record, frozen=True, kw_only=True, tag="CONFIG"):
 class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
     """A trainer attached and fenced every older epoch. `cost` of a rollout by its length; None = `TYPICAL`.
 
-    `extras`: what its bodies hold in addition.
+    `extras`: what its bodies hold in addition. `fixed`: it needs equal batches.
     """
 
     epoch: int
@@ -56,6 +56,7 @@ class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
     pad_to_multiple_of: int
     cost: Cost | None = None
     extras: tuple[BodyExtra, ...] = ()
+    fixed: bool = False
 
 
 class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):

@@ -48,6 +48,18 @@ def readable(given: dict[str, Any]) -> dict[str, Any] | None:
     return given
 
 
+def encode_within(objects: Iterable[dict[str, Any]], most_bytes: int) -> Iterator[msgspec.Raw | None]:
+    """Yield each as JSON, up to `most_bytes` in all; None for what is not JSON, and for all that comes too late."""
+    left = most_bytes
+    for given in objects:
+        if left < 0 or readable(given) is None:
+            yield None
+            continue
+        encoded = msgspec.json.encode(given)
+        left -= len(encoded)
+        yield msgspec.Raw(encoded) if left >= 0 else None
+
+
 def _depth(name: str, given: Any) -> int:
     depth, level = 0, [given]
     while level and depth < _MAX_COUNTED:

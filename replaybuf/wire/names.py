@@ -7,6 +7,7 @@ of a struct by their type. The contents of a group, which may also come as a fra
 from __future__ import annotations
 
 import functools
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +19,10 @@ from replaybuf.errors import Invalid
 LONGEST_NAME_BYTES = 256
 LONGEST_REASON_BYTES = 1024
 LONGEST_URI_BYTES = 4096
-_BYTES = "most_bytes"
+REASON_WORD = re.compile(r"[a-z][a-z0-9_]{0,63}")
+"""A reason of a plug-in, which is also a label of a metric."""
+_BYTES, _LINES = "most_bytes", "lines"
+_BREAKS = "\n\t"
 _LARGEST_CHARACTER_BYTES = 4
 
 
@@ -35,13 +39,30 @@ Name = Annotated[str, _bounded(LONGEST_NAME_BYTES)]
 Uri = Annotated[str, _bounded(LONGEST_URI_BYTES)]
 
 
-def check_string(name: str, value: str, most_bytes: int = LONGEST_NAME_BYTES) -> None:
-    """Raise `Invalid` if a string has a character that is not printable, or more than `most_bytes` bytes as UTF-8."""
+def lines(most_bytes: int) -> Meta:
+    """Bound a text of several lines."""
+    return Meta(
+        description=f"Printable characters, line breaks and tabs, at most {most_bytes} bytes as UTF-8.",
+        extra_json_schema={"maxLength": most_bytes, "pattern": "^[^\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f]*$"},
+        extra={_BYTES: most_bytes, _LINES: True},
+    )
+
+
+def is_shown(character: str) -> bool:
+    """Return whether a text of several lines may have this character."""
+    return character in _BREAKS or character.isprintable()
+
+
+def check_string(name: str, value: str, most_bytes: int = LONGEST_NAME_BYTES, *, breaks: bool = False) -> None:
+    """Raise `Invalid` if a string has a character that is not printable, or more than `most_bytes` bytes as UTF-8.
+
+    `breaks`: line breaks and tabs are allowed.
+    """
     if len(value) * _LARGEST_CHARACTER_BYTES <= most_bytes and value.isprintable():
         return
     # Lone halves of surrogate pairs are not printable, so what follows can be encoded.
     for position, character in enumerate(value):
-        if not character.isprintable():
+        if not (character.isprintable() or (breaks and character in _BREAKS)):
             raise Invalid(
                 f"{name} has the character U+{ord(character):04X} at position {position}; use printable characters",
                 name=name,
@@ -85,7 +106,7 @@ def _holds_bounded(kind: inspect.Type) -> bool:
 def _check(kind: inspect.Type, value: Any, path: str) -> None:
     match kind:
         case inspect.Metadata() if kind.extra and _BYTES in kind.extra and isinstance(value, str):
-            check_string(path, value, kind.extra[_BYTES])
+            check_string(path, value, kind.extra[_BYTES], breaks=kind.extra.get(_LINES, False))
         case inspect.Metadata():
             _check(kind.type, value, path)
         case inspect.UnionType():

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from replaybuf.errors import Malformed
 from replaybuf.wire.config import TokensPerRank
 from replaybuf.wire.contract import Answer, WaitingAnswer
-from replaybuf.wire.shapes import prepared
+from replaybuf.wire.prepared_types import prepared
 
 
 class Buckets(Struct, frozen=True):

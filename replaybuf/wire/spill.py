@@ -21,6 +21,7 @@ FILES_PER_FOLDER = 1_000
 
 _FOLDER = r"[a-z0-9][a-z0-9._-]{0,62}-[0-9a-f]{16}"
 _PATH = re.compile(_FOLDER + r"/(0|[1-9][0-9]*)/([1-9][0-9]*)-[0-9a-f]{16}")
+_UNFINISHED = re.compile(_PATH.pattern + r"(\.[0-9a-f]{8})?\.new")
 FOLDER = re.compile(_FOLDER)
 """Name of a run's own folder: the run, and a random part, because two services may share one `spill.url`."""
 
@@ -44,15 +45,25 @@ def check_spill_url(url: str) -> str:
 
 
 def path_of(folder: str, number: int, payload_key: str) -> str:
-    """Return the path of a group's frame below `spill.url`. The random payload key makes it unique."""
+    """Return the path below `spill.url` of a group's frame or late column. The random payload key makes it unique."""
     digest = hashlib.blake2b(payload_key.encode(), digest_size=8).hexdigest()
     return f"{folder}/{number // FILES_PER_FOLDER}/{number}-{digest}"
 
 
 def number_in(path: str) -> int | None:
-    """Return the number of the group in a path; None if no spill wrote such a path."""
-    match = _PATH.fullmatch(path)
+    """Return the number of the group of a file, also of an unfinished one; None if no spill wrote such a path."""
+    match = _PATH.fullmatch(path) or _UNFINISHED.fullmatch(path)
     return int(match[2]) if match else None
+
+
+def is_folder_of(run: str, folder: str) -> bool:
+    """Return whether a run may own a folder of this name."""
+    return FOLDER.fullmatch(folder) is not None and folder.rpartition("-")[0] == run
+
+
+def is_unfinished(path: str) -> bool:
+    """Return whether a crash left this file before it was complete."""
+    return _UNFINISHED.fullmatch(path) is not None
 
 
 def encode_stub(path: str) -> bytes:
@@ -60,11 +71,19 @@ def encode_stub(path: str) -> bytes:
     return MAGIC + path.encode()
 
 
-def stub_path(value: bytes | None) -> str | None:
-    """Return the path in a stub; None for a frame. Raises `BrokenFrame` for a path that no spill wrote."""
-    if value is None or not value.startswith(MAGIC):
+def is_stub(value: bytes) -> bool:
+    """Return whether a payload is the stub of a spilled frame."""
+    return value.startswith(MAGIC)
+
+
+def stub_path(run: str, value: bytes | None) -> str | None:
+    """Return the path in a stub of a run; None for a frame. Raises `BrokenFrame` for a path that its spill never wrote.
+
+    Only a direct writer can make one: it must not read files of other runs, or other files of this machine.
+    """
+    if value is None or not is_stub(value):
         return None
     path = value[len(MAGIC) :].decode(errors="replace")
-    if number_in(path) is None:  # only a direct writer can do this: it must not read other files of this machine
+    if _PATH.fullmatch(path) is None or not is_folder_of(run, path.partition("/")[0]):
         raise BrokenFrame(f"the stub of a spilled frame names {path[:100]!r}", name="broken_frame")
     return path

@@ -22,17 +22,22 @@ def token_versions(group: Group) -> Int32s:
 
 
 def mask_stale(group: Group, least: int | None) -> Group:
-    """Clear `completion_mask` at tokens of versions below `least`; return the same group if there are none."""
+    """Clear the masks at tokens of versions below `least`; return the same group if there are none.
+
+    Nobody knows the version of a prompt token in the loss; it counts as that of the group's oldest token.
+    """
     if least is None or group.policy_version >= least:
         return group
-    return msgspec.structs.replace(group, completion_mask=group.completion_mask & (_versions_of(group) >= least))
+    kept = group.completion_mask & (_versions_of(group) >= least)
+    return msgspec.structs.replace(group, completion_mask=kept, prompt_mask=None)
 
 
 def count_stale(group: Group, least: int) -> int:
-    """Count the sampled tokens of versions below `least`."""
+    """Count the tokens whose mask `mask_stale` clears."""
     if group.policy_version >= least:
         return 0
-    return int(np.count_nonzero(group.completion_mask & (_versions_of(group) < least)))
+    prompts = 0 if group.prompt_mask is None else np.count_nonzero(group.prompt_mask)
+    return int(np.count_nonzero(group.completion_mask & (_versions_of(group) < least)) + prompts)
 
 
 def _versions_of(group: Group) -> Int32s:

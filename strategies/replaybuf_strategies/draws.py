@@ -104,6 +104,15 @@ def first_in_first_out(groups: Groups, may: May) -> Pieces:
         yield piece[may(groups.take(piece))]
 
 
+def in_blocks(groups: Groups, may: May) -> Pieces:
+    """Order groups by storing, those that were used before first: a batch comes again until its uses are up, a a b b.
+
+    A group that becomes usable late, because it waited for columns, so starts with the next block.
+    """
+    for piece in ascending((groups.times_sampled == 0).view(np.int8)):
+        yield piece[may(groups.take(piece))]
+
+
 def newest_first(groups: Groups, may: May) -> Pieces:
     """Order groups from the last stored one back. Each piece is twice as long as the one before."""
     end, length = len(groups), _PIECE

@@ -24,7 +24,7 @@ from replaybuf.strategy import (
     too_few,
 )
 from replaybuf_strategies.composition import Composed, prefix
-from replaybuf_strategies.draws import May, Pieces, Propensity, drawn, first_in_first_out, newest_first
+from replaybuf_strategies.draws import May, Pieces, Propensity, drawn, first_in_first_out, in_blocks, newest_first
 from replaybuf_strategies.fresh import with_fresh
 from replaybuf_strategies.mixture import interleave
 from replaybuf_strategies.places import Composition
@@ -115,6 +115,8 @@ class Replay(Strategy[ReplayOptions]):
         match self.options.order:
             case "fifo":
                 return groups.last_step.astype(np.float64) * 2.0**32 + groups.policy_version
+            case "blocks":
+                return np.where(groups.times_sampled == 0, len(groups), 0) + np.arange(len(groups))
             case "newest":
                 return -np.arange(len(groups))
             case "prioritized":
@@ -154,7 +156,7 @@ class Replay(Strategy[ReplayOptions]):
         order = interleave(pieces, self._shares) if options.mix else pieces()
         if options.groups_per_prompt:
             order = limit_prompts(groups, order, options.groups_per_prompt)
-        any_may_follow = budget.tokens is not None and not options.mix
+        any_may_follow = budget.tokens is not None and not options.mix and options.order != "blocks"
         return prefix(groups, order, budget, _FOLLOWING if any_may_follow else 0)
 
     def _place_by_place(self, groups: Groups, pieces: Callable[[int, bool], Pieces], budget: Budget) -> Composed:
@@ -168,12 +170,16 @@ class Replay(Strategy[ReplayOptions]):
         return rules.fill(budget)
 
     def _pieces(self, groups: Groups, may: May, rng: np.random.Generator, wanted: int) -> Pieces:
-        order = self.options.order
-        if order == "fifo":
-            return first_in_first_out(groups, may)
-        if order == "newest":
-            return newest_first(groups, may)
-        return drawn(groups, may, self._propensity if order == "prioritized" else None, rng, wanted)
+        match self.options.order:
+            case "fifo":
+                return first_in_first_out(groups, may)
+            case "blocks":
+                return in_blocks(groups, may)
+            case "newest":
+                return newest_first(groups, may)
+            case "prioritized":
+                return drawn(groups, may, self._propensity, rng, wanted)
+        return drawn(groups, may, None, rng, wanted)
 
     def _rested(self, groups: Groups, step: int) -> npt.NDArray[np.bool_]:
         if not self.options.cooldown:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from replaybuf.errors import counted
 from replaybuf.strategy import Budget, StrategyOptions, contradiction, source_code
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -17,6 +18,8 @@ PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 
 _ONLY_PRIORITIZED = {"priority": "advantage", "exponent": 0.6, "importance": 0}
 """Options that only the order `prioritized` has, with their defaults."""
+_NOT_IN_BLOCKS = {"cooldown": 0, "fresh_fraction": 0.0, "prompts_together": False, "mix": {}}
+"""Options that would put other groups into the repetition of a batch, with the values that do not."""
 _SMALLEST_GROUP_TOKENS = 2
 """A prompt and a completion of one token each."""
 ROUNDING = 1e-6
@@ -28,8 +31,9 @@ class ReplayOptions(StrategyOptions, frozen=True):
     """Options of `replay`; null = unbounded or off. Options that contradict each other raise `Invalid`.
 
     - `max_uses` (u), `max_staleness` (m): bounds of a group's uses and of its staleness at use
-    - `order`: at random, by last use and then age (`fifo`), from the newest back, or at random by priority, with
-      `priority` as x: p = x ** `exponent` (alpha); `importance` (beta) turns p into sampling weights
+    - `order`: at random (`uniform`), by last use and then age (`fifo`), from the newest back, whole batches again in
+      the order of storing (`blocks`), or at random by priority, with `priority` as x: p = x ** `exponent` (alpha);
+      `importance` (beta) turns p into sampling weights
     - `fresh_fraction` (f): least share of a batch's groups that were never used
     - `cooldown` (c): steps that a group rests after a use
     - `samples_per_insert` (spi), `error_buffer` (e; null = one batch and one insert): uses per stored group
@@ -39,7 +43,7 @@ class ReplayOptions(StrategyOptions, frozen=True):
 
     max_uses: Count | None = 4
     max_staleness: Steps | None = 4
-    order: Literal["uniform", "fifo", "newest", "prioritized"] = "uniform"
+    order: Literal["uniform", "fifo", "newest", "prioritized", "blocks"] = "uniform"
     priority: Literal["advantage", "reward_std", "feedback"] = "advantage"
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
     importance: Share = 0.0
@@ -61,10 +65,21 @@ class ReplayOptions(StrategyOptions, frozen=True):
             if getattr(self, name) != default and self.order != "prioritized":
                 why = f"order is {self.order}; only prioritized has priorities"
                 raise self._contradiction(name, json.dumps(default), why)
+        if self.order == "blocks":
+            self._check_blocks()
         if self.prompts_together:
             self._check_prompts_together()
         self._check_rate()
         self._check_mix()
+
+    def _check_blocks(self) -> None:
+        if self.max_uses is None:
+            why = "order is blocks; without a number of uses the first batch would come again until it is too stale"
+            raise self._contradiction("max_uses", "a number where order is blocks", why)
+        for name, off in _NOT_IN_BLOCKS.items():
+            if getattr(self, name) != off:
+                why = "order is blocks; a batch comes again with the same groups"
+                raise self._contradiction(name, json.dumps(off), why)
 
     def _check_prompts_together(self) -> None:
         if self.groups_per_prompt is not None:
@@ -110,22 +125,22 @@ class ReplayOptions(StrategyOptions, frozen=True):
             batches = (self.max_staleness + 1) * steps_per_publish
             uses = math.ceil(batches / (self.cooldown + 1))
             if self.cooldown > 0 and uses < 2:
-                why = f"after it a group is always too stale: it has {batches} batches in all"
+                why = f"after it a group is always too stale: it has {counted(batches, 'batch')} in all"
                 raise self._contradiction("cooldown", f"at most {batches - 1}", why)
             if spi is not None and spi > uses:
-                why = f"a group has {batches} batches before it is too stale"
+                why = f"a group has {counted(batches, 'batch')} before it is too stale"
                 raise self._contradiction("samples_per_insert", f"at most {uses}", why)
         need = (batches + 1) * _least_tokens(budget)
         if self.fresh_fraction > 0 and max_tokens_live is not None and max_tokens_live < need:
             why = (
-                f"the limits allow {max_tokens_live} live tokens; below {need} used groups could leave no space for "
-                "fresh ones"
+                f"the limits allow {counted(max_tokens_live, 'live token')}; below {need} used groups could leave "
+                "no space for fresh ones"
             )
             raise self._contradiction("fresh_fraction", "0", why)
         if spi is not None and self.error_buffer is not None and budget.groups is not None:
             least = (budget.groups + spi) / 2
             if self.error_buffer < least:
-                why = f"a batch of {budget.groups} groups exceeds the width of the band"
+                why = f"a batch of {counted(budget.groups, 'group')} exceeds the width of the band"
                 raise self._contradiction("error_buffer", f"at least {least:g}", why)
 
     def _contradiction(self, name: str, needed: str, why: str) -> Exception:

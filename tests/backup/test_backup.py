@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import itertools
 import os
 import signal
@@ -19,13 +20,14 @@ import msgspec
 import pytest
 import redis
 
-from replaybuf.backup.archive import MANIFEST, read_manifest
+from replaybuf.backup.archive import MANIFEST, ArchiveWriter, read_manifest
 from replaybuf.backup.section import MomentSection, PayloadsSection, Section, StreamSection, Summary
 from replaybuf.backup.source import Source
 from replaybuf.cli.main import main
-from replaybuf.store import Store
+from replaybuf.store import Store, keys
 from tests.conftest import RunClient, ServeProcess, group, lasting
-from tests.service.test_deletion import finish
+from tests.service.test_deletion import finish, wait_until_gone
+from tests.service.test_standby import start_pair, start_valkey
 from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
@@ -237,6 +239,42 @@ def test_a_deleted_run_is_brought_back(run: RunClient, service: ServeProcess, co
     assert restored(service, connect, run.run).batch(3, epoch).content == body
 
 
+@pytest.mark.parametrize("away", ["stopped", "killed"])
+def test_a_server_that_saw_neither_deletion_nor_restore_serves_the_restored_run(
+    tmp_path: Path, connect: Connect, away: str
+) -> None:
+    """It knows ends that the restored run does not have; they are those of the deleted run, so nothing is lost."""
+    with start_valkey(tmp_path) as embedded, start_pair(tmp_path, embedded.url) as (first, second):
+        run, follower = connect(first.url, "main"), connect(second.url, "main")
+        busy_run(run)
+        main(["backup", "main", "--to", str(tmp_path / "run.backup"), "--redis-url", embedded.url])
+        run.append(group("after-the-backup"))
+        finish(run)
+        stored = run.state()["groups"]["stored"]
+        eventually(lambda: follower.state()["groups"]["stored"] == stored, TIMEOUT_S)
+        if away == "stopped":
+            os.kill(second.pid, signal.SIGSTOP)
+        else:
+            second.kill()
+        assert run.http.delete(run.path).status_code == 204
+        with redis.Redis(unix_socket_path=str(embedded.socket_path)) as valkey:
+            wait_until_gone(valkey, run)
+            main(["restore", "--from", str(tmp_path / "run.backup"), "--redis-url", embedded.url])
+            run = restored(first, connect, "main")
+            if away == "stopped":
+                os.kill(second.pid, signal.SIGCONT)
+            else:
+                second.start()
+            follower = restored(second, connect, "main")
+            eventually(lambda: follower.state()["groups"]["stored"] == stored - 1, TIMEOUT_S)
+            assert run.append(group("after-the-restore")) == [{"group_id": "after-the-restore", "status": "stored"}]
+            first.kill()
+            eventually(lambda: follower.post("groups", groups=[group("z")]).status_code == 200, TIMEOUT_S)
+            assert follower.state()["groups"]["stored"] == stored + 1
+            assert valkey.get(keys.lost("main")) is None
+        assert "Redis was emptied" not in first.log() + second.log()
+
+
 @pytest.fixture
 def file(run: RunClient, service: ServeProcess, tmp_path: Path) -> Path:
     """A backup."""
@@ -281,6 +319,155 @@ def test_a_file_of_a_newer_format_is_refused(tmp_path: Path, file: Path, capsys:
     assert "has format 99" in capsys.readouterr().err
 
 
+def members(file: Path) -> dict[str, bytes]:
+    """The members of a backup by name, in order."""
+    with tarfile.open(file) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+
+
+def write_members(file: Path, parts: list[tuple[str, bytes]]) -> Path:
+    with tarfile.open(file, "w") as tar:
+        for name, raw in parts:
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            tar.addfile(member, io.BytesIO(raw))
+    return file
+
+
+def forge(file: Path, to: Path, change: Callable[[str, Any], Any], **summary: Any) -> Path:
+    """Write a backup whose sections and summary are changed, and every digest is right.
+
+    Format 1 has no digest of its manifest, and whole keys. `change` gets the tag of each section and its content.
+    """
+    parts = members(file)
+    manifest = msgspec.json.decode(parts.pop(MANIFEST))
+    for name, raw in parts.items():
+        section = msgspec.msgpack.decode(raw)
+        if section["type"] == "payloads":
+            prefix = f"rb:p:{{{manifest['summary']['run']}:"
+            section["frames"] = {prefix + key: frame for key, frame in section["frames"].items()}
+        parts[name] = msgspec.msgpack.encode(change(section["type"], section))
+    digests = [[name, hashlib.sha256(parts[name]).hexdigest()] for name, _ in manifest["sections"]]
+    old = {"format": 1, "summary": manifest["summary"] | summary, "sections": digests}
+    return write_members(to, [*parts.items(), (MANIFEST, msgspec.json.encode(old))])
+
+
+def everything(server: ServeProcess) -> dict[bytes, Any]:
+    """All keys of a Redis, and the values of those that are strings."""
+    valkey = redis.Redis(unix_socket_path=server.valkey_socket)
+    return {key: valkey.get(key) if valkey.type(key) == b"string" else None for key in valkey.scan_iter()}
+
+
+def refused(file: Path, *words: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["restore", "--from", str(file), *words])
+
+
+def test_a_changed_manifest_is_found_by_its_digest(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No digest of a section covers the name of the run."""
+    parts = members(file)
+    manifest = msgspec.json.decode(parts[MANIFEST])
+    manifest["summary"]["run"] = "another"
+    parts[MANIFEST] = msgspec.json.encode(manifest)
+    refused(write_members(tmp_path / "changed", [*parts.items()]), "--check")
+    said = capsys.readouterr().err
+    assert f"the digest of {MANIFEST} is" in said and read_manifest(file).digest in said
+
+
+@pytest.mark.parametrize("name", ["../../../evil", "Evil", "", "a" * 64, "a\n"])
+def test_a_backup_of_a_run_whose_name_http_refuses_is_refused(
+    name: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(forge(file, tmp_path / "forged", lambda tag, section: section, run=name), "--check")
+    assert f"{name!r}; it must match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["app:session", "rb:p:{victim:g1}:0123456789abcdef", "rb:{victim}:led"])
+def test_a_section_names_no_key_of_another_run_or_application(
+    target: str, run: RunClient, file: Path, other: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(tag: str, section: Any) -> Any:
+        return section | {"frames": section["frames"] | {target: b"evil"}} if tag == "payloads" else section
+
+    forged = forge(file, tmp_path / "forged", change)
+    redis.Redis(unix_socket_path=other.valkey_socket).set("app:session", "mine")
+    before = everything(other)
+    refused(forged, "--check")
+    assert repr(target) in capsys.readouterr().err
+    refused(forged, "--data-dir", str(other.data_dir))
+    after = everything(other)
+    assert {key: after[key] for key in before} == before
+    assert all(run.run.encode() in key for key in after.keys() - before.keys())
+
+
+def test_an_index_entry_with_a_key_of_another_run_is_a_dead_letter(
+    run: RunClient, file: Path, other: ServeProcess, connect: Connect, tmp_path: Path
+) -> None:
+    """The service would read that key, and delete it once the group is freed."""
+    victim = f"rb:p:{{victim:g1}}:{'0' * 16}"
+
+    def change(tag: str, section: Any) -> Any:
+        if tag != "stream" or section["stream"] != "index":
+            return section
+        entries = [[number, [n, numbers, s, point(strings)]] for number, (n, numbers, s, strings) in section["entries"]]
+        return section | {"entries": entries}
+
+    def point(strings: bytes) -> bytes:
+        content = msgspec.msgpack.decode(strings)
+        return msgspec.msgpack.encode([*content[:3], victim, *content[4:]] if content[0] == "g7" else content)
+
+    valkey = redis.Redis(unix_socket_path=other.valkey_socket)
+    valkey.set(victim, "theirs")
+    restore(other, forge(file, tmp_path / "forged", change))
+    again = restored(other, connect, run.run)
+    eventually(lambda: again.state()["groups"]["dead_lettered"] == 1, within_s=TIMEOUT_S)
+    finish(again)
+    assert again.http.delete(again.path).status_code == 204
+    eventually(lambda: not valkey.sismember("rb:runs", run.run), TIMEOUT_S)
+    assert valkey.get(victim) == b"theirs"
+
+
+def test_a_second_member_of_a_name_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The digest of the last one would stand for both."""
+    parts = [*members(file).items()]
+    refused(write_members(tmp_path / "twice", [parts[0], *parts]), "--check")
+    assert f"two members are named {parts[0][0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tag", "field", "value"),
+    [
+        ("stream", "entries", [[b"MAXLEN", [b"1", b"2"]]]),
+        ("stream", "entries", [[b"1-0", [b"n"]]]),
+        ("stream", "stream", "fence"),
+        ("fields", "name", "counts"),
+        ("moment", "moment", {"counts": {b"stored": b"many"}, "tickets": [], "cursors": {}}),
+        ("moment", "moment", {"counts": {b"next:\xff": b"1"}, "tickets": [], "cursors": {}}),
+    ],
+)
+def test_a_section_that_no_backup_writes_is_one_error(
+    tag: str, field: str, value: Any, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = {"snapshot": None, "fence": None, "spill_url": None} if field == "moment" else {}
+
+    def change(own: str, section: Any) -> Any:
+        return section | {field: value | rest if rest else value} if own == tag else section
+
+    refused(forge(file, tmp_path / "forged", change), "--check")
+    said = capsys.readouterr().err
+    assert str(tmp_path / "forged") in said and "Nothing was restored" in said and "Traceback" not in said
+
+
+def test_a_compressed_file_that_is_cut_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = Path(__file__).with_name("release-of-rbs4.backup.gz").read_bytes()
+    for cut in (raw[: len(raw) // 2], raw[:100] + bytes(100) + raw[200:]):
+        (tmp_path / "cut").write_bytes(cut)
+        refused(tmp_path / "cut", "--check")
+        assert "Nothing was restored" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -310,6 +497,20 @@ def test_wrong_input_has_one_clear_answer(
     assert file.read_bytes() == before and not (tmp_path / "x").exists()
 
 
+def test_two_backups_of_one_process_id_do_not_mix_their_files(tmp_path: Path) -> None:
+    """As in two containers that write to one path. The file that stays is whole."""
+    path = tmp_path / "copy"
+    payloads = [PayloadsSection({name: name.encode() * 100_000}) for name in ("first", "second")]
+    summary = Summary(run="r", release="1", taken_at=0.0, entries=0, stored=0, payloads=1, payload_bytes=1, missing=0)
+    with ArchiveWriter(path) as first, ArchiveWriter(path) as second:
+        asyncio.run(first.add(payloads[0]))
+        asyncio.run(second.add(payloads[1]))
+        for writer in (first, second):
+            writer.finish(summary)
+            read_manifest(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["copy"]
+
+
 def test_a_killed_restore_leaves_no_run_and_the_next_one_brings_all_of_it(
     run: RunClient, file: Path, other: ServeProcess, connect: Connect
 ) -> None:
@@ -329,5 +530,29 @@ def test_a_killed_restore_leaves_no_run_and_the_next_one_brings_all_of_it(
     assert connect(other.url, run.run).get("").status_code == 404
 
     server.delete(f"rb:{{{run.run}}}:lead")
+    restore(other, file)
+    assert lasting(restored(other, connect, run.run).state())["groups"] == run.state()["groups"]
+
+
+def test_a_restore_killed_right_before_its_run_appears_leaves_no_payload(
+    run: RunClient, file: Path, other: ServeProcess, connect: Connect
+) -> None:
+    """Its payloads have no lifetime any more. The server deletes them when the lease of the restore has ended."""
+    code = (
+        "import os, signal\n"
+        "from replaybuf.store.copying import CopyStore\n"
+        "CopyStore.show = lambda self, *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from replaybuf.cli.main import main\n"
+        f"main(['restore', '--from', {str(file)!r}, '--data-dir', {str(other.data_dir)!r}])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S, check=False, env=os.environ)
+    assert killed.returncode == -signal.SIGKILL
+    server = redis.Redis(unix_socket_path=other.valkey_socket)
+    assert server.delete(keys.lead(run.run))
+
+    def lasting_keys() -> list[bytes]:
+        return [key for key in server.scan_iter(f"*{run.run}*") if server.ttl(key) == -1]
+
+    eventually(lambda: lasting_keys() == [keys.incarnation(run.run).encode()], TIMEOUT_S)
     restore(other, file)
     assert lasting(restored(other, connect, run.run).state())["groups"] == run.state()["groups"]

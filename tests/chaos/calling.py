@@ -1,10 +1,12 @@
-"""Calls of the public client, with their outcome; options of the loads beside the producers and trainers."""
+"""Calls of the public client, with their outcome; options, threads and end of the processes of the load."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +18,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 1.5
 """Timeout of a call to a stopped server: the client asks the other server soon."""
+
+WAKE_S = 0.5
+"""Longest time until a signal is noticed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,4 +53,26 @@ def load_options() -> argparse.Namespace:
     parser.add_argument("--history", required=True, type=Path)
     parser.add_argument("--run", default="")
     parser.add_argument("--attack", default="")
+    parser.add_argument("--redis-url", default="")
+    parser.add_argument("--folder", type=Path)
     return parser.parse_args()
+
+
+def stop_event() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set."""
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    return stopping
+
+
+def run_threads(threads: Sequence[threading.Thread]) -> None:
+    """Start all threads, and wait for their ends.
+
+    In short waits: the kernel may give a signal to another thread, and only the main one runs handlers, once it wakes.
+    """
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(WAKE_S)

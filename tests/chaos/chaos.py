@@ -105,15 +105,17 @@ def _drain(cluster: Cluster, recorder: Recorder) -> None:
     for child in producers:
         child.ask_to_end()
     for child in producers:
-        child.wait_end(END_TIMEOUT_S)
+        # What it stores from now on would count as lost and found again.
+        if child.wait_end(END_TIMEOUT_S) is None:
+            raise RuntimeError(f"{child.name} did not end within {END_TIMEOUT_S:g} s of SIGTERM; see {child.log}")
     for run in cluster.runs:
         rest = Rest(cluster.url, run, recorder, cluster.redis_url, cluster.adapters_of(run))
         rest.drain()
         rest.close()
     trainers = [*cluster.trainers.values(), *cluster.replaced]
-    for child in trainers:
+    for child in (*trainers, *cluster.beside):
         child.ask_to_end()
-    for child in trainers:
+    for child in (*trainers, *cluster.beside):
         child.wait_end(END_TIMEOUT_S)
 
 
@@ -134,6 +136,8 @@ def _record_rest(cluster: Cluster, recorder: Recorder) -> None:
     for rest in rests:
         rest.read_payloads()
         rest.look("before")
+    for rest in rests:
+        rest.read_cursor()
     for server in cluster.servers.values():
         server.kill()
     for url, server in cluster.servers.items():

@@ -10,10 +10,10 @@ import httpx
 import msgspec
 
 from replaybuf.client.client import Client
-from tests.chaos.content import SPELLED
+from tests.chaos.content import COLUMN, SPELLED
 from tests.chaos.jumping_clock import set_offset
 from tests.chaos.processes import Child, Valkey, python, read_address
-from tests.chaos.runs import ADAPTERS, KEEP, TICKET_TTL_S, config_of, policies_of
+from tests.chaos.runs import ADAPTERS, KEEP, STAGED, TICKET_TTL_S, config_of, policies_of
 from tests.generator.doubles import LETTERS, write_tokenizer
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -28,7 +28,9 @@ SHORT_HISTORY = ("--history-groups", "40")
 
 
 class Cluster:
-    """Valkey, two servers, two producers, engine and generator, a trainer per run; data and logs in `folder`.
+    """Valkey, two servers, two producers, engine and generator, a trainer per run, a reader, and a stage.
+
+    `folder` has data and logs.
 
     `runs` names those of `RUNS` that are trained; the generator feeds the last of them, the producers all, and besides,
     where `adapters` are asked for, the run that they share.
@@ -53,6 +55,8 @@ class Cluster:
             "engine", "engine", python("tests.chaos.engine", "--url", self.url, "--run", self.generated_run), folder
         )
         self.generator: Child | None = None
+        self.reader = self._reader()
+        self.stage = self._stage() if STAGED in self.runs else None
         self.replaced: list[Child] = []
         self.loads: list[Child] = []
         self._trainers_made = 0
@@ -69,7 +73,17 @@ class Cluster:
     @property
     def actors(self) -> list[Child]:
         """Processes that make load."""
-        return [*self.producers, *([self.generator] if self.generator else []), *self.trainers.values()]
+        return [
+            *self.producers,
+            *([self.generator] if self.generator else []),
+            *self.trainers.values(),
+            *self.beside,
+        ]
+
+    @property
+    def beside(self) -> list[Child]:
+        """Processes beside the producers and trainers: the reader of cursors, and the stage."""
+        return [self.reader, *([self.stage] if self.stage else [])]
 
     @property
     def all(self) -> list[Child]:
@@ -87,7 +101,7 @@ class Cluster:
             self.wait_listening(url)
         for run in self.runs:
             with Client(self.url, run, timeout_s=10.0, retry_for_s=START_TIMEOUT_S) as client:
-                client.put_run(config_of(run, self._adapters))
+                client.put_run(config_of(run, self._adapters, self.folder / "spill"))
         self.engine.start()
         self.generator = self._generator(read_address(self.engine, START_TIMEOUT_S))
         for actor in self.actors:
@@ -198,6 +212,27 @@ class Cluster:
             *("--adapters", str(self._adapters)),
         )
         return Child(name, "trainer", command, self.folder)
+
+    def _reader(self) -> Child:
+        command = python(
+            "tests.chaos.reader",
+            *("--url", self.url),
+            *("--run", *self.runs),
+            *("--name", "reader"),
+            *("--history", str(self.history)),
+        )
+        return Child("reader", "reader", command, self.folder)
+
+    def _stage(self) -> Child:
+        command = python(
+            "replaybuf",
+            "stage",
+            STAGED,
+            *("--column", COLUMN),
+            *("--function", "tests.chaos.content:references"),
+            *("--url", self.url),
+        )
+        return Child("stage", "stage", command, self.folder)
 
     def _generator(self, engine_url: str) -> Child:
         tokenizer = write_tokenizer(self.folder / "tokenizer")

@@ -12,12 +12,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from replaybuf.wire.browse import StoredGroup
 from replaybuf.wire.group import Group
 from tests.generator.doubles import LETTERS
 
 GROUP_SIZE = 2
 VOCAB_SIZE = 1000
 SPELLED = "spell/"
+COLUMN = "ref_logprobs"
+"""What a stage adds, by `references`."""
 GENERATED = "exact-match"
 """Source of the groups of `replaybuf generate`: its environment."""
 _SOURCES = ("a", "a", "a", "a", "b", "b", "b", "c")
@@ -60,6 +63,16 @@ def make_group(
         finish_reasons=("stop",) * GROUP_SIZE,
         metadata={"source": source_of(group_id, "")},
     )
+
+
+def references(group: StoredGroup) -> list[list[float]]:
+    """Compute the late column of a group for `replaybuf stage`."""
+    return [[reference_of(token) for token in rollout.completion_ids] for rollout in group.rollouts or []]
+
+
+def reference_of(token: int) -> float:
+    """Derive the value of a token in the late column."""
+    return -(token % 16) / 16
 
 
 def source_of(group_id: str, prompt_id: str) -> str:

@@ -19,7 +19,10 @@ from tests.chaos.runs import ADAPTERS
 from tests.chaos.trainer import FENCED
 from tests.waiting import eventually
 
-ROLES = ("leader", "leader", "standby", "standby", "valkey", "valkey", "producer", "generator", "trainer", "trainer")
+ROLES = (
+    *("leader", "leader", "standby", "standby", "valkey", "valkey"),
+    *("producer", "generator", "trainer", "trainer", "reader", "stage"),
+)
 """Roles whose death breaks the most are listed twice. There is no standby while a killed server restarts."""
 OTHERS = {
     "older": "older Redis",
@@ -28,12 +31,13 @@ OTHERS = {
     "crowd": "mass eviction",
     "ranks": "512 waiting ranks",
     "hostile": "hostile bodies",
+    "side_run": "restored runs",
 }
 """Faults of other kinds than `kill` and `stop`, with their names in the report."""
-WEIGHTS = {"process": 14, "older": 1, "lagging": 1, "jump": 2, "crowd": 1, "ranks": 1, "hostile": 2}
+WEIGHTS = {"process": 14, "older": 1, "lagging": 1, "jump": 2, "crowd": 1, "ranks": 1, "hostile": 2, "side_run": 2}
 JUMPS_S = (660.0, 660.0, 86_400.0, -660.0, -3_600.0)
 """A jump of +11 minutes is longer than the default lifetime of a ticket."""
-LOAD_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 120.0
 RESTART_PAUSE_S = (0.05, 1.0)
 STOP_S = (0.2, 5.0)
 """Some stops are longer than the lease of 3 s."""
@@ -111,6 +115,8 @@ class Faults:
         self._postponed = ""
         match kind:
             case "older" | "lagging":
+                if self._works("side_run"):  # an older Redis would bring its deleted run back
+                    return False
                 if self._due or not self._older.possible:
                     self._postponed = kind  # until every process works again
                     return False
@@ -119,7 +125,7 @@ class Faults:
                 return injected
             case "jump":
                 return self._jump()
-            case "crowd" | "ranks" | "hostile":
+            case "crowd" | "ranks" | "hostile" | "side_run":
                 return self._start_load(kind)
         return self._hurt_process()
 
@@ -156,13 +162,20 @@ class Faults:
 
     def _start_load(self, kind: str) -> bool:
         """Start a load of a kind, unless the last one of the kind still works."""
-        if any(load.role == kind and load.exit_code is None for load in self._cluster.loads):
+        if self._works(kind):
             return False
         run = self._rng.choice([run for run in self._cluster.runs if run != ADAPTERS])
-        attack = ("--attack", self._rng.choice(NAMES)) if kind == "hostile" else ()
-        load = self._cluster.start_load(kind, "--run", run, *attack)
+        options = {
+            "hostile": ("--attack", self._rng.choice(NAMES)),
+            "side_run": ("--redis-url", self._cluster.redis_url, "--folder", str(self._cluster.folder)),
+        }
+        load = self._cluster.start_load(kind, "--run", run, *options.get(kind, ()))
         self._recorder.write(Faulted(at_s=now_s(), process=load.name, role="load", kind=kind))
         return True
+
+    def _works(self, kind: str) -> bool:
+        """Return whether a load of a kind still works."""
+        return any(load.role == kind and load.exit_code is None for load in self._cluster.loads)
 
     def _choose(self, role: str) -> tuple[Child | None, list[str]]:
         cluster = self._cluster
@@ -175,9 +188,12 @@ class Faults:
             "valkey": [cluster.valkey],
             "producer": cluster.producers,
             "generator": [cluster.generator] if cluster.generator else [],
+            "reader": [cluster.reader],
+            "stage": [cluster.stage] if cluster.stage else [],
             "trainer": [cluster.trainers[run] for run in cluster.runs],
         }
-        return self._rng.choice(processes[role]), []
+        found_of_role = processes[role]
+        return (self._rng.choice(found_of_role) if found_of_role else None), []
 
     # ------------------------------------------------------------------ healing
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from replaybuf.wire.ledger import AckRecord, AttachRecord, BatchRecord
 from tests.chaos.adapter_checks import rows_hold_one_adapter
-from tests.chaos.content import GROUP_SIZE, checksum, priority_of, source_of, tokens_of
+from tests.chaos.content import COLUMN, GROUP_SIZE, checksum, priority_of, source_of, tokens_of
+from tests.chaos.copy_checks import cursors_read_each_group_once, restores_bring_all_back
 from tests.chaos.fault_checks import reports_beside_older
 from tests.chaos.history import OK, BatchAsked, StateSeen
 from tests.chaos.ledger_walk import WalkState, final_state, walk
@@ -57,6 +58,8 @@ def stored_means_stored(run: RunHistory) -> Iterator[str]:
         if seen.state["groups"]["dead_lettered"]:
             yield f"{seen.state['groups']['dead_lettered']} stored groups are not readable any more"
     yield from _changed_by_restart(run)
+    yield from cursors_read_each_group_once(run)
+    yield from restores_bring_all_back(run)
 
 
 def append_is_idempotent(run: RunHistory) -> Iterator[str]:
@@ -151,6 +154,8 @@ def groups_stay_whole(run: RunHistory) -> Iterator[str]:
                 yield f"step {record.step} was served with group {rollout.group_id}, which its record does not hold"
             elif rollout.tokens != checksum(tokens_of(rollout.group_id, of_record.prompt_id, rollout.rollout)):
                 yield f"step {record.step}: rollout {rollout.rollout} of {rollout.group_id} holds other tokens"
+            elif rollout.reference is not (True if COLUMN in record.options.get("requires", ()) else None):
+                yield f"step {record.step}: rollout {rollout.rollout} of {rollout.group_id} lacks its right {COLUMN}"
         if len(ranks) == world:
             there = Counter((rollout.group_id, rollout.rollout) for rollout in rollouts)
             wanted = Counter({(group_id, number): 1 for group_id in held for number in range(GROUP_SIZE)})

@@ -83,7 +83,8 @@ class Attached(Call, frozen=True, kw_only=True):
 class Rollout(msgspec.Struct, frozen=True, array_like=True):
     """One rollout of a batch body: `tokens` is the checksum of its token ids (`content.checksum`).
 
-    `micro_batch`: its row on its rank.
+    `micro_batch`: its row on its rank. `reference`: its late column has the values of `content.references`; None
+    without that column.
     """
 
     group_id: str
@@ -93,6 +94,7 @@ class Rollout(msgspec.Struct, frozen=True, array_like=True):
     times_sampled: int
     tokens: int
     micro_batch: int = 0
+    reference: bool | None = None
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +218,31 @@ class Attacked(Event, frozen=True, kw_only=True):
     beside: dict[str, int]
 
 
+class CursorRead(Call, frozen=True, kw_only=True):
+    """A page of the run's cursor: numbers of its groups, how many `missed` before its end, and those with other tokens.
+
+    `last`: the cursor was read to its end at rest.
+    """
+
+    numbers: list[int] = []
+    missed: int = 0
+    wrong: list[str] = []
+    last: bool = False
+
+
+class CursorMoved(Call, frozen=True, kw_only=True):
+    """The groups up to `number` are done."""
+
+    number: int
+
+
+class Restored(Event, frozen=True, kw_only=True):
+    """A side run was backed up, deleted, restored and trained to its end: what was not as before."""
+
+    side: str
+    differences: list[str]
+
+
 class Faulted(Event, frozen=True, kw_only=True):
     """A fault: `kind` is `kill`, `stop` or one of `faults.OTHERS`; `led` are the runs that the server `server` led."""
 
@@ -248,6 +275,9 @@ AnyEvent = (
     | OlderRedis
     | RanksWaited
     | Attacked
+    | CursorRead
+    | CursorMoved
+    | Restored
     | Faulted
     | Healed
 )

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 
 import httpx
 
-from tests.chaos.calling import load_options
+from tests.chaos.calling import load_options, run_threads
 from tests.chaos.history import Attacked, Recorder, now_s
 
 ATTACK_S = 30.0
-"""At most, on a busy machine; most attacks end with the answer."""
+"""How long a server may take nothing of an attack, or not answer all of it. On a busy machine sending takes longer."""
 HALF_S = 2.0
 SOCKET_TIMEOUT_S = 0.5
 BESIDE_PAUSE_S = 0.1
@@ -93,6 +93,7 @@ class Attack:
         self._over, self._served = threading.Event(), threading.Event()
         self._beside: Counter[str] = Counter()
         self._sent_bytes = 0
+        self._taken_s = 0.0
 
     def run(self) -> None:
         """Attack while others call, and record the outcome."""
@@ -118,24 +119,24 @@ class Attack:
         )
 
     def _send(self) -> int:
-        """Send until the server answers, ends the connection, or the time is over; return the status."""
-        ends_s = now_s() + ATTACK_S
+        """Send until the server answers, ends the connection, or takes nothing for too long; return the status."""
+        self._taken_s = now_s()
         try:
             with socket.create_connection(self._address, BESIDE_TIMEOUT_S) as connection:
                 connection.settimeout(SOCKET_TIMEOUT_S)
                 for piece in ATTACKS[self._name](self._host, self._run):
-                    if now_s() > ends_s or _has_answer(connection) or not self._send_piece(connection, piece, ends_s):
+                    if _has_answer(connection) or not self._send_piece(connection, piece):
                         break
                 if self._name == "cut body":
                     return ENDED
-                return _read_status(connection, ends_s)
+                return _read_status(connection, self._taken_s + ATTACK_S)
         except OSError:  # refused, or ended by the server
             return ENDED
 
-    def _send_piece(self, connection: socket.socket, piece: bytes, ends_s: float) -> bool:
+    def _send_piece(self, connection: socket.socket, piece: bytes) -> bool:
         """Send a piece; return False once the server takes nothing more."""
         view = memoryview(piece)
-        while view and now_s() < ends_s:
+        while view and now_s() < self._taken_s + ATTACK_S:
             try:
                 sent = connection.send(view)
             except TimeoutError:
@@ -143,6 +144,7 @@ class Attack:
             except OSError:  # the server has ended the connection; its answer may be there to read
                 return False
             self._sent_bytes += sent
+            self._taken_s = now_s()
             view = view[sent:]
         return not view
 
@@ -200,10 +202,7 @@ def main() -> None:
     recorder = Recorder(given.history, given.name)
     attacks = [Attack(url, given.run, given.attack, recorder) for url in given.url.split(",")]
     threads = [threading.Thread(target=attack.run) for attack in attacks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     recorder.close()
 
 

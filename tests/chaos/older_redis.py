@@ -158,6 +158,8 @@ def fingerprint(valkey: Valkey, run: str) -> dict[str, str]:
             "counts": sorted(client.hgetall(keys.counts(run)).items()),
             "tickets": client.zrange(keys.tickets(run), 0, -1, withscores=True),
             "snapshot": client.get(keys.snapshot(run)),
+            "spilled": sorted(client.hgetall(keys.spill(run)).items()),
+            "cursors": sorted(client.hgetall(keys.cursors(run)).items()),
             "payloads": _published_payloads(client, run),
         }
     return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}

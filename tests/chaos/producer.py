@@ -10,7 +10,6 @@ import argparse
 import itertools
 import os
 import random
-import signal
 import threading
 import time
 from collections import deque
@@ -22,10 +21,10 @@ import msgspec
 
 from replaybuf.client.client import Client
 from replaybuf.errors import from_problem
-from replaybuf.kernel.tickets import prompt_key
+from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.wire.contract import AppendResult
 from replaybuf.wire.group import Group, group_to_json
-from tests.chaos.calling import TIMEOUT_S, observed
+from tests.chaos.calling import TIMEOUT_S, observed, run_threads, stop_event
 from tests.chaos.content import make_group
 from tests.chaos.history import UNAVAILABLE, GroupSent, Recorder, TicketReturned, TicketsTaken, now_s
 from tests.chaos.runs import policies_of
@@ -189,19 +188,14 @@ def main() -> None:
     parser.add_argument("--ttl-s", required=True, type=float)
     parser.add_argument("--adapters", type=int, default=0)
     given = parser.parse_args()
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    stopping = stop_event()
     recorder = Recorder(given.history, given.name)
     threads = []
     for run, worker in itertools.product(given.run, range(WORKERS)):
         rng = random.Random(f"{given.seed} {given.name} {os.getpid()} {run} {worker}")
         producer = Producer(given.url, run, given.name, recorder, rng, given.ttl_s, policies_of(run, given.adapters))
         threads.append(threading.Thread(target=producer.work, args=(stopping,)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threads)
     recorder.close()
 
 

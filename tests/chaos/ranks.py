@@ -28,6 +28,7 @@ START_S = 30.0
 WAIT_MS = 2000
 CALL_TIMEOUT_S = 10.0
 PAUSE_S = 0.2
+END_S = 1.0
 
 
 class Ranks:
@@ -48,9 +49,11 @@ class Ranks:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._served.wait(), START_S)
             await asyncio.sleep(WORK_S)
-            for rank in ranks:
-                rank.cancel()
-            await asyncio.wait(ranks)
+            left = set(ranks)
+            while left:  # the timeout of a call may end at the same moment and take the place of the cancellation
+                for rank in left:
+                    rank.cancel()
+                _, left = await asyncio.wait(left, timeout=END_S)
             for rank in ranks:
                 if not rank.cancelled():
                     rank.result()

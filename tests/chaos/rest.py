@@ -11,7 +11,7 @@ import redis
 
 from replaybuf.client.client import Client
 from replaybuf.errors import LedgerGap
-from replaybuf.kernel.tickets import prompt_key
+from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.service.report.status import group_counts
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
@@ -32,6 +32,7 @@ from tests.chaos.history import (
     TicketsTaken,
     now_s,
 )
+from tests.chaos.reader import move, read_page
 from tests.chaos.run_history import RunHistory
 from tests.chaos.trainer import read_body
 from tests.waiting import eventually
@@ -189,6 +190,15 @@ class Rest:
                         rollouts=sums,
                     )
                 )
+
+    def read_cursor(self) -> None:
+        """Read the cursor to its end."""
+
+        def at_the_end() -> bool:
+            page = read_page(self._client, self._run, self._recorder, last=True)
+            return page is None or not move(self._client, self._run, self._recorder, *page)
+
+        eventually(at_the_end, RETRY_FOR_S)
 
     def _until_answered(self, call: Callable[[], T]) -> T:
         done = eventually(lambda: observed(self._run, self._client, call), RETRY_FOR_S, lambda done: done.result)

@@ -15,6 +15,8 @@ from tests.chaos.history import (
     Attacked,
     BatchAsked,
     Call,
+    CursorMoved,
+    CursorRead,
     Drained,
     Faulted,
     Folded,
@@ -26,6 +28,7 @@ from tests.chaos.history import (
     PayloadRead,
     Prompt,
     RanksWaited,
+    Restored,
     StateSeen,
     TicketReturned,
     TicketsTaken,
@@ -81,6 +84,10 @@ class RunHistory:
         self.returned: list[TicketReturned] = of_type(events, TicketReturned)
         self.older: list[OlderRedis] = of_type(events, OlderRedis)
         self.ranks_waited: list[RanksWaited] = of_type(events, RanksWaited)
+        self.cursor: list[CursorRead | CursorMoved] = [
+            event for event in events if isinstance(event, (CursorRead, CursorMoved))
+        ]
+        self.restored: list[Restored] = of_type(events, Restored)
         self.attacked: list[Attacked] = of_type(events, Attacked)
         self.producers_killed = [
             fault.at_s for fault in of_type(faults, Faulted) if fault.role == "producer" and fault.kind == "kill"

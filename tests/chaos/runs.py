@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tests.chaos.content import GENERATED, GROUP_SIZE, VOCAB_SIZE
+from tests.chaos.content import COLUMN, GENERATED, GROUP_SIZE, VOCAB_SIZE
 
 TICKET_TTL_S = 2.0
+STAGED, SPILLED = "one-step", "replay"
+"""Runs whose groups get a late column from `replaybuf stage`, and whose frames spill."""
+CURSOR = "chaos"
+GROUP_BYTES = 16_384
+"""Largest group of a run that spills, and its frames in memory: about ten groups."""
 ADAPTERS = "adapters"
 """The run that several adapters share."""
 _ADAPTERS_TOKENS = 128
@@ -34,12 +40,18 @@ REPLAY = {
 }
 """Everything that makes a group's uses depend on the history: priorities come with acks, and `c` is not in the mix."""
 RUNS = {
-    "one-step": _config("one-step-off-policy", {"max_staleness": 2}),
+    STAGED: _config("one-step-off-policy", {"max_staleness": 2, "requires": [COLUMN]}),
     "on-policy": _config("on-policy", {}),
-    "replay": _config("replay", REPLAY),
+    SPILLED: _config("replay", REPLAY),
 }
-KEEP = {"one-step": 2, "on-policy": 3, "replay": 2, ADAPTERS: 2}
+KEEP = {STAGED: 2, "on-policy": 3, SPILLED: 2, ADAPTERS: 2}
 """Checkpoints that each run's trainer keeps."""
+
+
+def spill_to(folder: Path) -> dict[str, Any]:
+    """Return the fields of a configuration that make frames move to a folder."""
+    limits = {"max_group_bytes": GROUP_BYTES, "max_bytes_in_memory": GROUP_BYTES}
+    return {"limits": limits, "spill": {"url": f"file://{folder}"}}
 
 
 def adapters_of(run: str, count: int) -> dict[str, dict[str, int]]:
@@ -54,8 +66,10 @@ def policies_of(run: str, adapters: int) -> list[str]:
     return list(adapters_of(run, adapters)) or [""]
 
 
-def config_of(run: str, adapters: int) -> dict[str, Any]:
-    """Return the configuration of a run; `adapters` says how many the run `ADAPTERS` has."""
+def config_of(run: str, adapters: int, folder: Path) -> dict[str, Any]:
+    """Return the configuration of a run; `adapters` says how many the run `ADAPTERS` has, `folder` is for frames."""
+    if run == SPILLED:
+        return RUNS[run] | spill_to(folder)
     if run != ADAPTERS:
         return RUNS[run]
     base = _config("one-step-off-policy", {"max_staleness": 2})

@@ -22,10 +22,10 @@ from typing import Any, Literal
 import msgspec
 
 from replaybuf.client.client import Client
-from replaybuf.wire.batch import Batch, read_batch
+from replaybuf.wire.batch import Batch, MicroBatch, read_batch
 from replaybuf.wire.contract import WaitingAnswer
 from tests.chaos.calling import TIMEOUT_S, observed
-from tests.chaos.content import checksum, priority_of
+from tests.chaos.content import checksum, priority_of, reference_of
 from tests.chaos.history import OK, UNAVAILABLE, Attached, BatchAsked, Body, Recorder, Rollout, TrainerWrote
 from tests.chaos.runs import adapters_of
 
@@ -273,9 +273,18 @@ def _rollouts(batch: Batch) -> list[Rollout]:
                     int(row.times_sampled[number]),
                     checksum(tokens.tolist()),
                     micro_batch,
+                    _has_references(row, slice(row.cu_seqlens[number], row.cu_seqlens[number + 1])),
                 )
             )
     return found
+
+
+def _has_references(row: MicroBatch, part: slice) -> bool | None:
+    if row.ref_logprobs is None:
+        return None
+    generated = row.loss_mask[part]
+    tokens, values = row.input_ids[part][generated].tolist(), row.ref_logprobs[part][generated].tolist()
+    return bool(tokens) and values == [reference_of(token) for token in tokens]
 
 
 def main() -> None:

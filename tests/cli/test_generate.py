@@ -17,9 +17,10 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from replaybuf.kernel.strategy import source_code
+from replaybuf.kernel.strategy.contract import source_code
 from tests.conftest import RunClient
 from tests.generator.doubles import EngineDouble, Gate, given_logprob, write_tokenizer
+from tests.waiting import patience
 
 WORDS = ("abc", "bca", "cab", "abd", "bad", "dab")
 TIMEOUT_S = 60.0
@@ -70,7 +71,7 @@ async def generator(
 
 def bounded(main: Coroutine[Any, Any, None]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S * patience()):
             await main
 
     asyncio.run(run())
@@ -117,8 +118,7 @@ def test_a_run_trains_groups_that_lost_rollouts_to_faults_of_the_engine(tmp_path
             async with generator(tmp_path, _url(run), run.run, engine.url, **options) as process:
                 epoch = run.attach()
                 for step in range(2):
-                    response = await asyncio.to_thread(run.batch, step, epoch, wait_ms=20000)
-                    assert response.status_code == 200, response.text
+                    await asyncio.to_thread(run.ready_batch, step, epoch)
                     run.ack(step, epoch)
                     run.publish(step + 1, epoch)
                     engine.version = step + 1
@@ -140,8 +140,7 @@ def test_a_finite_supply_is_generated_and_trained_and_the_exit_code_is_0(tmp_pat
     def train(engine: EngineDouble) -> list[dict[str, Any]]:
         epoch, records = run.attach(), []
         for step in range(4):
-            response = run.batch(step, epoch, wait_ms=20000)
-            assert response.status_code == 200, response.text
+            run.ready_batch(step, epoch)
             records.append(run.get(f"batches/{step}/record").json())
             assert run.ack(step, epoch).status_code == 200
             engine.version = step + 1  # the engine has the weights before the version is announced
@@ -187,17 +186,23 @@ async def line_of(stream: asyncio.StreamReader | None, text: str) -> str:
 def test_metrics_are_served_and_sighup_changes_options(tmp_path: Path, run: RunClient) -> None:
     """SIGHUP applies live options; one invalid value or change rejects all of them."""
     put(run)
-    config = tmp_path / "options.toml"
-    config.write_text("[generate]\nmax_inflight_groups = 1\nmetrics_port = 0\n")
+    config, prompts = tmp_path / "options.toml", tmp_path / "filtered.jsonl"
+    config.write_text("[generate]\nmax_inflight_groups = 1\nmetrics_port = 0\nmax_prompt_tokens = 3\n")
+    prompts.write_text(write_prompts(tmp_path).read_text() + '{"prompt": "abcd", "answer": ""}\n')
 
     async def main() -> None:
         gate = Gate()
         async with EngineDouble().up() as engine:
             engine.always = gate
-            async with generator(tmp_path, _url(run), run.run, engine.url, config=str(config)) as process:
+            options = {"config": str(config), "prompts": str(prompts)}
+            async with generator(tmp_path, _url(run), run.run, engine.url, **options) as process:
                 metrics = (await line_of(process.stdout, "metrics at http://")).rpartition(" ")[2]
                 await gate.requests(1)
-                assert b"replaybuf_generator_groups_limit{" in (await get(metrics)).content
+                scraped = (await get(metrics)).text
+                assert "replaybuf_generator_groups_limit{" in scraped
+                assert 'replaybuf_generator_prompts_dropped{reason="too_long",run="r"} 1.0' in scraped.replace(
+                    f'run="{run.run}"', 'run="r"'
+                )
                 assert (await get(metrics.replace("/metrics", "/healthz"))).json() == {"status": "ok"}
 
                 assert engine.calls.count("completions") == 1
@@ -211,7 +216,8 @@ def test_metrics_are_served_and_sighup_changes_options(tmp_path: Path, run: RunC
                     ("max_inflight_groups = ", "cannot be read"),
                     ("max_inflight_groups = 3\ntemperature = 0.5\n", "changed: temperature=0.5, max_inflight_groups=3"),
                 ):
-                    config.write_text(f"[generate]\nmetrics_port = 0\nmax_tokens = 7\n{text}")  # a flag beats the file
+                    fixed = "metrics_port = 0\nmax_tokens = 7\nmax_prompt_tokens = 3\n"  # a flag beats the file
+                    config.write_text(f"[generate]\n{fixed}{text}")
                     process.send_signal(signal.SIGHUP)
                     assert said in await line_of(process.stderr, "options ")
                 await gate.requests(2)
@@ -243,6 +249,26 @@ def test_own_prompts_and_rewards_run_without_packaging(tmp_path: Path, run: RunC
             length = len(rollout["completion_ids"])
             assert rollout["rewards"] == {"length": length, "waited": length, "waited.half": length / 2}
             assert rollout["reward"] == 1.5 * length
+
+
+def test_a_length_penalty_is_in_the_rewards_of_groups_and_not_of_evaluations(tmp_path: Path, run: RunClient) -> None:
+    """The engine answers with as many tokens as the prompt has; the reward itself is 1."""
+    put(run, tickets={"prompts": 4})
+    config, prompts = tmp_path / "options.toml", tmp_path / "lengths.jsonl"
+    config.write_text("[generate]\nlength_penalty_cache = 4\nlength_penalty_max = 7\nreward_processes = 1\n")
+    words = ("a", "abc", "abcde", "abcdefgh")
+    prompts.write_text("".join(json.dumps({"prompt": word, "answer": word[::-1]}) + "\n" for word in words))
+    options = {"config": str(config), "prompts": str(prompts), "eval-prompts": str(prompts)}
+
+    groups = generated(tmp_path, run, **options)
+    of_length = {len(rollout["completion_ids"]): rollout for group in groups for rollout in group["rollouts"]}
+    assert {length: rollout["reward"] for length, rollout in of_length.items()} == {1: 1.0, 3: 1.0, 5: 0.5, 8: 0.0}
+    assert {length: rollout["rewards"] for length, rollout in of_length.items()} == {
+        length: {"length_penalty": penalty} for length, penalty in ((1, 0.0), (3, 0.0), (5, -0.5), (8, -1.0))
+    }
+    assert groups[0]["metadata"]["length_penalty"] == {"max_tokens": 7, "cache_tokens": 4}
+    (evaluation,) = run.get("evaluations").json()["evaluations"]
+    assert (evaluation["reward_mean"], evaluation["rollouts"]) == (1.0, 4)
 
 
 def test_logprobs_of_reference_old_policy_and_teacher_come_with_every_group(tmp_path: Path, run: RunClient) -> None:
@@ -342,7 +368,9 @@ def test_a_signal_ends_it_while_it_waits_for_the_run(tmp_path: Path) -> None:
     [
         ({"environment": "chess"}, "replaybuf: environment is 'chess'; installed: "),
         ({"group-size": "8"}, "replaybuf: group_size is 8; the run's group_size is 4"),
-        ({"max-tokens": "63"}, "with max_tokens 63 a rollout has 66; the engine's max_model_len is 64"),
+        ({"max-tokens": "63"}, "a rollout has 66; the engine's max_model_len is 64; --max-prompt-tokens 1 drops"),
+        ({"max-prompt-tokens": "2"}, "the filters drop all 6 prompts of prompts"),
+        ({"length-penalty-cache": "9"}, "replaybuf: length_penalty_cache is 9; the maximum is 8"),
         ({"max-tokens": "0"}, 'Invalid value "0" for --max-tokens. Must be > 0.'),
         ({"ref-micro-batch": "0"}, "replaybuf: ref_micro_batch is 0; the minimum is 1"),
         (

@@ -46,7 +46,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
         "completion",
         "top",
     }
-    assert summaries.keys() == commands | {"engine", "init-model", "train"}
+    assert summaries.keys() == commands | {"engine", "fetch-weights", "init-model", "train"}
     assert summaries["generate"].startswith("Generate scored groups of rollouts")
     assert summaries["generate"] in replaybuf(COLUMNS="200").stdout
 

@@ -15,13 +15,13 @@ from replaybuf import testing
 from replaybuf.cli.main import main
 from replaybuf.errors import StrategyFault
 from replaybuf.plugins import entry_points as plugins
-from replaybuf.plugins.entry_points import STRATEGIES
+from replaybuf.plugins.entry_points import ADMISSIONS, STRATEGIES
 
 MODULE = '''
 import sys
 import time
 
-from replaybuf.kernel.strategy import Filter, Strategy, StrategyOptions, Waiting
+from replaybuf.kernel.strategy.contract import Filter, Strategy, StrategyOptions, Waiting
 
 
 class Mine(Strategy):
@@ -142,6 +142,51 @@ def test_filters_are_listed_and_shown_beside_the_strategies(
     assert re.search(r"max_tokens +int >= 2 or null +null", shown) and "by default" not in shown
 
 
+ADMISSION = '''
+from replaybuf.admission import Admission, AdmissionOptions, Refusal
+
+
+class LeastOptions(AdmissionOptions, frozen=True):
+    tokens: int = 1
+
+
+class Least(Admission[LeastOptions]):
+    """Refuse groups with few tokens."""
+
+    Options = LeastOptions
+    reasons = ("too_few_tokens",)
+
+    def check(self, group):
+        return Refusal("too_few_tokens") if group.tokens < self.options.tokens else None
+
+
+class Undeclared(Least):
+    """Refuse for a reason that it does not declare."""
+
+    def check(self, group):
+        return Refusal("another")
+'''
+
+
+def test_admission_plug_ins_are_listed_shown_and_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "own_admissions.py").write_text(ADMISSION)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("COLUMNS", "160")
+    mine = EntryPoints([EntryPoint("least-tokens", "own_admissions:Least", ADMISSIONS)])
+    monkeypatch.setattr(plugins, "installed", lambda group: mine.select(group=group))
+    main(["strategies", "list"])
+    assert re.search(r"least-tokens +unknown distribution +Refuse groups with few tokens", capsys.readouterr().out)
+    main(["strategies", "show", "least-tokens"])
+    assert re.search(r"tokens +int +1", capsys.readouterr().out)
+    main(["strategies", "check", "least-tokens", "--option", "tokens=3"])
+    assert "keeps the rules of an admission plug-in" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["strategies", "check", "own_admissions:Undeclared"])
+    assert "check gives only its reasons" in capsys.readouterr().out
+
+
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the working folder, and a contract suite that notes what it is given."""
@@ -222,7 +267,7 @@ def test_a_fault_found_by_the_suite_is_printed(
     [
         ("own_strategies", "class is 'own_strategies'; it must be MODULE:CLASS or an installed name: on-policy,"),
         ("no_such_module:X", "'no_such_module:X' does not import: ModuleNotFoundError"),
-        ("replaybuf.kernel.strategy:Nothing", "does not import: AttributeError"),
+        ("replaybuf.kernel.strategy.contract:Nothing", "does not import: AttributeError"),
     ],
 )
 def test_a_target_that_is_not_a_class_is_an_error(

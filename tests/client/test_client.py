@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,8 @@ import numpy as np
 import pytest
 
 from replaybuf.client.calls import RunCalls
-from replaybuf.client.client import AsyncClient, Backoff, Client, Patience
+from replaybuf.client.client import AsyncClient, Client
+from replaybuf.client.retries import Backoff, Patience
 from replaybuf.errors import (
     Conflict,
     Fenced,
@@ -314,7 +313,7 @@ def test_a_422_without_results_is_an_error() -> None:
 
 
 def test_a_missing_result_is_an_error() -> None:
-    with Service(ok({"results": []})).client() as client, pytest.raises(Malformed, match=r"1 groups .* 0 results"):
+    with Service(ok({"results": []})).client() as client, pytest.raises(Malformed, match=r"1 group .* 0 results"):
         client.append([make_group()])
 
 
@@ -518,26 +517,3 @@ def test_both_clients_have_every_call_with_its_signature() -> None:
             assert offered.parameters == made_of.parameters
             assert f"Exchange[{offered.return_annotation}]" == made_of.return_annotation
             assert inspect.getdoc(getattr(client, name)) == inspect.getdoc(call)
-
-
-FIRST_CALLS_AT_ONCE = """
-import sys, threading
-
-import msgspec
-import replaybuf.client.calls
-from replaybuf.wire.contract import Tickets
-sys.setswitchinterval(1e-6)
-start = threading.Barrier(4)
-def first():
-    start.wait()
-    msgspec.json.decode(b'{"tickets": [{"ticket": "t", "prompt_index": 1}], "published_version": 0}', type=Tickets)
-threads = [threading.Thread(target=first) for _ in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-"""
-
-
-def test_threads_may_make_their_first_calls_at_the_same_time() -> None:
-    """Without the guard one process in five crashed: the first use of a msgspec struct is not thread-safe."""
-    processes = [subprocess.Popen([sys.executable, "-c", FIRST_CALLS_AT_ONCE]) for _ in range(10)]
-    assert [process.wait(60) for process in processes] == [0] * 10

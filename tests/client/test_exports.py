@@ -20,6 +20,7 @@ from replaybuf import Client
 from replaybuf.cli.main import main
 from replaybuf.client.exports import export as exporting
 from replaybuf.client.exports.folder import MANIFEST
+from replaybuf.kernel.state.cursors import MOST_CURSORS
 from tests.conftest import RunClient, ServeProcess, group
 
 
@@ -33,7 +34,12 @@ def trained(run: RunClient) -> RunClient:
     run.train(epoch, range(1))
     spans = group("c", 1, tokens=9)
     for rollout in spans["rollouts"]:
-        rollout |= {"version_spans": [[1, 0, 7]], "rewards": {"correct": 0.25}, "finish_reason": "stop"}
+        rollout |= {
+            "version_spans": [[1, 0, 7]],
+            "rewards": {"correct": 0.25},
+            "finish_reason": "stop",
+            "proof": "AP8=",
+        }
     assert {one["status"] for one in run.append(spans, group("d", 1, tokens=10), group("e", 1, tokens=10))} == {
         "stored"
     }
@@ -118,6 +124,7 @@ def test_a_warm_start_keeps_ids_rewards_and_the_recorded_version(
         imported, original = client.get_group("c"), trained.get("groups/c").json()
         assert imported.metadata == {"imported": {"run": trained.run, "policy_version": 1, "policy_version_max": 1}}
         assert [one.reward for one in imported.rollouts or ()] == [one["reward"] for one in original["rollouts"]]
+        assert [one.proof for one in imported.rollouts or ()] == [b"\x00\xff"] * 2
         assert client.get_group("a").metadata == {"env": "math"}
 
 
@@ -193,6 +200,22 @@ def test_an_export_that_still_runs_keeps_its_cursor(
         process.stdin.close()
         assert process.wait(30) == 0
     assert cursors(trained) == [] and sorted(one.name for one in tmp_path.iterdir()) == ["first", "out"]
+
+
+def test_killed_exports_to_other_folders_do_not_use_up_the_cursors(
+    service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All cursors are taken, two by killed exports. The next one waits until those are idle, and takes a place."""
+    with Client(service.url, trained.run) as client:
+        for number in range(MOST_CURSORS - 2):
+            client.read_cursor(f"named-{number}", "stored", 1)
+    named = set(cursors(trained))
+    for number in range(2):
+        with reading(trained, tmp_path / f"killed-{number}") as process:
+            process.kill()
+    assert len(cursors(trained)) == MOST_CURSORS
+    assert command(capsys, "export", trained.run, "--to", tmp_path / "out", "--url", service.url)["groups"] == 6
+    assert len(named.intersection(cursors(trained))) == len(cursors(trained)) - 1 == MOST_CURSORS - 2
 
 
 def test_wrong_folders_get_one_clear_answer(

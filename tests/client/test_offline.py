@@ -9,7 +9,7 @@ import numpy as np
 
 from replaybuf import Client
 from replaybuf.client.exports.export import export_run
-from replaybuf.client.exports.folder import ExportReader
+from replaybuf.client.exports.reader import ExportReader
 from replaybuf.client.exports.steps import RecordedSteps, stored_batches
 from replaybuf.client.offline import Layout, batch_of_groups
 from replaybuf.wire.batch import read_batch

@@ -106,6 +106,22 @@ def test_an_operator_pauses_resumes_finishes_and_deletes_a_run(
     run.http.close()
 
 
+def test_a_dialog_about_a_run_closes_when_its_page_is_left(run: RunClient, open_page: OpenPage) -> None:
+    """Its button deletes: it is drawn as the other dangerous ones, and does nothing from another page."""
+    run.put(batch={"groups_per_batch": 1})
+    run.http.patch(run.path, json={"state": "finished"}).raise_for_status()
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
+    page.get_by_role("button", name="Delete the run").click()
+    last = page.locator("dialog button[type=submit]")
+    colour = "node => getComputedStyle(node).backgroundColor"
+    page.evaluate("document.body.append(Object.assign(document.createElement('i'), {className: 'bad'}))")
+    assert last.evaluate(colour) == page.locator("i.bad").evaluate("node => getComputedStyle(node).color")
+    page.evaluate("location.hash = '#/'")
+    page.get_by_role("heading", name="Runs", exact=True).wait_for()
+    page.locator("dialog").wait_for(state="hidden")
+    assert run.state()["state"] == "finished"
+
+
 def test_a_change_is_previewed_before_it_is_made(run: RunClient, open_page: OpenPage) -> None:
     """Only what differs is shown and sent; cancelling changes nothing."""
     run.put(batch={"groups_per_batch": 1})

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from replaybuf.service.http.token_file import new_token, revoke_token
+from replaybuf.service.http.guard.token_file import new_token, revoke_token
 from tests.conftest import RunClient, ServeProcess, group
 from tests.console.conftest import HOSTILE, play
 from tests.console.test_actions import REFUSED, give_token
@@ -63,7 +63,11 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunClient]:
     producer = f"gen-{HOSTILE}"
     ticket = run.post("tickets", producer=producer, count=1).json()["tickets"][0]["ticket"]
     run.http.delete(f"{run.path}/tickets/{ticket}", params={"reason": HOSTILE})
-    run.http.put(f"{run.path}/producers/{producer}", json={"engines": 0, "held_back_by": HOSTILE})
+    failure = {"reason": HOSTILE, "traceback": f"Traceback\n{HOSTILE}</pre></details>"}
+    beat = run.http.put(
+        f"{run.path}/producers/{producer}", json={"engines": 0, "held_back_by": HOSTILE, "failure": failure}
+    )
+    assert beat.is_success, beat.text
     yield run
     run.http.close()
     server.end()
@@ -185,7 +189,7 @@ def test_a_token_of_other_runs_and_one_with_a_limit_get_the_reason(
     page.get_by_role("link", name="mine").wait_for()
     assert page.get_by_role("link", name="theirs").count() == 0
     page.evaluate("location.hash = '#/runs/theirs'")
-    page.locator("#banner", has_text="mine").wait_for()
+    page.locator("main", has_text="mine").wait_for()
     limited = open_page(server.url, "/runs/mine", expected=REFUSED)
     give_token(limited, slow)
     limited.locator(".state strong").wait_for()

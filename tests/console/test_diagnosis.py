@@ -69,7 +69,7 @@ def test_a_dead_engine_is_the_first_cause(clocked: ClockedServe, open_page: Open
     clocked.put_forward(900.0)
     run.http.put(f"{run.path}/producers/gen-1", json={"engines": 0, "held_back_by": "engine_away"})
     page = open_page(clocked.url, "/runs/no-engine")
-    page.locator(".state.stopped strong", has_text="1 of 1 producers have no engine that takes requests.").wait_for()
+    page.locator(".state.stopped strong", has_text="1 of 1 producer has no engine that takes requests.").wait_for()
     page.locator(".state", has_text="The trainer is gone").wait_for()
     page.get_by_text("gen-1: no engine takes its requests").wait_for()
     run.http.close()
@@ -138,3 +138,20 @@ def test_a_usual_wait_is_no_alarm(run: RunClient, open_page: OpenPage) -> None:
     page.evaluate(f"location.hash = '#/runs/{run.run}'")
     page.locator(".state strong", has_text="The run works.").wait_for()
     assert page.locator(".state.waits, .state.stopped").count() == 0
+
+
+def test_the_traceback_of_a_failed_producer_is_shown_and_stays_open(run: RunClient, open_page: OpenPage) -> None:
+    """Under Problems, and its last line where the run says what it waits for."""
+    run.batch(1, play(run, 1))
+    failure = {"reason": "reward_raised", "prompt_index": 7, "traceback": "Traceback\n  File x\nValueError: boom"}
+    run.http.put(f"{run.path}/producers/gen-1", json={"engines": 1, "failure": failure}).raise_for_status()
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}")
+    page.locator(".state", has_text="producer gen-1 fails").get_by_text("ValueError: boom").wait_for()
+    page.evaluate(f"location.hash = '#/runs/{run.run}/problems'")
+    shown = page.locator("details.failure")
+    shown.locator("summary", has_text="gen-1: reward_raised at prompt 7").click()
+    assert shown.locator("pre").inner_text() == failure["traceback"]
+    newer = failure | {"traceback": "ValueError: again"}
+    run.http.put(f"{run.path}/producers/gen-1", json={"engines": 1, "failure": newer}).raise_for_status()
+    shown.locator("pre", has_text="ValueError: again").wait_for()
+    assert shown.locator("pre").is_visible()

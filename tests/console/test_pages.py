@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ PAGES = [
     ("/runs/sums/groups/g5-0?show=logprob", "likely", ".rollout span.t0"),
     ("/runs/sums/ledger", "step 5", ".timeline li"),
     ("/runs/sums/steps/5", "Why this batch", "tbody tr"),
-    ("/runs/sums/problems", "have no engine", "tbody tr"),
+    ("/runs/sums/problems", "has no engine", "tbody tr"),
     ("/runs/sums/act", "Preview the change", "textarea"),
 ]
 ADDRESSES = [address for address, _, _ in PAGES]
@@ -160,7 +161,7 @@ def test_a_thousand_runs_do_not_hold_the_page(trained: RunClient, open_page: Cal
     row["runs"] = [sums | {"run": f"run-{number:04}", "rewards": [number % 7, 1.0]} for number in range(1000)]
     page = open_page(url)
     page.route("**/v1/overview", lambda route: route.fulfill(json=row))
-    page.get_by_text("1000 of 1000 runs").wait_for()
+    page.get_by_text("1,000 of 1,000 runs").wait_for()
     lines = page.locator("tbody tr")
     lines.nth(199).wait_for()
     assert lines.count() == 200
@@ -181,7 +182,7 @@ def test_a_thousand_runs_do_not_hold_the_page(trained: RunClient, open_page: Cal
           type("run-0999");
         }"""
     )
-    page.get_by_text("1 of 1000 runs").wait_for()
+    page.get_by_text("1 of 1,000 runs").wait_for()
     with page.expect_response("**/v1/overview"):  # by then the first search would have filled the list
         pass
     assert lines.all_inner_texts() == [lines.first.inner_text()]
@@ -211,7 +212,7 @@ def test_a_refresh_without_news_changes_nothing_in_the_page(trained: RunClient, 
     overview["runs"] = [sums | {"run": f"run-{number:04}"} for number in range(1000)]
     page = open_page(str(trained.http.base_url))
     page.route("**/v1/overview", lambda route: route.fulfill(json=overview))
-    page.get_by_text("1000 of 1000 runs").wait_for()
+    page.get_by_text("1,000 of 1,000 runs").wait_for()
     page.locator("tbody tr").nth(199).wait_for()
     with page.expect_response("**/v1/overview"):
         page.evaluate(
@@ -264,3 +265,85 @@ def test_what_is_read_aloud_changes_only_with_news(trained: RunClient, open_page
         texts = [text for text in page.locator("[role=status]").all_inner_texts() if text]
         assert all(text.startswith(("2 of 2 runs", "running", "stands still")) for text in texts), texts
         assert not any(word in text for text in texts for word in ("tokens/s", " ago", " for "))
+
+
+@pytest.mark.parametrize("part", ["", "/rollouts", "/ledger", "/problems", "/act", "/steps/3", "/groups/a"])
+def test_a_run_that_does_not_exist_shows_the_reason_and_no_empty_parts(
+    trained: RunClient, open_page: Callable[..., Any], part: str
+) -> None:
+    """No chart, form or table that would look like a run without data; links lead on."""
+    page = open_page(str(trained.http.base_url), f"/runs/nothing{part}", expected=("status of 404",))
+    page.locator("main [role=alert]", has_text="'nothing' does not exist").wait_for()
+    assert page.locator("main .chart, main table, main textarea, main input, main .empty .empty").count() == 0
+    assert page.locator("#banner").is_hidden()
+    page.get_by_role("link", name="create a run").click()
+    page.get_by_role("heading", name="Create a run").wait_for()
+
+
+def test_a_run_that_is_deleted_while_its_page_is_open_shows_that(run: RunClient, open_page: Callable[..., Any]) -> None:
+    """And a run that appears under an open address is shown."""
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}", expected=("status of 404", "status of 410"))
+    page.locator("main [role=alert]").wait_for()
+    run.put(batch={"groups_per_batch": 1}).raise_for_status()
+    page.locator(".flow li").first.wait_for()
+    run.http.patch(run.path, json={"state": "finished"}).raise_for_status()
+    run.http.delete(run.path).raise_for_status()
+    page.locator("main [role=alert]", has_text="was deleted").wait_for()
+    assert page.locator("main .chart, main .flow").count() == 0
+
+
+def test_a_reward_of_one_step_has_no_sign_that_it_has_not(run: RunClient, open_page: Callable[..., Any]) -> None:
+    """One value makes no line: what stands in its place must not read as a minus."""
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"))
+    run.train(run.attach(), range(1))
+    page = open_page(str(run.http.base_url))
+    page.get_by_label("Search runs").fill(run.run)
+    cell = page.locator("tr", has=page.get_by_role("link", name=run.run, exact=True)).locator("td.reward")
+    cell.get_by_text(".").wait_for()
+    (row,) = (row for row in run.http.get("/v1/overview").json()["runs"] if row["run"] == run.run)
+    assert float(cell.inner_text()) == pytest.approx(row["rewards"][-1], abs=1e-3)
+
+
+ARROWS = """() => [...document.querySelectorAll(".flow li")].map((card, at, cards) => {
+  const arrow = getComputedStyle(card, "::after").content.replaceAll('"', "");
+  if (at + 1 === cards.length) return [arrow, "none"];
+  const [here, next] = [card.getBoundingClientRect(), cards[at + 1].getBoundingClientRect()];
+  const down = next.top >= here.bottom;
+  return [arrow, !down ? "→" : next.right <= here.left ? "↙" : "↓"];
+})"""
+"""The arrow behind each card of the flow, and the one that points to the next card."""
+
+
+@pytest.mark.parametrize("width", [390, 768, 1056, 1280])
+def test_arrows_of_the_flow_point_to_the_next_card(
+    trained: RunClient, open_page: Callable[..., Any], width: int
+) -> None:
+    """Also where the cards take several rows."""
+    page = open_page(str(trained.http.base_url), "/runs/sums", viewport={"width": width, "height": 900})
+    page.locator(".flow li").nth(5).wait_for()
+    arrows = page.evaluate(ARROWS)
+    assert len(arrows) == 6 and all(drawn == right for drawn, right in arrows), arrows
+
+
+def test_one_of_a_thing_is_written_in_the_singular(run: RunClient, open_page: Callable[..., Any]) -> None:
+    """On every page of a run of one group, one rollout, one rank and one failed prompt."""
+    run.put(batch={"groups_per_batch": 1, "tokens_per_batch": None}, tickets={"max_attempts": 1})
+    run.append(group("a", rollouts=1))
+    run.train(run.attach(), range(1))
+    run.append(group("b", rollouts=1))
+    ticket = run.post("tickets", producer="p", count=1).json()["tickets"][0]["ticket"]
+    run.http.delete(f"{run.path}/tickets/{ticket}", params={"reason": "reward_raised"}).raise_for_status()
+    run.http.put(f"{run.path}/producers/p", json={"engines": 0}).raise_for_status()
+    page = open_page(str(run.http.base_url))
+    for part, text in {
+        "": "1 group",
+        "/groups/a": "1 rollout",
+        "/ledger": "1 rank,",
+        "/steps/0": "1 micro-batch of",
+        "/problems": "1 prompt failed",
+    }.items():
+        page.evaluate(f"location.hash = '#/runs/{run.run}{part}'")
+        page.locator("main", has_text=re.compile(rf"{text}(?!s)")).wait_for()
+        shown = page.locator("main").inner_text()
+        assert not re.findall(r"(?<![\w.,:/-])1 (?:live |dead |failed |more )?[a-z-]{2,}s\b", shown), shown

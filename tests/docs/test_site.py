@@ -70,7 +70,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """mkdocs runs in strict mode; every name of the Python API is found."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=110
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "python-api" / "index.html").read_text()

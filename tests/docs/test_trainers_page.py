@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from replaybuf.client.client import Client
-from replaybuf.client.reader import BatchReader
+from replaybuf_trainer.weight_download.local_weights import LocalWeights
 from tests.conftest import RunClient, ServeProcess, group
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
@@ -52,7 +53,19 @@ def test_the_torch_example_trains_the_run_to_its_end(main: RunClient, capsys: py
     run_example("torch")
     state = main.state()
     assert (state["state"], state["step"], state["published_version"]) == ("finished", STEPS, STEPS)
+    assert state["checkpoints"][-1] == STEPS, "without a checkpoint no group is ever freed"
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1"]
+
+
+def test_a_helper_downloads_what_the_page_uploads_to_an_object_store(tmp_path: Path) -> None:
+    folder = tmp_path / "version"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(range(256)))
+    heading = "Engines without a shared folder"
+    uploaded = run_example(heading, folder=folder, version=7, bucket="memory://weights/run")
+    copy = LocalWeights(tmp_path / "local", 2).fetch(uploaded["weights_uri"], threading.Event())
+    assert copy.name.startswith("v000007-")
+    assert (copy / "model.safetensors").read_bytes() == bytes(range(256))
 
 
 def test_the_publisher_of_the_page_writes_and_announces_a_folder(tmp_path: Path) -> None:
@@ -100,12 +113,11 @@ def test_the_example_of_several_ranks_trains_on_each_of_them(main: RunClient) ->
             rank.kill()
     assert printed == [[f"{step} {rank} 1" for step in range(STEPS)] for rank in range(2)]
     assert [rank.returncode for rank in ranks] == [0, 0] and main.state()["state"] == "finished"
+    assert main.state()["checkpoints"][-1] == STEPS
 
 
 def test_the_example_of_values_per_group_sends_priorities(main: RunClient) -> None:
     """The feedback has a priority for every group of the batch."""
-    with Client(str(main.http.base_url), "main") as client:
-        attached = client.attach()
-        with BatchReader(client, attached.epoch, attached.step) as reader:
-            names = run_example("Values per rollout and group", reader=reader, batch=next(reader))
+    with Client(str(main.http.base_url), "main") as client, client.trainer() as session:
+        names = run_example("Values per rollout and group", session=session, batch=next(session))
     assert names["feedback"] == {"priorities": {"g0": pytest.approx(1.0, abs=0.01)}}

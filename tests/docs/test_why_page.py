@@ -20,7 +20,7 @@ def test_the_command_of_a_question_prints_what_the_page_says(section: str) -> No
     (block,) = re.findall(r"^```sh\n(.*?)\n^```", section, re.DOTALL | re.MULTILINE)
     program, *arguments = shlex.split(block)
     command = [str(Path(sys.executable).with_name(Path(program).name)), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert "https://github.com/" in section and "**Cost.**" in section
     if expected := re.findall(r"^    (\S.*)$", section, re.MULTILINE):

@@ -18,11 +18,11 @@ NAMES = ("head", "frame", "raw_frame", "body", "json", "batch", "entries", "tick
 DECODERS = [
     "replaybuf.wire.batch",
     "replaybuf.wire.columns",
-    "replaybuf.kernel.tickets",
+    "replaybuf.kernel.state.tickets",
     "replaybuf.wire.frame",
     "replaybuf.wire.group",
-    "replaybuf.service.http.connection",
-    "replaybuf.service.http.requests",
+    "replaybuf.service.http.guard.connection",
+    "replaybuf.service.http.body.requests",
     "replaybuf.wire.decoding",
     "replaybuf.store.entries",
 ]

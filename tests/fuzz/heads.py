@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from replaybuf.service.http.connection import Connection
-from replaybuf.service.http.connection_table import ConnectionLimits, ConnectionTable
+from replaybuf.service.http.guard.connection import Connection
+from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable
 from replaybuf.service.traffic import Traffic
 
 MAX_HEAD_BYTES = 512

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import Malformed, NotFound, ReplaybufError
-from replaybuf.kernel.index import ENTRY
-from replaybuf.kernel.tickets import parse_ticket
-from replaybuf.service.http.append_bodies import decode_incoming
-from replaybuf.service.http.frame_stream import FrameStream
+from replaybuf.kernel.rows.index import ENTRY
+from replaybuf.kernel.state.tickets import parse_ticket
+from replaybuf.service.http.body.append_bodies import decode_incoming
+from replaybuf.service.http.body.frame_stream import FrameStream
 from replaybuf.store.entries import EntryStrings, default_prompt, encode_strings, read_chunk, read_stored
 from replaybuf.wire.batch import BatchGroup, Segment, encode_batch, read_batch
 from replaybuf.wire.frame import checksum, decode_frame, encode_frame, is_compressed, split_frames
@@ -80,9 +80,9 @@ def entries(data: bytes) -> None:
     """Read entries of the index stream, from the stream and from the hash of old entries."""
     cut = min(ENTRY.itemsize, len(data))
     fields = [b"n", data[:cut], b"s", data[cut:]]
-    assert len(read_chunk([(b"1-0", fields)]).numbers) == 1
-    chunk = read_chunk([(b"1-0", fields), (b"2-0", fields[:2]), (b"3-0", [])])
-    stored = read_stored(np.arange(1, 2), [data])
+    assert len(read_chunk([(b"1-0", fields)], "r").numbers) == 1
+    chunk = read_chunk([(b"1-0", fields), (b"2-0", fields[:2]), (b"3-0", [])], "r")
+    stored = read_stored(np.arange(1, 2), [data], "r")
     assert chunk.malformed[1:].all() and bool(chunk.malformed[0]) == bool(stored.malformed[0])
     for entry in chunk.entries():
         default_prompt(entry.strings.group_id)
@@ -137,6 +137,7 @@ def sample(tokens: int = 3) -> Group:
                 rewards={"correct": 1.0},
                 version_spans=[(0, 0, 1), (1, 1, tokens)],
                 finish_reason="stop",
+                proof=bytes([number]) * number,
             )
             for number in range(2)
         ),

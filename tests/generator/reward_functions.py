@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
+from urllib.parse import quote
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.environments import Score
@@ -76,3 +78,9 @@ class Broken:
 def halves(prompt: Prompt, completion: str) -> Score:
     """Reward the first half, and not the second."""
     return Score(0.5, process_rewards=((len(completion) // 2, 1.0), (len(completion), 0.0)))
+
+
+def leaking(prompt: Prompt, completion: str) -> float:
+    """Raise an error that holds a secret of the environment, also as a user's code would write it elsewhere."""
+    key = os.environ["JUDGE_KEY"]
+    raise ValueError(f"the judge refused {key}, {quote(key)}, {json.dumps(key)} at http://me:{key[:9]}@judge/")

@@ -10,18 +10,19 @@ import msgspec
 import pytest
 
 from replaybuf.generator.child_process import ChildEnded, ChildProcess
-from replaybuf.generator.taskset_worker.pipes import framed, received
+from replaybuf.wire.pipes import framed, received
 from tests.generator.doubles import TIMEOUT_S
 
 WORKER = """
 import os
-from replaybuf.generator.taskset_worker.pipes import claim_pipes, received
+import msgspec
+from replaybuf.wire.pipes import claim_pipes, received
 from tests.generator.test_child_process import Word
 requests, send = claim_pipes()
 print("not a message")
 send(0, Word(text="ready"))
 held = []
-for number, word in received(requests, Word):
+for number, word in received(requests, msgspec.msgpack.Decoder(Word)):
     if word.text == "exit":
         os._exit(3)
     held.append((number, word))
@@ -68,5 +69,6 @@ def test_a_process_that_ends_before_it_is_ready_fails_the_first_answer() -> None
 
 def test_an_incomplete_message_is_ignored() -> None:
     stream = framed(1, Word("a")) + framed(2, Word("b"))
+    decoder = msgspec.msgpack.Decoder(Word)
     for cut in range(len(framed(1, Word("a"))), len(stream)):
-        assert list(received(io.BytesIO(stream[:cut]), Word)) == [(1, Word("a"))]
+        assert list(received(io.BytesIO(stream[:cut]), decoder)) == [(1, Word("a"))]

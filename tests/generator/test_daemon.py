@@ -18,7 +18,7 @@ from replaybuf.generator.engines import VllmEngine, request_seed
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.logprobs import PolicyStage
 from replaybuf.generator.stages import Computed, Rollout
-from replaybuf.kernel.tickets import is_forgiven
+from replaybuf.kernel.state.tickets import is_forgiven
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group, OptionalLogprobs
 from replaybuf.wire.group_check import GroupLimits, check_group
@@ -325,6 +325,8 @@ def test_an_unfit_engine_returns_all_tickets_and_ends_it(tmp_path: Path) -> None
     _, error = failed(tmp_path, service, engine)
     assert isinstance(error, EngineUnfit)
     assert sorted(service.returned) == [(f"t{i}", "producer_fault: the producer ends") for i in range(2)]
+    failure = service.heartbeats[-1][1]["failure"]
+    assert failure["reason"] == "producer_fault" and "EngineUnfit: " in failure["traceback"]
 
 
 def test_an_invalid_token_ends_it(tmp_path: Path) -> None:

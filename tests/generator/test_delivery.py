@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.client.client import Backoff
+from replaybuf.client.retries import Backoff
 from replaybuf.errors import DataLost, NoRoom, ReplaybufError, ServiceUnavailable, TooLarge
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import inflight as inflight_module
-from replaybuf.kernel.tickets import is_forgiven
+from replaybuf.kernel.state.tickets import is_forgiven
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
 from tests.generator.worlds import completed, failed, gated, run, sampled_by, world
 from tests.waiting import until
@@ -92,7 +92,7 @@ def test_lost_data_that_nobody_restores_ends_the_generator(tmp_path: Path) -> No
     service.faults["groups"] = deque(data_lost() for _ in range(100))
     _, error = failed(tmp_path, service, service_patience_s=0.2)
     assert isinstance(error, DataLost)
-    assert "waited 0.2 s for an operator to restore the data; 1 groups in flight are lost" in error.detail
+    assert "waited 0.2 s for an operator to restore the data; 1 group in flight lost" in error.detail
 
 
 def test_a_service_that_stays_away_ends_the_generator(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_service_that_stays_away_ends_the_generator(tmp_path: Path) -> None:
     _, error = failed(tmp_path, service, service_patience_s=0.2)
     assert isinstance(error, ServiceUnavailable)
     assert error.detail.startswith("waited 0.2 s for the service (append); ")
-    assert error.detail.endswith(" groups in flight are lost: restarting") and error.bound == 0.2
+    assert error.detail.endswith(" in flight lost: restarting") and error.bound == 0.2
     assert len(service.faults["groups"]) < 98
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from replaybuf.generator import doomed
-from replaybuf.kernel.tickets import is_failure, is_forgiven
+from replaybuf.generator.environments import Turn
+from replaybuf.kernel.state.tickets import is_failure, is_forgiven
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
+from tests.generator.turn_environments import Scripted
 from tests.generator.worlds import World, gated, run, world
 from tests.waiting import until
 
@@ -34,6 +37,22 @@ def test_heartbeats_report_what_a_generator_does(tmp_path: Path) -> None:
             assert (name, report["engines"]) == ("me", 1)
             w.stop.set()
             gate.open.set()
+            await w.end()
+
+    run(main())
+
+
+def test_heartbeats_notice_an_engine_that_ends_while_nobody_asks_it(tmp_path: Path) -> None:
+    """A run whose buffer is full gives no tickets, so no request would fail."""
+
+    async def main() -> None:
+        service = ServiceDouble()
+        service.open = 0
+        async with gated(tmp_path, service, 0) as (w, _):
+            await until(lambda: service.heartbeats and service.heartbeats[-1][1]["engines"] == 1)
+            w.engine.healthy = False
+            await until(lambda: service.heartbeats[-1][1]["engines"] == 0)
+            w.stop.set()
             await w.end()
 
     run(main())
@@ -94,6 +113,62 @@ def test_groups_that_publications_make_too_old_are_aborted(tmp_path: Path, monke
             w.stop.set()
             await w.end()
             gate.open.set()
+
+    run(main())
+
+
+def test_a_straggler_that_outlasts_stored_groups_saves_tokens_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first group is stored within moments; the second is aborted after more than its time."""
+    monkeypatch.setattr(doomed, "LOOK_EVERY_S", 0.01)
+
+    async def main() -> None:
+        service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
+        service.open, engine.gauges = 1, (1, 0)
+        async with world(tmp_path, engine, service, max_staleness=1) as w:
+            w.start()
+            await until(lambda: w.daemon.progress.groups == 1)
+            engine.always = gate
+            await service.change(open=1)
+            await gate.requests(1)
+            (job,) = w.daemon._inflight.jobs.values()
+            await until(lambda: job.begun_by == 0)
+            job.expires_at_s -= 60 * w.daemon.progress.group_s.sum_s
+            engine.version = 2
+            await publish(service, 2)
+            await aborted(w, "superseded", 1)
+            w.stop.set()
+            await w.end()
+            gate.open.set()
+
+    run(main())
+
+
+def test_a_group_given_up_between_two_turns_counts_as_aborted(tmp_path: Path) -> None:
+    """The first turn is sampled by version 0; while the environment answers, version 2 is published."""
+
+    async def main() -> None:
+        service, engine = ServiceDouble(), EngineDouble()
+        service.open = 1
+        asked, answer = [], threading.Event()
+
+        async def answers(number: int, turn: Turn) -> str:
+            asked.append(turn)
+            await asyncio.to_thread(answer.wait)
+            return " "
+
+        turns = Scripted(answers)
+        async with world(tmp_path, engine, service, turns=turns, max_staleness=1) as w:
+            w.start()
+            await until(lambda: len(asked) == 4)
+            engine.version = 2
+            await publish(service, 2)
+            await until(lambda: w.daemon.published == 2)
+            answer.set()
+            await aborted(w, "superseded", 1)
+            w.stop.set()
+            await w.end()
 
     run(main())
 

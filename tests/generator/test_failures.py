@@ -6,7 +6,7 @@ import pytest
 
 from replaybuf.errors import ReplaybufError
 from replaybuf.generator.failures import FAULTS_IN_A_ROW, FIRST_PAUSE_S, PAUSE_CEILING_S, SERVER_FAILED, Failures
-from replaybuf.kernel.tickets import FORGIVEN_REASONS
+from replaybuf.kernel.state.tickets import FORGIVEN_REASONS
 
 
 def after(count: int, reason: str = "reward_raised") -> Failures:

@@ -20,7 +20,7 @@ from replaybuf.generator.environments import Reward, Score
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import member as member_module
 from replaybuf.generator.prompts import Prompt
-from replaybuf.kernel.tickets import is_forgiven
+from replaybuf.kernel.state.tickets import is_forgiven
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,
@@ -130,7 +130,12 @@ def test_no_ticket_is_taken_while_no_engine_is_up(
 
     async def main() -> None:
         engine, service = EngineDouble(), ServiceDouble(prompts=2)
-        engine.always, engine.healthy = fail(503), False
+
+        async def break_down(request: dict[str, Any]) -> Response | dict[str, Any] | None:
+            engine.healthy = False
+            return await fail(503)(request)
+
+        engine.always = break_down
         async with world(tmp_path, engine, service, patience_s=0.1, max_inflight_groups=1) as w:
             w.start()
             await service.until(lambda: len(service.returned) == 1)
@@ -348,6 +353,23 @@ def test_a_prompt_that_raises_returns_its_own_ticket(tmp_path: Path, error: Base
 
     w = completed(tmp_path, ServiceDouble(prompts=3), prompts=Incomplete(), max_inflight_groups=1)
     assert w.stored == [0, 2] and w.reasons == {"t1": reason}
+
+
+def test_the_reason_of_a_returned_ticket_is_one_printable_line_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service refuses anything else, and then the prompt would wait until its ticket expires."""
+    monkeypatch.setenv("SOURCE_KEY", "hunter2")
+
+    class Failing:
+        def at(self, prompt_index: int) -> Prompt:
+            raise PromptFault("prompt_raised", "two\nlines\x00 with hunter2")
+
+    w = completed(tmp_path, ServiceDouble(prompts=1), prompts=Failing())
+    assert w.service.returned == [("t0", "prompt_raised: two lines\ufffd with $SOURCE_KEY")]
+    failure = next(report["failure"] for _, report in w.service.heartbeats if "failure" in report)
+    assert (failure["reason"], failure["prompt_index"]) == ("prompt_raised", 0)
+    assert failure["traceback"].endswith("two\nlines\ufffd with $SOURCE_KEY") and "in at" in failure["traceback"]
 
 
 def test_rewards_too_large_for_advantages_are_a_fault_of_the_reward(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_no_room_is_the_reason_until_the_service_takes_the_groups(caplog: pytest
         assert inflight.retry_reason is None
 
     run(main())
-    assert caplog.text.count("s for room in the service (append); the trainer makes room; 0 groups are in flight") == 3
+    assert caplog.text.count("s for room in the service (append); the trainer makes room; 0 groups in flight") == 3
     assert "max_tokens_live is 5" in caplog.text
 
 

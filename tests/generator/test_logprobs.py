@@ -91,11 +91,11 @@ def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str,
     [
         (lambda choices: choices[0]["prompt_logprobs"].pop(), "4 prompt_logprobs for 5 tokens"),
         (lambda choices: choices[0].update(prompt_logprobs=None), "0 prompt_logprobs for 5 tokens"),
-        (lambda choices: choices[1]["prompt_logprobs"][2].pop("6"), "1 sampled tokens; the first is 6 at 1"),
+        (lambda choices: choices[1]["prompt_logprobs"][2].pop("6"), "1 sampled token; the first is 6 at 1"),
         (lambda choices: choices[1]["prompt_logprobs"].__setitem__(2, None), "the first is 6 at 1"),
         (lambda choices: choices[1]["prompt_logprobs"][1]["2"].update(logprob=-9999.0), "the first is 2 at 0"),
         (lambda choices: choices[1]["prompt_logprobs"][1]["2"].update(logprob=0.5), "the first is 2 at 0"),
-        (lambda choices: choices.pop(), "1 choices; 2 were requested"),
+        (lambda choices: choices.pop(), "1 choice; 2 were requested"),
     ],
     ids=["one less", "none", "not its own", "a gap", "absent", "above 0", "a choice less"],
 )

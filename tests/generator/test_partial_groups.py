@@ -176,7 +176,7 @@ def test_an_episode_whose_environment_fails_is_lost_alone(tmp_path: Path) -> Non
         async with fleet_of(engine) as fleet:
             episodes = Episodes(environment, make_tokenizer(tmp_path), max_turns=2, timeout_s=TIMEOUT_S)
             requests, sampling = GroupRequests(fleet, 1, losses), Sampling(n=4, max_tokens=20)
-            sample, scores = await episodes.play(requests, make_prompt("abc"), sampling, fleet.check_use, losses)
+            sample, scores = await episodes.play(requests, make_prompt("abc"), sampling, fleet.check_rest, losses)
         assert len(sample.finish_reasons) == len(scores.rewards) == len(sample.metadata["turns"]) == 2
         assert sample.completion_mask is None  # the environment wrote no token
         assert losses.by_reason == {"environment_raised": 2}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from replaybuf.generator.progress import Progress, append_status
 from tests import builders
 
@@ -21,6 +23,23 @@ def test_counts_grow_while_rates_restart_with_every_status() -> None:
     assert second.waiting == "rate_limited"
     progress.record_stored(builders.group(builders.rollout(reward=0.25)), 0.1)
     assert progress.status(105.0, 3.0, None).reward_mean == 0.25
+
+
+@pytest.mark.parametrize(("seconds", "lacked"), [(0.0, 2 * 3), (1.0, 2 * 2), (3.0, 21 / 2), (90.0, 21 / 2)])
+def test_an_aborted_group_saves_what_it_lacked_by_the_pace_of_stored_groups(seconds: float, lacked: float) -> None:
+    """Stored rollouts have three tokens after 3 s. A group that outlasts them is expected half way to 24 tokens."""
+    progress = Progress(now_s=0.0)
+    progress.record_stored(builders.group(), 3.0)
+    progress.record_aborted(2, 24, seconds)
+    assert progress.groups_aborted == 1
+    assert progress.tokens_saved == round(lacked)
+
+
+def test_the_last_token_of_an_aborted_group_counts() -> None:
+    progress = Progress(now_s=0.0)
+    progress.record_stored(builders.group(), 3.0)
+    progress.record_aborted(2, 3, 90.0)
+    assert progress.tokens_saved == 1
 
 
 def test_each_line_of_the_metrics_file_is_one_json_object(tmp_path: Path) -> None:

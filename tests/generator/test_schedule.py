@@ -143,7 +143,7 @@ def test_a_result_is_recorded_once_the_service_is_back(tmp_path: Path) -> None:
 def test_held_out_prompts_that_are_training_prompts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         warn_of_overlap([make_prompt("ab"), make_prompt("cd")], [make_prompt("cd"), make_prompt("ef")])
-        assert "1 held-out prompts are training prompts too" in caplog.text
+        assert "also used for training: 1 held-out prompt;" in caplog.text
         caplog.clear()
         warn_of_overlap([make_prompt("ab")], [make_prompt("cd")])
         assert caplog.text == ""

@@ -15,7 +15,8 @@ from replaybuf.client.client import AsyncClient
 from replaybuf.generator.daemon import Daemon, Follower
 from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.engines import Sampling, VllmEngine
-from replaybuf.generator.environments import Environment, Reward
+from replaybuf.generator.environments import Environment, MultiTurnEnvironment, Reward
+from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.logprobs import EngineStage
@@ -79,6 +80,7 @@ async def world(
     service: ServiceDouble,
     *,
     environment: Environment | Sequence[Reward] | None = None,
+    turns: MultiTurnEnvironment | None = None,
     reward_timeout_s: float = TIMEOUT_S,
     engine_timeout_s: float = TIMEOUT_S,
     patience_s: float = TIMEOUT_S,
@@ -100,12 +102,15 @@ async def world(
         server = VllmEngine(engine.url, timeout_s=engine_timeout_s)
         fleet = Fleet([server], patience_s=patience_s, max_staleness=max_staleness)
         stack.push_async_callback(fleet.aclose)
+        tokenizer = make_tokenizer(folder)
         daemon = Daemon(
             client,
             fleet,
-            Scorer(environment or Spelling(), timeout_s=reward_timeout_s),
+            Scorer(environment or Spelling(), timeout_s=reward_timeout_s)
+            if turns is None
+            else Episodes(turns, tokenizer, max_turns=2, timeout_s=reward_timeout_s),
             prompts or Prompts([make_prompt(word) for word in WORDS], shuffle=False),
-            make_tokenizer(folder),
+            tokenizer,
             DaemonOptions(**given | options),
             stages,
             followers,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from replaybuf.kernel.group_query import GroupMatcher, GroupQuery
-from replaybuf.kernel.state import RunState
+from replaybuf.kernel.state.group_query import GroupMatcher, GroupQuery
+from replaybuf.kernel.state.run_state import RunState
 
 
 def list_numbers(state: RunState, group_state: str | None, after: int, limit: int, **conditions: Any) -> list[int]:

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.history import lost_version_since
-from replaybuf.kernel.index import FREED, IN_BATCHES, LIVE
-from replaybuf.kernel.rotation import AdapterShare, Rotation, share_batch
-from replaybuf.kernel.snapshot import decode_snapshot, encode_snapshot, restore, take
-from replaybuf.kernel.state import LOST_LINEAGE, RunState
+from replaybuf.kernel.rows.index import FREED, IN_BATCHES, LIVE
+from replaybuf.kernel.state.history import lost_version_since
+from replaybuf.kernel.state.rotation import AdapterShare, Rotation, share_batch
+from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, restore, take
 from replaybuf.wire.config import AdapterSpec
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (

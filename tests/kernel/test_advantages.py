@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.advantages import (
+from replaybuf.kernel.strategy.advantages import (
     ESTIMATORS,
     GRPO_EPSILON,
     ProcessReward,

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaybuf.kernel.eviction import PIECE, PLUGIN_PIECE, decide_removals
-from replaybuf.kernel.options import StrategyOptions
-from replaybuf.kernel.plugin_set import Bounds, PluginSet
-from replaybuf.kernel.queries import find_group_state
-from replaybuf.kernel.rates import Rates
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.state import RunState
-from replaybuf.kernel.strategy import BufferView, Evictions, Filter, Groups, Strategy, Waiting
-from replaybuf.kernel.tickets import TicketBook
+from replaybuf.kernel.decide.eviction import PIECE, PLUGIN_PIECE, decide_removals
+from replaybuf.kernel.state.queries import find_group_state
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.tickets import TicketBook
+from replaybuf.kernel.strategy.contract import BufferView, Evictions, Filter, Groups, Strategy, Waiting
+from replaybuf.kernel.strategy.options import StrategyOptions
+from replaybuf.kernel.strategy.plugin_set import Bounds, PluginSet
+from replaybuf.kernel.strategy.rates import Rates
+from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.config import BatchSpec, StrategySpec
 from replaybuf.wire.ledger import AckRecord, AnyRecord, EvictRecord
 from tests.builders import batch_entry, batch_record, config_record, entries

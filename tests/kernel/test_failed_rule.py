@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.decide_config import decide_patch
-from replaybuf.kernel.failed_rule import decide_failed, decide_failed_share, explain_exceeded, read_share
-from replaybuf.kernel.failed_share import LEAST_ENDED, WINDOW, FailedShare, FailedWindow
-from replaybuf.kernel.snapshot import decode_snapshot, encode_snapshot, take
-from replaybuf.kernel.tickets import Ticket
+from replaybuf.kernel.decide.config import decide_patch
+from replaybuf.kernel.state.failed_prompts import LEAST_ENDED, WINDOW, FailedShare, FailedWindow
+from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, take
+from replaybuf.kernel.state.tickets import Ticket
+from replaybuf.kernel.strategy.failed_rule import decide_failed, decide_failed_share, explain_exceeded, read_share
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.ledger import ConfigRecord
 from tests.builders import entries

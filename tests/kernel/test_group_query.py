@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel import group_query
-from replaybuf.kernel.group_query import GroupMatcher, GroupQuery, Ranking
-from replaybuf.kernel.index import ENTRY
-from replaybuf.kernel.state import RunState
+from replaybuf.kernel.rows.index import ENTRY
+from replaybuf.kernel.state import group_query
+from replaybuf.kernel.state.group_query import GroupMatcher, GroupQuery, Ranking
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.group import hash_name
 from tests.builders import batch_entry, batch_record, config_record, steady
 from tests.kernel.listing import list_numbers

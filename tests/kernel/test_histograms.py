@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.histograms import AGE_MS, TOKENS, UNKNOWN_AGE, VERSIONS, Histogram, ages_ms
+from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, UNKNOWN_AGE, VERSIONS, Histogram, ages_ms
 from replaybuf.wire.ledger import DeadLetterRecord, EvictRecord, TicketRecord
 from tests.builders import batch_entry, batch_record, entries
 from tests.kernel.test_state import Run

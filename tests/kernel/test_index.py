@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaybuf.kernel.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, encode_entry
-from replaybuf.kernel.strategy import Groups
+from replaybuf.kernel.rows.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE, NEVER, Index, encode_entry
+from replaybuf.kernel.strategy.contract import Groups
 from replaybuf.wire.group import Group, group_from_json
 from replaybuf.wire.group_check import GroupLimits, Rejection, check_group
 from tests.builders import entries, group, groups, rollout, steady, wire_group

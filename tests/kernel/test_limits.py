@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.limits import Load, count_fitting
+from replaybuf.kernel.state.limits import Load, count_fitting
 from replaybuf.wire.config import Limits
 from tests.builders import steady
 

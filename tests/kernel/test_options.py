@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.errors import Invalid
-from replaybuf.kernel.options import StrategyOptions, check_options, describe_options, option_ranges
-from replaybuf.kernel.strategy import Strategy
+from replaybuf.kernel.strategy.contract import Strategy
+from replaybuf.kernel.strategy.options import StrategyOptions, check_options, describe_options, option_ranges
 from replaybuf.service.options import ServeOptions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replaybuf.kernel.producers import KNOWN_S, MOST_KNOWN, PerMinute, Producers
+from replaybuf.kernel.state.producers import KNOWN_S, MOST_KNOWN, PerMinute, Producers
 
 HEARTBEAT_S = 15.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.prompt_set import PromptSet
+from replaybuf.kernel.rows.prompt_set import PromptSet
 
 PROMPTS = st.tuples(st.sampled_from(["", "a"]), st.integers(0, 40))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replaybuf.kernel.rates import GROUPS, STEPS, MeasuredRates, Rates
+from replaybuf.kernel.strategy.rates import GROUPS, STEPS, MeasuredRates, Rates
 
 
 def trained(steps: int, step_s: float = 10.0, waited_s: float = 0.0) -> Rates:

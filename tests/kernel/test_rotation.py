@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.rotation import AdapterProgress, AdapterShare, Rotation, share_batch
-from replaybuf.kernel.strategy import LOOK_AHEAD, Budget, Waiting, fill
+from replaybuf.kernel.state.rotation import AdapterProgress, AdapterShare, Rotation, share_batch
+from replaybuf.kernel.strategy.contract import LOOK_AHEAD, Budget, Waiting, fill
 from replaybuf.wire.ledger import AdapterStep
 from tests.builders import live_groups, steady
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.index import Index
-from replaybuf.kernel.rules import check_selection
-from replaybuf.kernel.strategy import MAX_DETAIL, Budget, Selection, Waiting
+from replaybuf.kernel.rows.index import Index
+from replaybuf.kernel.strategy.contract import MAX_DETAIL, Budget, Selection, Waiting
+from replaybuf.kernel.strategy.rules import check_selection
 
 
 def test_the_error_of_an_empty_selection_recommends_waiting() -> None:

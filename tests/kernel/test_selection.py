@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from replaybuf.kernel import selection
-from replaybuf.kernel.strategy import Selection
+from replaybuf.kernel.strategy import selection
+from replaybuf.kernel.strategy.contract import Selection
 from replaybuf.wire.config import BatchSpec
 from tests.kernel.test_eviction import Trial
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from replaybuf.kernel.tickets import Ticket
+from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
 from replaybuf.wire.contract import WaitingAnswer

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from replaybuf.errors import Gone, ReplaybufError
-from replaybuf.kernel.index import ENTRY, FREED
-from replaybuf.kernel.queries import check_record_kept, find_batch_entry, find_group_state
-from replaybuf.kernel.retention import trim_point
-from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, restore, take
-from replaybuf.kernel.state import RunState
+from replaybuf.kernel.rows.index import ENTRY, FREED
+from replaybuf.kernel.state.queries import check_record_kept, find_batch_entry, find_group_state
+from replaybuf.kernel.state.retention import trim_point
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, restore, take
 from replaybuf.wire.ledger import TrimRecord, decode_record
 from tests.builders import entries
 from tests.kernel.listing import list_numbers

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.index import SPILLED
-from replaybuf.kernel.plugin_set import build_strategy
-from replaybuf.kernel.spill import START, STOP, Movable, SpillState, SpillUse, choose_moves, list_movable
-from replaybuf.kernel.state import RunState
-from replaybuf.kernel.strategy import Groups
-from tests.builders import batch_entry, batch_record, config_record, entries, live_groups, steady
+from replaybuf.kernel.decide.spill import START, STOP, Movable, SpillState, SpillUse, choose_moves, list_movable
+from replaybuf.kernel.rows.index import SPILLED, summarize_scores
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.strategy.contract import Groups
+from replaybuf.kernel.strategy.plugin_set import build_strategy
+from replaybuf.wire.ledger import AddedColumns, ColumnsRecord
+from tests.builders import batch_entry, batch_record, config_record, entries, group, live_groups, steady
 
 
 def state_of(*sizes: int, versions: list[int] | None = None) -> RunState:
@@ -81,16 +82,31 @@ def test_memory_counts_frames_that_are_neither_freed_nor_spilled() -> None:
     assert spill.use == SpillUse(60, 0, 0)
     state.store(np.array([4]), entries({"frame_bytes": 40}))
     assert spill.use == SpillUse(100, 0, 0)
-    spill.mark([2, 4])
+    spill.mark({2: 20, 4: 40})
     assert spill.use == SpillUse(40, 2, 60)
     state.store(np.array([5]), entries({"frame_bytes": 5}))
     assert spill.use == SpillUse(45, 2, 60)
     state.pool.free(state.index.rows_of([2, 3]))
     state.entries += 1
     assert spill.use == SpillUse(15, 1, 40)
-    spill.load([1])
-    assert state.index[SPILLED].tolist() == [1, 0, 0, 0, 0]
+    spill.load({1: None})
+    assert state.index[SPILLED].tolist() == [10, 0, 0, 0, 0]
     assert spill.use == SpillUse(45, 1, 10)
+
+
+def test_late_columns_of_a_spilled_group_are_in_memory_until_they_move_too() -> None:
+    """They came under keys of their own, after the frame had moved."""
+    state = state_of(10, 20)
+    spill = SpillState(state)
+    spill.mark({1: 10, 2: 20})
+    added = AddedColumns(number=1, crc32c={"ref_logprobs": 0}, frame_bytes=7, **summarize_scores(group()))
+    state.apply(2, ColumnsRecord(groups=[added], at_s=0.0))
+    assert spill.use == SpillUse(7, 2, 30)
+    assert [
+        (part.numbers.tolist(), part.sizes.tolist()) for part in list_movable(state, by_version) if len(part.sizes)
+    ] == [([1], [7])]
+    spill.mark(spill.sizes_of([1]))
+    assert spill.use == SpillUse(0, 2, 37)
 
 
 def test_frames_move_from_the_upper_mark_down_to_the_lower_one() -> None:
@@ -103,7 +119,7 @@ def test_freed_rows_take_their_mark_with_them() -> None:
     """Rows of freed groups are removed when they are many: marks stay with their groups."""
     state = state_of(*[1] * 3000)
     spill = SpillState(state)
-    spill.mark(list(range(2900, 3001)))
+    spill.mark(dict.fromkeys(range(2900, 3001), 1))
     state.pool.free(state.index.rows_of(np.arange(1, 2001)))
     state.entries += 1
     assert spill.use == SpillUse(899, 101, 101)
@@ -118,6 +134,7 @@ def test_freed_rows_take_their_mark_with_them() -> None:
         ("on-policy", {}, 3),
         ("replay", {"order": "fifo"}, 3),
         ("replay", {"order": "newest"}, 1),
+        ("replay", {"order": "blocks"}, 3),
         ("replay", {"order": "prioritized"}, 2),
         ("replay", {"order": "uniform"}, 1),
     ],

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import LedgerGap, ReplaybufError
-from replaybuf.kernel.history import add_rewind, lost_version_since
-from replaybuf.kernel.pool import COUNTED_LATE
-from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_purgeable
-from replaybuf.kernel.snapshot import encode_snapshot, take
-from replaybuf.kernel.state import FEEDBACK_STEPS, LOST_LINEAGE, RunState
+from replaybuf.kernel.decide.records import decide_policy
+from replaybuf.kernel.state.history import add_rewind, lost_version_since
+from replaybuf.kernel.state.pool import COUNTED_LATE
+from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable
+from replaybuf.kernel.state.run_state import FEEDBACK_STEPS, LOST_LINEAGE, RunState
+from replaybuf.kernel.state.snapshot import encode_snapshot, take
 from replaybuf.wire.ledger import (
     AckRecord,
     AnyRecord,
@@ -99,6 +100,25 @@ def test_a_rewind_evicts_groups_of_lost_versions_unless_a_current_batch_holds_th
     assert run.state.published == {"": 1} and run.state.weights_uri == {"": None}
     assert (run.state.step, run.state.next_step) == (1, 3)
     assert [batch.acked for batch in run.state.batches.values()] == [True, False, False]
+
+
+def test_the_weights_of_a_version_are_announced_again_after_a_rewind() -> None:
+    """A rewind forgets where they are: the trainer that resumes writes them again. A repetition changes nothing."""
+    run = Run()
+    run.store(0, 1)
+    run.train(1)
+    run.train(2)
+
+    def announce(uri: str | None) -> PolicyRecord | None:
+        return decide_policy(run.state, run.state.published[""], 1, uri, "", 0.0)
+
+    assert announce("again") is None
+    run.rewind(1, "redeliver")
+    assert announce(None) is None
+    record = announce("again")
+    assert record is not None and (record.version, record.weights_uri) == (1, "again")
+    run.apply(record)
+    assert run.state.weights_uri == {"": "again"} and announce("again") is None
 
 
 def test_a_group_of_a_lost_version_never_comes_back_from_a_batch_voided_later() -> None:
@@ -340,7 +360,7 @@ def test_few_rewinds_give_the_exact_lost_version_and_many_never_a_higher_one(ver
     for generation, version in enumerate(versions, 1):
         exact.append((generation, version))
         remembered = add_rewind(remembered, generation, version)
-        with unittest.mock.patch("replaybuf.kernel.history.MAX_REWINDS", cap):
+        with unittest.mock.patch("replaybuf.kernel.state.history.MAX_REWINDS", cap):
             bounded = add_rewind(bounded, generation, version)
         assert len(bounded) <= cap
     for generation in range(len(versions) + 1):
@@ -368,7 +388,7 @@ def test_failed_prompts_are_kept() -> None:
 
 def test_the_newest_failures_keep_their_reason_until_a_late_group_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """All prompts stay failed; a long reason is cut."""
-    monkeypatch.setattr("replaybuf.kernel.failed_prompts.MAX_FAILURES", 2)
+    monkeypatch.setattr("replaybuf.kernel.state.failed_prompts.MAX_FAILURES", 2)
     run = Run()
     for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
         run.apply(TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0))

@@ -17,10 +17,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaybuf.kernel.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram
-from replaybuf.kernel.index import IN_BATCHES, LIVE
-from replaybuf.kernel.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
-from replaybuf.kernel.state import LOST_LINEAGE, RunState
+from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram
+from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
+from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
+from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
 from replaybuf.wire.ledger import (
     AckRecord,
     AddedColumns,

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from replaybuf.kernel import step_figures
-from replaybuf.kernel.changes import MOST_CHANGES
-from replaybuf.kernel.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
-from replaybuf.kernel.step_figures import StepFigures, StepRow, merge
+from replaybuf.kernel.figures import step_figures
+from replaybuf.kernel.figures.changes import MOST_CHANGES
+from replaybuf.kernel.figures.step_figures import StepFigures, StepRow, merge
+from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig
 from replaybuf.wire.config_record import recorded
 from replaybuf.wire.ledger import AckRecord, ConfigRecord

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.options import StrategyOptions, check_options
-from replaybuf.kernel.strategy import (
+from replaybuf.kernel.strategy.contract import (
     LOOK_AHEAD,
     Budget,
     BufferView,
@@ -30,6 +29,7 @@ from replaybuf.kernel.strategy import (
     fill,
     window_capacity,
 )
+from replaybuf.kernel.strategy.options import StrategyOptions, check_options
 from replaybuf.wire.contract import REASONS
 from tests.builders import buffer_view, live_groups, steady
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaybuf.errors import NotFound
-from replaybuf.kernel.tickets import (
+from replaybuf.kernel.state.tickets import (
     FORGIVEN_REASONS,
     Ticket,
     TicketBook,

@@ -177,6 +177,28 @@ def test_no_process_survives_kill_9_of_up_and_up_again_continues(run: Run) -> No
     assert (code, "run up at step 1" in output) == (0, True), output
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_the_service_and_its_valkey_end_when_up_is_killed_together_with_its_guard(run: Run) -> None:
+    """`up` is stopped first, so that it cannot see that its guard is gone."""
+    run.fault.write_text("hold")
+    session = run.start()
+    processes = run.reached(1, session)
+    service = psutil.Process(run.pid("service"))
+    ours = [service, *service.children(recursive=True)]
+    assert [process.name() for process in ours[1:]] == ["valkey-server"]
+    session.send_signal(signal.SIGSTOP)
+    try:
+        for process in processes:
+            if "guard.py" in " ".join(process.cmdline()):
+                process.kill()
+        session.kill()
+        session.communicate(timeout=WITHIN_S)
+        assert left(ours) == []
+    finally:
+        for process in left(processes):
+            process.kill()
+
+
 def test_a_child_that_keeps_failing_ends_the_session_with_its_last_lines(run: Run) -> None:
     """After three restarts: its name, its exit code, the last lines of its log, exit code 1, nothing left."""
     run.fault.write_text("die")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel import plugin_set
-from replaybuf.kernel.options import StrategyOptions
-from replaybuf.kernel.plugin_set import build_strategy
-from replaybuf.kernel.strategy import Budget, BufferView, Groups, Selection, Strategy, Waiting
+from replaybuf.kernel.strategy import plugin_set
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Groups, Selection, Strategy, Waiting
+from replaybuf.kernel.strategy.options import StrategyOptions
+from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.plugins.entry_points import COMMANDS, ENVIRONMENTS, FILTERS, STRATEGIES, find, load, names
 
@@ -119,7 +119,7 @@ def test_a_plug_in_that_does_not_import_is_told_with_its_cause() -> None:
 def test_the_built_ins_come_through_the_same_door() -> None:
     """In the installed distribution: strategies, environments and commands that its metadata promise."""
     assert {"on-policy", "one-step-off-policy"} <= set(names(STRATEGIES))
-    assert {"exact-match", "reasoning-gym", "verifiers"} <= set(names(ENVIRONMENTS))
+    assert {"exact-match", "reasoning-gym"} <= set(names(ENVIRONMENTS))
     assert {"train", "engine", "init-model"} <= set(names(COMMANDS))
 
 

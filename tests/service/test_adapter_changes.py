@@ -10,9 +10,9 @@ import httpx
 import pytest
 import redis
 
-from replaybuf.kernel.decide_config import decide_patch
+from replaybuf.kernel.decide.config import decide_patch
 from replaybuf.service.run.lease import LEASE_S
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import AdapterSpec, BatchSpec, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
@@ -189,7 +189,7 @@ def test_the_next_leader_completes_a_removal(server: EmbeddedServer) -> None:
         assert (groups["code"].evicted["adapter_removed"], groups["math"].evicted.total()) == (1, 0)
         assert (follower.book.out_of("code"), follower.book.out_of("math")) == (0, 1)
         await follower.tick()
-        (book,) = await store.tickets.read([name])
+        book = await store.tickets.read_one(name)
         assert [ticket.partition("/")[0] for ticket, _ in book.tickets] == ["math"]
 
     with_store(server, work)

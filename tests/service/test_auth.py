@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Forbidden, Unauthorized
-from replaybuf.service.http.auth import Tokens
-from replaybuf.service.http.token_file import new_token
+from replaybuf.service.http.guard.auth import Tokens
+from replaybuf.service.http.guard.token_file import new_token
 
 
 def test_a_wrong_role_is_refused_with_the_roles_of_the_call_and_what_to_do(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import ServiceUnavailable, TooLarge
-from replaybuf.service.http.body_budget import SMALL_BYTES, BodyBudget
+from replaybuf.service.http.body.body_budget import SMALL_BYTES, BodyBudget
 from replaybuf.service.traffic import Traffic
 from tests.conftest import JSON, ServeProcess, group
+from tests.waiting import eventually
 
 MIB = 1 << 20
 
@@ -69,7 +71,8 @@ def test_a_body_without_room_in_time_is_refused_and_frees_what_it_holds() -> Non
                 await second.hold(9 * MIB)
             assert refused.value.retry_after_s
             with budget.share() as third:
-                await third.hold(4 * MIB)
+                await first.hold(10 * MIB)  # it waited first: it may take all that is left
+                await third.hold(SMALL_BYTES)
         assert traffic.refused == {"no_body_room": 1}
         assert traffic.body_bytes == 0
 
@@ -88,12 +91,12 @@ def test_a_cancelled_body_leaves_the_queue() -> None:
                 waiting = asyncio.create_task(second.hold(MIB))
                 await asyncio.sleep(0)
                 if granted_too:
-                    budget.free(MIB - SMALL_BYTES)
+                    first.__exit__()
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting
                 if granted_too:
-                    await budget.take(MIB - SMALL_BYTES)  # `first` still counts them
+                    first._held_bytes = SMALL_BYTES  # it has ended
         assert traffic.body_bytes == 0
 
     run(main())
@@ -110,6 +113,66 @@ def test_small_bodies_need_no_room_and_a_body_above_the_budget_is_too_large() ->
             assert refused.value.bound == MIB
 
     run(main())
+
+
+def test_bodies_that_are_half_read_never_wait_for_each_other_for_ever() -> None:
+    """Each of four needs more than half of the room: they end one after another, in the order in which they waited."""
+
+    async def main() -> None:
+        traffic, order = Traffic(), list[int]()
+        budget = BodyBudget(10 * MIB, traffic, timeout_s=20)
+
+        async def read(number: int) -> None:
+            with budget.share("address", "run") as share:
+                for size in range(MIB, 8 * MIB, MIB):
+                    await share.hold(size)
+                    await asyncio.sleep(0)
+                order.append(number)
+
+        await asyncio.gather(*(read(number) for number in range(4)))
+        assert sorted(order) == [0, 1, 2, 3] and traffic.body_bytes == 0
+
+    run(main())
+
+
+def test_one_address_and_one_run_have_at_most_half_of_the_room() -> None:
+    """What is left is for others, also while a body of that address waits."""
+
+    async def main() -> None:
+        traffic = Traffic()
+        budget = BodyBudget(16 * MIB, traffic, timeout_s=0.01)
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                await stack.enter_context(budget.share("attacker", "a")).hold(MIB)
+            await stack.enter_context(budget.share("attacker", "b")).hold(MIB)  # it is favoured now
+            for holders in (("attacker", "c"), ("other", "a")):
+                with pytest.raises(ServiceUnavailable), budget.share(*holders) as share:
+                    await share.hold(2 * MIB)
+            await stack.enter_context(budget.share("other", "c")).hold(2 * MIB)
+
+    run(main())
+
+
+def test_slow_bodies_that_declare_much_leave_room_for_others(tmp_path: Path) -> None:
+    """40 of them declare twice the budget together; another run stores a group of 200 kB at once."""
+    server = ServeProcess(tmp_path / "data", "--body-budget-bytes", str(256 * MIB)).start()
+    try:
+        host, port = server.url.removeprefix("http://").split(":")
+        with httpx.Client(base_url=server.url, timeout=20) as http, contextlib.ExitStack() as slow:
+            for name in ("a", "b"):
+                http.put(f"/v1/runs/{name}", json={"batch": {"groups_per_batch": 1}})
+            for _ in range(40):
+                half = slow.enter_context(socket.create_connection((host, int(port))))
+                half.sendall(
+                    b"POST /v1/runs/a/groups HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: 60000000\r\n\r\n{"
+                )
+            eventually(lambda: held_bytes(http) >= 40 * (MIB - SMALL_BYTES), 20)
+            assert held_bytes(http) <= 41 * MIB
+            large = {"groups": [group("a", metadata={"x": "y" * 200_000})]}
+            assert http.post("/v1/runs/b/groups", json=large).status_code == 200
+    finally:
+        server.end()
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 import redis
 
 from replaybuf import Client
-from replaybuf.service.http.calls import CALLS, Call
-from replaybuf.service.http.requests import Number, Real, Text
+from replaybuf.service.http.body.requests import Number, Real, Text
+from replaybuf.service.http.call.calls import CALLS, Call
 from replaybuf.store.entries import EntryStrings, encode_strings
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
@@ -36,6 +36,7 @@ EXAMPLES: dict[str, Any] = {
         },
         "strategy": SPEC,
         "filters": [{"name": "zero-variance", "options": {}}],
+        "admissions": [{"name": "toploc", "options": {}, "timeout_s": 1.0}],
         "group_size": 2,
         "min_group_size": 1,
         "vocab_size": 100,
@@ -61,6 +62,7 @@ EXAMPLES: dict[str, Any] = {
     "ConfigPatch": {
         "strategy": SPEC,
         "filters": [{"name": "zero-variance", "options": {}}],
+        "admissions": [{"name": "toploc", "options": {}, "timeout_s": 1.0}],
         "limits": LIMITS | {"max_bytes_in_memory": None},  # it needs a spill folder
         "batch": {
             "tokens_per_batch": {"per_rank": 1024},
@@ -72,7 +74,12 @@ EXAMPLES: dict[str, Any] = {
         "state": "running",
         "adapters": {"a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False}},
     },
-    "HeartbeatRequest": {"in_flight": 0, "engines": 1, "held_back_by": "p"},
+    "HeartbeatRequest": {
+        "in_flight": 0,
+        "engines": 1,
+        "held_back_by": "p",
+        "failure": {"reason": "reward_raised", "prompt_index": 0, "traceback": "ValueError"},
+    },
     "TicketRequest": {"producer": "p", "count": 1, "adapter": "", "wait_ms": 0, "max_tokens": 1},
     "EvaluationRequest": {
         "name": "x",
@@ -97,6 +104,7 @@ EXAMPLES: dict[str, Any] = {
         "seq_len": 64,
         "pad_to_multiple_of": 1,
         "cost": {"linear": 1.0, "quadratic": 1.0},
+        "fixed": True,
         "per_token_versions": True,
         "lengths": True,
         "reward_parts": True,
@@ -129,7 +137,8 @@ def cases_in(call: Call, kind: inspect.Type, path: tuple[str | int, ...], exampl
             most = kind.extra["most_bytes"]
             yield Case(call, path, "x" * most, "x" * (most + 1), name)
             yield Case(call, path, "\u00e9" * (most // 2), "\u00e9" * (most // 2 + 1), name)
-            yield Case(call, path, "a b", "a\nb", name)
+            breaks = kind.extra.get("lines", False)
+            yield Case(call, path, "a\n\tb" if breaks else "a b", "a\rb" if breaks else "a\nb", name)
         case inspect.Metadata():
             yield from cases_in(call, kind.type, path, example)
         case inspect.UnionType():

@@ -19,10 +19,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from replaybuf.service.http import connection
-from replaybuf.service.http.connection import MAX_HEADERS, MAX_PIPELINED, Connection
-from replaybuf.service.http.connection_table import ConnectionLimits, ConnectionTable
-from replaybuf.service.http.read_gate import READ_AT_ONCE
+from replaybuf.service.http.guard import connection
+from replaybuf.service.http.guard.connection import MAX_HEADERS, MAX_PIPELINED, Connection
+from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable
+from replaybuf.service.http.guard.read_gate import READ_AT_ONCE
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 from tests.conftest import ServeProcess
@@ -407,7 +407,7 @@ def test_the_limit_of_open_files_is_raised_or_bounds_the_connections(soft: int, 
     """Files and Redis keep 256 of them."""
     program = f"""if True:
         import resource
-        from replaybuf.service.http.connection_table import ConnectionLimits, raise_descriptor_limit
+        from replaybuf.service.http.guard.connection_table import ConnectionLimits, raise_descriptor_limit
         from replaybuf.service.options import ServeOptions
         resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
         limits = raise_descriptor_limit(ConnectionLimits.of(ServeOptions()), 2048)

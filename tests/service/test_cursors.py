@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from replaybuf import Client
-from replaybuf.errors import Conflict, NotFound
-from replaybuf.kernel import cursors
-from replaybuf.kernel.cursors import Cursor, Position, find_kept, find_page
-from replaybuf.kernel.retention import trim_point
-from replaybuf.service.run.run import Run
+from replaybuf.client.exports import export
+from replaybuf.errors import Conflict, Gone, NoRoom, NotFound
+from replaybuf.kernel.state import cursors
+from replaybuf.kernel.state.cursors import Cursor, Position, find_kept, find_page
+from replaybuf.kernel.state.retention import trim_point
+from replaybuf.service.clock import Clock
+from replaybuf.service.run.cursors import LONGEST_TICK_S
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.cursors import CursorGap
@@ -42,6 +48,14 @@ def done(run: RunClient, answer: dict[str, Any], name: str = "c") -> dict[str, A
     assert reply.status_code == 200, reply.text
     state: dict[str, Any] = reply.json()
     return state
+
+
+class HandClock:
+    """Monotonic clock of a run, moved by hand."""
+
+    def __init__(self, run: Run) -> None:
+        self.now_s = time.monotonic()
+        run.journal.clock = Clock(monotonic=lambda: self.now_s)
 
 
 def start(run: RunClient, *names: str, per_batch: int = 1) -> int:
@@ -218,6 +232,105 @@ def test_wrong_cursors_get_one_clear_answer(service: ServeProcess, run: RunClien
     assert run.get("cursors/" + "x" * 257).status_code == 422
 
 
+def test_a_cursor_with_a_lifetime_is_forgotten_after_so_long_without_use(server: EmbeddedServer) -> None:
+    """A named one is not, whatever time passes; and time in which the server stood still does not count."""
+
+    async def work(store: Store, led: Run) -> None:
+        clock, opened = HandClock(led), led.cursors
+        await opened.open("named", "stored")
+        await opened.open("mine", "stored", 120)
+        for _ in range(3):
+            clock.now_s += 1_000.0  # stood still
+            await opened.expire()
+        for _ in range(20):
+            clock.now_s += LONGEST_TICK_S
+            await opened.expire()
+        await append(led, "a")
+        await opened.page("mine", 1, 0.0)  # used
+        for _ in range(24):
+            clock.now_s += LONGEST_TICK_S
+            await opened.expire()
+        assert [cursor.name for cursor in (await opened.list_all()).cursors] == ["mine", "named"]
+        clock.now_s += LONGEST_TICK_S
+        await opened.expire()
+        assert [cursor.name for cursor in (await opened.list_all()).cursors] == ["named"]
+        assert len(await store.cursors.read(led.name)) == 1
+
+    on_a_run(server, work)
+
+
+def test_the_new_leader_forgets_a_cursor_that_its_reader_left(server: EmbeddedServer) -> None:
+    """Nobody asks for the cursors after the takeover: the tick alone reads them."""
+
+    async def work(store: Store, led: Run) -> None:
+        await led.cursors.open("left", "stored", 120)
+        await led.cursors.take_over()
+        clock = HandClock(led)
+        for _ in range(30):
+            clock.now_s += LONGEST_TICK_S
+            await led.tick()
+        assert await store.cursors.read(led.name) == []
+
+    on_a_run(server, work)
+
+
+def test_beyond_the_maximum_the_longest_unused_cursor_with_a_lifetime_gives_way(server: EmbeddedServer) -> None:
+    """One that was just used does not: two readers would take each other's place for ever. Nor does a named one."""
+
+    async def work(_: Store, led: Run) -> None:
+        clock = HandClock(led)
+        for number in range(cursors.MOST_CURSORS - 2):
+            await led.cursors.open(f"named-{number}", "stored")
+        for name in ("killed", "used"):
+            await led.cursors.open(name, "stored", 600)
+        with pytest.raises(NoRoom, match="try again") as caught:
+            await led.cursors.open("new", "stored", 600)
+        assert caught.value.retry_after_s == cursors.GIVES_WAY_S
+        for _looks in range(2):
+            await led.cursors.expire()
+            clock.now_s += LONGEST_TICK_S
+        await led.cursors.expire()
+        await led.cursors.page("used", 1, 0.0)
+        await led.cursors.open("new", "stored", 600)
+        names = {cursor.name for cursor in (await led.cursors.list_all()).cursors}
+        assert "killed" not in names and {"new", "used", "named-0"} <= names and len(names) == cursors.MOST_CURSORS
+
+    on_a_run(server, work)
+
+
+def test_the_lifetime_of_a_cursor_is_listed_and_bounded(run: RunClient) -> None:
+    start(run, "a")
+    page(run, lifetime_s=300)
+    assert run.get("cursors").json()["cursors"][0]["lifetime_s"] == 300
+    for wrong in (0, 119, 86_401):
+        assert run.get("cursors/d", lifetime_s=wrong).status_code == 422
+
+
+def test_an_export_leaves_no_cursor_for_ever(
+    service: ServeProcess, run: RunClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cursor has a lifetime. If it was forgotten meanwhile, the export fails instead of reading groups again."""
+    start(run, "a", "b", "c")
+    monkeypatch.setattr(export, "PAGE_GROUPS", 2)
+    seen: list[int | None] = []
+    with Client(service.url, run.run) as client:
+
+        def look(*_: int) -> None:
+            seen.extend(cursor.lifetime_s for cursor in client.list_cursors())
+
+        export.export_run(client, run.run, tmp_path / "whole", look)
+        assert seen == [export.CURSOR_LIFETIME_S] * 2 and client.list_cursors() == []
+
+        def advance(name: str, position: str) -> None:
+            Client.advance_cursor(client, name, position)
+            Client.delete_cursor(client, name)
+
+        monkeypatch.setattr(client, "advance_cursor", advance)
+        with pytest.raises(Gone, match="export again"):
+            export.export_run(client, run.run, tmp_path / "cut", look)
+        assert not (tmp_path / "cut").exists() and client.list_cursors() == []
+
+
 def test_a_page_ends_at_its_bytes(run: RunClient, server: EmbeddedServer) -> None:
     async def work(_: Store, run: Run) -> None:
         await append(run, "a", "b", "c")
@@ -226,5 +339,21 @@ def test_a_page_ends_at_its_bytes(run: RunClient, server: EmbeddedServer) -> Non
             found = find_page(run.state, cursor, 100)
         assert [item.number for item in found.items] == [1] and found.position.number == 1
         assert find_kept(run.state, [], 0) == (None, None)
+
+    on_a_run(server, work)
+
+
+def test_readers_may_come_and_go_while_a_page_is_made(server: EmbeddedServer) -> None:
+    """As a reader does that repeats a call after its timeout: all of them get the page."""
+
+    async def work(__: Store, run: Run) -> None:
+        await append(run, "a")
+        await run.cursors.open("c", "stored")
+        readers = []
+        for _ in range(30):
+            readers.append(asyncio.create_task(run.cursors.page("c", 10, 0.0)))
+            await asyncio.sleep(0)
+        pages = await asyncio.wait_for(asyncio.gather(*readers), 30.0)
+        assert all(len(page.items) == 1 for page in pages)
 
     on_a_run(server, work)

@@ -11,6 +11,7 @@ import redis
 
 from replaybuf import Client
 from replaybuf.errors import Conflict
+from replaybuf.store import keys
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_standby import start_pair, start_valkey
 from tests.waiting import eventually
@@ -51,9 +52,9 @@ def keys_of(valkey: redis.Redis, run: RunClient) -> set[bytes]:
 
 
 def wait_until_gone(valkey: redis.Redis, run: RunClient) -> None:
-    """Wait until only the mark of the deleted run is left, with its lifetime."""
-    mark = f"rb:{{{run.run}}}:deleted".encode()
-    eventually(lambda: keys_of(valkey, run) == {mark} and valkey.ttl(mark) > 0, within_s=20.0)
+    """Wait until only the mark of the deleted run is left, with its lifetime, and the number of deletions."""
+    mark, incarnation = keys.deleted(run.run).encode(), keys.incarnation(run.run).encode()
+    eventually(lambda: keys_of(valkey, run) == {mark, incarnation} and valkey.ttl(mark) > 0, within_s=20.0)
     assert 86_000 < valkey.ttl(mark) <= 86_400
     assert not valkey.sismember("rb:runs", run.run) and not valkey.sismember("rb:deleting", run.run)
 
@@ -188,5 +189,5 @@ def test_followers_drop_a_deleted_run_and_no_server_takes_its_lease_again(tmp_pa
             wait_until_gone(valkey, run)
             first.kill()
             second.stop()
-            assert keys_of(valkey, run) == {b"rb:{main}:deleted"}
+            assert keys_of(valkey, run) == {b"rb:{main}:deleted", b"rb:{main}:incarnation"}
         assert "emptied" not in second.log()

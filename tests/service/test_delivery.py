@@ -14,12 +14,12 @@ import zstandard
 from replaybuf.client.client import Client
 from replaybuf.errors import NotAcceptable
 from replaybuf.packing import batches
-from replaybuf.service.bodies import bodies
-from replaybuf.service.bodies.bodies import Part
-from replaybuf.service.http.sending import CHUNK_BYTES, BodyResponse, coding_for, matches
+from replaybuf.service.bodies import writer as bodies
+from replaybuf.service.bodies.writer import Part
+from replaybuf.service.http.reply.sending import CHUNK_BYTES, BodyResponse, coding_for, matches
 from replaybuf.service.run import next_batch
 from replaybuf.service.run.admission import Incoming
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replaybuf.service.run.admission import Incoming
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.config import BatchSpec, StrategySpec

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.kernel.snapshot import MAGIC, encode_snapshot, take
+from replaybuf.kernel.state.snapshot import MAGIC, encode_snapshot, take
 from replaybuf.wire.frame import encode_frame
 from tests.builders import group, group_of_lengths, rollout
 from tests.conftest import RunClient, ServeProcess
@@ -20,9 +20,9 @@ from tests.conftest import group as json_group
 from tests.kernel.test_state import Run
 
 FRAMES = "5807bb3b57de99ef"
-SNAPSHOT = "8418f2a2f032bf8a"
+SNAPSHOT = "91c72e18a9f3c564"
 BODIES = "ba09aaf1c6021a75"
-LEDGER = "fd3d960d916ea97f"
+LEDGER = "262051c4017de053"
 HEADER_BYTES = len(MAGIC) + 20
 
 

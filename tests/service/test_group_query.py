@@ -10,10 +10,10 @@ import pytest
 
 from replaybuf import Client
 from replaybuf.errors import Invalid
-from replaybuf.kernel import group_query
-from replaybuf.service.http import group_pages
-from replaybuf.service.http.browse import list_groups
-from replaybuf.service.run.run import Run
+from replaybuf.kernel.state import group_query
+from replaybuf.service.http.call import group_pages
+from replaybuf.service.http.call.browse import list_groups
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.contract import AttachRequest
 from tests.conftest import RunClient, ServeProcess, group
@@ -201,7 +201,7 @@ def test_groups_that_are_trimmed_during_a_query_are_left_out(server: EmbeddedSer
             assert run.state.trimmed
             return found
 
-        with patch("replaybuf.service.http.browse.find_page", trimmed_meanwhile):
+        with patch("replaybuf.service.http.call.browse.find_page", trimmed_meanwhile):
             page = await list_groups(run, group_query.GroupQuery(), None, 100)
         assert [group.number for group in page.groups] == list(range(run.state.trimmed + 1, 5))
 

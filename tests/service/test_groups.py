@@ -345,3 +345,28 @@ def test_a_retired_group_lists_the_steps_that_used_it(run: RunClient) -> None:
         assert one["batches"] == found["batches"]
         steps[one["group_id"]] = one["batches"]
     assert sorted(steps["a"] + steps["b"]) == [0, 1, 2, 3]
+
+
+def test_a_finished_run_takes_no_groups_and_says_so(run: RunClient) -> None:
+    """Also to producers without tickets. A repeat of a stored group is a duplicate still; reopened, it takes groups."""
+    run.put(batch={"groups_per_batch": 4})
+    run.append(group("before"))
+    assert run.http.patch(run.path, json={"state": "finished"}).status_code == 200
+    late = run.post("groups", groups=[group("late"), group("later")])
+    assert (late.status_code, late.json()["type"]) == (410, "urn:replaybuf:problem:finished"), late.text
+    assert late.json()["value"] == "run_finished" and run.run in late.json()["detail"]
+    assert run.append(group("before")) == [{"group_id": "before", "status": "duplicate"}]
+    _, rejected = run.append(group("before"), group("late"))
+    assert (rejected["status"], rejected["reason"]) == ("rejected", "run_finished")
+    counts = run.state()["groups"]
+    assert (counts["stored"], counts["rejected"]) == (1, {"run_finished": 3})
+    assert run.http.patch(run.path, json={"state": "running"}).status_code == 200
+    assert run.append(group("late")) == [{"group_id": "late", "status": "stored"}]
+
+
+def test_a_run_that_reached_its_last_step_takes_no_groups(run: RunClient) -> None:
+    run.put(batch={"groups_per_batch": 1}, max_steps=1)
+    epoch = run.attach()
+    run.append(group("trained"))
+    run.train(epoch, range(1))
+    assert run.post("groups", groups=[group("late")]).status_code == 410

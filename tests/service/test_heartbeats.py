@@ -74,6 +74,7 @@ def test_a_heartbeat_is_answered_with_version_and_state(run: RunClient) -> None:
         "in_flight": 3,
         "engines": 2,
         "held_back_by": "engine_away",
+        "failure": None,
     }
     run.http.patch(run.path, json={"state": "paused"})
     assert heartbeat(run, "a/b@c").json()["state"] == "paused"
@@ -99,6 +100,16 @@ def test_a_heartbeat_is_answered_with_version_and_state(run: RunClient) -> None:
         ("p", {"held_back_by": "engine\x00away"}, 422),
         ("p", {"held_back_by": "x" * 100_000}, 422),
         ("p", [], 400),
+        ("p", {"failure": {"reason": "r", "traceback": "x" * 4097}}, 422),
+        ("p", {"failure": {"reason": "r", "traceback": "ö" * 2049}}, 422),
+        ("p", {"failure": {"reason": "r", "traceback": "a\x1b[31m"}}, 422),
+        ("p", {"failure": {"reason": "r", "traceback": "a\u202eb"}}, 422),
+        ("p", {"failure": {"reason": "two\nlines", "traceback": ""}}, 422),
+        ("p", {"failure": {"reason": "r" * 257, "traceback": ""}}, 422),
+        ("p", {"failure": {"reason": "r", "traceback": "", "prompt_index": -1}}, 422),
+        ("p", {"failure": {"reason": "r", "traceback": "", "prompt_idx": 1}}, 400),
+        ("p", {"failure": {"reason": "r"}}, 400),
+        ("p", {"failure": "it broke"}, 400),
     ],
 )
 def test_an_invalid_heartbeat_is_rejected(run: RunClient, producer: str, body: Any, status: int) -> None:
@@ -215,3 +226,68 @@ def test_a_heartbeat_needs_an_existing_run(service: ServeProcess) -> None:
     assert heartbeat(run, "p").status_code == 404
     assert run.get("producers").status_code == 404
     run.http.close()
+
+
+def fail(run: RunClient, producer: str, text: str, prompt_index: int | None = None) -> None:
+    """Report a failure."""
+    failure = {"reason": "reward_raised", "traceback": text, "prompt_index": prompt_index}
+    heartbeat(run, producer, failure=failure).raise_for_status()
+
+
+def test_the_newest_failure_of_a_producer_is_listed_until_a_newer_one(run: RunClient) -> None:
+    """As long as a traceback may be, with its lines; a heartbeat without one changes nothing."""
+    run.put(batch={"groups_per_batch": 2})
+    fail(run, "p", "older")
+    text = f"Traceback\n\tValueError: {'x' * 4073}"
+    assert len(text) == 4096
+    fail(run, "p", text, 7)
+    heartbeat(run, "p")
+    failure = producers(run)["p"]["failure"]
+    assert failure.pop("age_s") < SOON_S
+    assert failure == {"reason": "reward_raised", "prompt_index": 7, "traceback": text, "lasts": True}
+
+
+def test_the_newest_twenty_failures_are_kept(run: RunClient) -> None:
+    """One per producer; those of others that report again stay."""
+    run.put(batch={"groups_per_batch": 2})
+    for number in range(21):
+        fail(run, f"p{number}", f"failure {number}")
+        fail(run, "p0", "again")
+    kept = {name for name, one in producers(run).items() if one["failure"]}
+    assert kept == {"p0", *(f"p{number}" for number in range(2, 21))}
+
+
+def test_who_waits_for_producers_learns_how_they_fail_until_they_store_a_group(run: RunClient) -> None:
+    """The trainer and whoever looks at the run; one line, of the newest failure."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    assert "detail" not in run.batch(0, epoch).json()
+    fail(run, "other", "first line\nKeyError: 1")
+    (ticket,) = take(run, "p", 1)
+    fail(run, "p", "Traceback\n  File x\nValueError: boom", 7)
+    for waits in (run.batch(0, epoch).json(), run.state()["waiting"], run.get("flow").json()["row"]["waiting"]):
+        assert waits["blocked_on"] == "producers"
+        assert "producer p fails, 0 s ago: reward_raised at prompt 7: ValueError: boom" in waits["detail"]
+        assert "1 other" in waits["detail"] and "File x" not in waits["detail"]
+    run.append(group(None, ticket=ticket))
+    eventually(lambda: not producers(run)["p"]["failure"]["lasts"], SOON_S)
+    run.train(epoch, range(1))
+    waits = run.batch(1, epoch).json()
+    assert "producer other fails" in waits["detail"] and "boom" not in waits["detail"]
+
+
+def test_a_producer_that_ended_with_a_failure_is_the_cause_until_another_stores_groups(
+    clocked: ClockedServe, live: RunClient
+) -> None:
+    """Its last words stay in the list."""
+    live.put(batch={"groups_per_batch": 1})
+    epoch = live.attach()
+    fail(live, "dies", "MemoryError")
+    pass_time(clocked, live, "dies")
+    assert "producer dies fails" in live.batch(0, epoch).json()["detail"]
+    (ticket,) = take(live, "lives", 1)
+    live.append(group(None, ticket=ticket))
+    eventually(lambda: producers(live)["lives"]["groups_per_min"], SOON_S)
+    live.train(epoch, range(1))
+    assert "detail" not in live.batch(1, epoch).json()
+    assert producers(live)["dies"]["failure"]["lasts"]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.service.http import json_pieces
-from replaybuf.service.http.json_pieces import encode_pieces
+from replaybuf.service.http.reply import json_pieces
+from replaybuf.service.http.reply.json_pieces import encode_pieces
 from tests.builders import steady
 
 values = st.recursive(

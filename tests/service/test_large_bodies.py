@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from replaybuf.service.http.append_bodies import MAX_FRAMES_BYTES, MAX_GROUPS, MAX_JSON_BYTES
+from replaybuf.service.http.body.append_bodies import MAX_FRAMES_BYTES, MAX_GROUPS, MAX_JSON_BYTES
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from replaybuf.wire.group import group_from_json
 from tests.builders import rollout, wire_group

@@ -19,8 +19,8 @@ from replaybuf.client.client import AsyncClient, Client
 from replaybuf.client.direct import DirectBodies
 from replaybuf.errors import Conflict
 from replaybuf.service.bodies.assembly import fetch_groups
-from replaybuf.service.bodies.bodies import Part
-from replaybuf.service.run.run import Run
+from replaybuf.service.bodies.writer import Part
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.config import StrategySpec
@@ -127,7 +127,7 @@ def test_other_values_and_a_drawn_group_are_a_conflict(run: RunClient) -> None:
     ("columns", "status", "word"),
     [
         ({"ref_logprobs": [[-1, -2], [-4, -5, -6]]}, 422, "ref_logprobs[0]: 2 values"),
-        ({"ref_logprobs": [[-1, -2, -3]]}, 422, "1 rollouts"),
+        ({"ref_logprobs": [[-1, -2, -3]]}, 422, "1 rollout;"),
         ({"ref_logprobs": [-1, -2]}, 422, "not a list of numbers"),
         ({"rewards": [1.0]}, 422, "one per rollout, 2"),
         ({"rewards": [[1.0], [2.0]]}, 422, "not a list of numbers"),

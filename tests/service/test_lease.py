@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.run.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 

@@ -16,13 +16,13 @@ from typing import Any, NoReturn, cast
 import pytest
 
 from replaybuf.errors import Fenced
-from replaybuf.service.bodies.bodies import Part
+from replaybuf.service.bodies.writer import Part
 from replaybuf.service.clock import Clock
 from replaybuf.service.run import long_polls
 from replaybuf.service.run import tickets as service_tickets
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE, Gone, LongPolls, Round, Waiter
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import AdapterSpec, BatchSpec, TicketSpec
 from replaybuf.wire.config_patch import ConfigPatch, StrategyChange

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaybuf.kernel.histograms import Histogram
-from replaybuf.service.http.metric_table import METRICS
-from replaybuf.service.http.metric_text import MetricText
+from replaybuf.kernel.figures.histograms import Histogram
+from replaybuf.service.http.call.metric_table import METRICS
+from replaybuf.service.http.call.metric_text import MetricText
 from tests.builders import steady
 
 numbers = st.integers(0, 2**63) | st.floats(allow_nan=False)

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaybuf.service.http.metrics import _by_staleness
+from replaybuf.service.http.call.metrics import _by_staleness
 from tests.conftest import RunClient, group
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import signal
@@ -15,6 +16,9 @@ import httpx
 import pytest
 import redis
 
+from replaybuf.service.run.served_run import Run
+from replaybuf.store import Lease, Store
+from replaybuf.wire.config import BatchSpec, RunConfig
 from tests.conftest import RunClient, ServeProcess, group
 from tests.valkeys import Valkey
 from tests.waiting import eventually
@@ -339,3 +343,37 @@ def test_a_run_that_an_emptied_redis_does_not_list_is_data_lost_after_a_restart(
     for answer in (run.put(batch={"groups_per_batch": 4}), run.http.get(run.path)):
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
     assert not [key for key in valkey.client.scan_iter("rb:{r}:*") if not key.endswith(b":lead")]
+
+
+def test_a_primary_that_was_demoted_and_promoted_again_waits_before_somebody_leads(tmp_path: Path) -> None:
+    """As after its first promotion: living servers get the time to show what they know. Its process was never ended."""
+
+    async def lead(url: str, holder: str) -> Lease:
+        store = await Store.open(url)
+        try:
+            return await store.runs.take_lease("r", holder, 0.001)
+        finally:
+            await store.close()
+
+    async def create(url: str) -> None:
+        store = await Store.open(url)
+        try:
+            token = (await store.runs.take_lease("r", "first", 0.001)).token
+            (await Run.create("r", store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1)))).close()
+        finally:
+            await store.close()
+
+    def led_by(url: str, holder: str) -> bool:
+        return asyncio.run(lead(url, holder)).token is not None
+
+    with Valkey(tmp_path / "one") as one, Valkey(tmp_path / "two") as two:
+        asyncio.run(create(one.url))
+        eventually(lambda: led_by(one.url, "second"), WITHIN_S)
+        two.replicate(one)
+        two.client.replicaof("NO", "ONE")
+        one.replicate(two)
+        one.client.replicaof("NO", "ONE")
+        eventually(lambda: not one.client.exists("rb:{r}:lead"), WITHIN_S)
+        promoted = asyncio.run(lead(one.url, "third"))
+        assert promoted.token is None and 0.0 < promoted.left_s <= 2.0
+        eventually(lambda: led_by(one.url, "third"), WITHIN_S)

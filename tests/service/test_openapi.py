@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
-from replaybuf.service.http.calls import CALLS, OPEN_CALLS
+from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS
 from replaybuf.wire.frame import MEDIA_TYPE as FRAMES_TYPE
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from tests.conftest import RunClient, ServeProcess, group
@@ -100,7 +100,17 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     assert ask("GET", "/batches/{step}", **step).status_code == 202
     tickets = ask("POST", "/tickets", body={"producer": "p", "count": 2, "wait_ms": 5}).json()["tickets"]
     ask("POST", "/tickets", body={"producer": "p", "count": 100})
-    ask("PUT", "/producers/{producer}", producer="p", body={"in_flight": 1, "engines": 1, "held_back_by": "no_room"})
+    ask(
+        "PUT",
+        "/producers/{producer}",
+        producer="p",
+        body={
+            "in_flight": 1,
+            "engines": 1,
+            "held_back_by": "no_room",
+            "failure": {"reason": "r", "traceback": "a\n\tb"},
+        },
+    )
     ask("GET", "/producers")
     assert "waiting" in ask("POST", "/tickets", body={"producer": "p"}).json()
     ask("DELETE", "/tickets/{ticket}", ticket=tickets[1]["ticket"], query={"reason": "engine"})

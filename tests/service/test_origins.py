@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import Invalid
-from replaybuf.service.http.origins import HostNames
+from replaybuf.service.http.guard.origins import HostNames
 from replaybuf.service.options import ServeOptions
 from tests.conftest import RunClient, ServeProcess
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replaybuf.kernel.step_figures import StepRow
-from replaybuf.service.http.overview_calls import VERSIONS, count_versions, stands_still
+from replaybuf.kernel.figures.step_figures import StepRow
+from replaybuf.service.http.call.overview_calls import VERSIONS, count_versions, stands_still
 from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 from tests.kernel.test_state import Run
 from tests.kernel.test_step_figures import stored

@@ -14,6 +14,7 @@ import pytest
 
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
+from tests.plugin_site import write_plugins
 from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
@@ -21,8 +22,9 @@ MODULE = '''
 import sys
 import time
 
+import msgspec
 import numpy as np
-from replaybuf.kernel.strategy import Evictions, Filter, Selection, Strategy, StrategyOptions, Waiting, fill
+from replaybuf.kernel.strategy.contract import Evictions, Filter, Selection, Strategy, StrategyOptions, Waiting, fill
 
 
 class Best(Strategy[StrategyOptions]):
@@ -234,6 +236,29 @@ class Learner(Best):
         return fill(groups, order[::-1] if self.newest else order, budget)
 
 
+class FirstRelease(Best):
+    """As plug-ins were written for the first release: options of any struct, and no attribute that came later."""
+
+    class Options(msgspec.Struct, frozen=True):
+        newest: bool = False
+
+    def __init__(self, options):
+        self.newest = options.newest
+
+    def select(self, groups, buffer, budget, rng):
+        order = np.arange(len(groups))
+        return fill(groups, order[::-1] if self.newest else order, budget)
+
+
+class FirstFilter(Filter):
+    class Options(msgspec.Struct, frozen=True):
+        most: int = 1000
+
+    def drop(self, groups, buffer):
+        rows = groups.row[groups.tokens > self.options.most]
+        return Evictions(rows, ["long"] * len(rows))
+
+
 class Odd(Filter[StrategyOptions]):
     def drop(self, groups, buffer):
         rows = groups.row[groups.prompt_index % 2 == 1]
@@ -279,13 +304,9 @@ FILTERS = tuple(re.findall(r"^class (\w+)\(Filter", MODULE, re.MULTILINE))
 def plugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """A service with a distribution of test plug-ins beside it."""
     site = tmp_path_factory.mktemp("site")
-    (site / "odd_plugins.py").write_text(MODULE)
-    info = site / "odd_plugins-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-plugins\nVersion: 1\n")
-    lines = ["[replaybuf.strategies]", *(f"{name.lower()} = odd_plugins:{name}" for name in STRATEGIES)]
-    lines += ["[replaybuf.filters]", *(f"{name.lower()} = odd_plugins:{name}" for name in FILTERS)]
-    (info / "entry_points.txt").write_text("\n".join(lines))
+    kinds = {"replaybuf.strategies": STRATEGIES, "replaybuf.filters": FILTERS}
+    classes = {kind: {name.lower(): name for name in names} for kind, names in kinds.items()}
+    write_plugins(site, "odd_plugins", MODULE, classes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
         server = ServeProcess(tmp_path_factory.mktemp("plugged") / "data").start()
@@ -614,3 +635,21 @@ def test_a_service_starts_with_a_run_whose_plugin_is_missing(
     back = connect(plugged.url, "run-gone")
     assert back.http.patch(back.path, json={"state": "running"}).status_code == 200
     assert ids(back.batch(0, epoch).content) == ["a"]
+
+
+def test_plugins_of_the_first_release_need_no_attribute_that_came_later(
+    plugged: ServeProcess, connect: Connect
+) -> None:
+    """Their options are structs of their own, without `requires`; what they leave out has its default."""
+    run = connect(plugged.url, "first-release")
+    chosen = {"name": "firstrelease", "options": {"newest": True}}
+    assert run.put(batch={"groups_per_batch": 1}, strategy=chosen, filters=[{"name": "firstfilter"}]).status_code == 201
+    assert run.state()["config"]["filters"] == [{"name": "firstfilter", "options": {"most": 1000}}]
+    epoch = run.attach()
+    run.append(group("a"), group("b"), group("long", tokens=1001))
+    assert ids(run.batch(0, epoch).content) == ["b"]
+    assert run.state()["groups"]["evicted"] == {"long": 1}
+    changed = run.http.patch(run.path, json={"strategy": {"name": "firstrelease", "options": {"newest": False}}})
+    assert changed.status_code == 200, changed.text
+    unknown = run.http.patch(run.path, json={"strategy": {"name": "firstrelease", "options": {"newest": 7}}})
+    assert (unknown.status_code, unknown.json()["name"]) == (422, "strategy.options")

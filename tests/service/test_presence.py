@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaybuf.kernel.producers import KNOWN_S, MOST_KNOWN
+from replaybuf.kernel.state.producers import KNOWN_S, MOST_KNOWN
 from replaybuf.service.presence import Presence
 from tests.conftest import ClockedServe, RunClient, group
 

@@ -16,12 +16,13 @@ from replaybuf.errors import Fenced, InvalidGroups, NotLeader, ServiceUnavailabl
 from replaybuf.service import host as service
 from replaybuf.service import turns
 from replaybuf.service.host import Service
-from replaybuf.service.http.append_bodies import read_groups
-from replaybuf.service.http.body_budget import BodyBudget
-from replaybuf.service.http.decoders import DecoderPool
+from replaybuf.service.http.body.append_bodies import read_groups
+from replaybuf.service.http.body.body_budget import BodyBudget
+from replaybuf.service.http.body.decoders import DecoderPool
+from replaybuf.service.http.guard.auth import Permission, Tokens
 from replaybuf.service.run.admission import Incoming
 from replaybuf.service.run.group_commit import APPEND_CHUNK
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, Ends, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -341,6 +342,7 @@ def test_a_body_of_many_groups_is_decoded_one_by_one(kind: str, monkeypatch: pyt
     async def main() -> None:
         request = Request({"type": "http", "headers": [(b"content-type", kind.encode())]}, receive)
         request.state.body_share = BodyBudget(1 << 30, Traffic()).share()
+        request.state.permission = Permission(Tokens(None), None, frozenset(), None, lists_runs=False)
         reading = asyncio.create_task(collected(read_groups(request, 1 << 20, DecoderPool())))
         count = 0
         while not reading.done():
@@ -376,5 +378,29 @@ def test_a_failed_return_of_a_ticket_does_not_lose_its_prompt(
         assert not failing
         again = await Run.load(run.name, store)
         assert again is not None and again.book.awaits(("", ticket.prompt_index))
+
+    on_a_run(server, work)
+
+
+def test_payloads_are_freed_once_while_the_counters_are_reloaded(server: EmbeddedServer) -> None:
+    """Redis counts the first checkpoint as freed before the reply comes: the payloads of the second must go too."""
+
+    async def work(store: Store, run: Run) -> None:
+        epoch = (await run.session.attach(AttachRequest())).epoch
+        await append(run, "a", "b")
+        for step in range(2):
+            await train(run, epoch, range(step, step + 1))
+            await run.session.checkpoint(step + 1, epoch, 1)
+        free = store.groups.free_payloads
+
+        async def reloaded(*arguments: Any) -> None:
+            await free(*arguments)
+            await run.side_state.reload()
+
+        store.groups.free_payloads = reloaded  # type: ignore[method-assign, assignment]
+        await run.journal.free_payloads(run.spill.forget)
+        assert not run.journal.owes_payloads
+        keys_left = [key async for key in store.connection.client.scan_iter(f"rb:p:{{{run.name}:*")]
+        assert keys_left == []
 
     on_a_run(server, work)

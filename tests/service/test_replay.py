@@ -40,6 +40,13 @@ def test_groups_are_used_as_often_as_allowed_and_no_more(run: RunClient) -> None
     assert run.get("groups/g0").json()["times_sampled"] == 3
 
 
+def test_blocks_come_again_before_groups_that_arrived_later(run: RunClient) -> None:
+    """a a b b: two batches of the first two groups, then two of the next, though all four are there from the start."""
+    epoch = replay(run, 4, max_uses=2, order="blocks")
+    trained = [sorted(read_batch(body).meta.group_ids) for body in run.train(epoch, range(4))]
+    assert trained == [["g0", "g1"], ["g0", "g1"], ["g2", "g3"], ["g2", "g3"]]
+
+
 def test_a_resample_gives_uses_back_and_a_redelivery_keeps_them(run: RunClient) -> None:
     epoch = replay(run, 2, max_uses=2)
     bodies = run.train(epoch, range(2))

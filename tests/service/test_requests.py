@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replaybuf.service.http.calls import CALLS, Call
+from replaybuf.service.http.call.calls import CALLS, Call
 from tests.conftest import JSON, RunClient, group
 
 PLACES = {"run": "nested", "step": "0", "ticket": "t0-0-1-1", "group_id": "a", "producer": "p", "name": "c"}

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import Invalid
-from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.tasks import cancel_all
 from tests.conftest import RunClient, ServeProcess, group
 

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,9 @@ from replaybuf.service.sockets import open_sockets
 from tests.conftest import STOP_TIMEOUT_S
 
 
-@pytest.fixture(scope="module")
-def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A service that listens on a unix socket alone."""
-    folder = tmp_path_factory.mktemp("uds")
+@contextmanager
+def served(folder: Path) -> Iterator[Path]:
+    """Start a service that listens on a unix socket alone, and stop it."""
     path = folder / "rb.sock"
     command = [sys.executable, "-m", "replaybuf", "serve", "--no-tcp", "--data-dir", str(folder / "data")]
     with (folder / "log").open("w") as log:
@@ -52,7 +52,23 @@ def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_TIMEOUT_S) == 0
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def on_a_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A service that listens on a unix socket alone; it deletes the socket at its end."""
+    with served(tmp_path_factory.mktemp("uds")) as path:
+        yield path
     assert not path.exists()
+
+
+def test_a_service_leaves_the_socket_of_its_successor_alone(tmp_path: Path) -> None:
+    """The successor binds the path while the first one ends: it has closed its own socket, and waits for requests."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as successor:
+        with served(tmp_path) as path:
+            path.unlink()
+            successor.bind(str(path))
+        assert path.is_socket()
 
 
 def test_a_service_answers_on_its_unix_socket(on_a_socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +110,32 @@ def test_addresses_of_unix_sockets_are_absolute() -> None:
     for url in ("unix:b.sock", "unix:", "unix:/a,"):
         with pytest.raises(Invalid, match="unix:/PATH"):
             addresses_of(url)
+
+
+def test_addresses_are_written_as_browsers_write_them() -> None:
+    written = "HTTP://Node:80/,https://u:P@B.example:443,http://[::1]:8900,https://b.example:80"
+    as_browsers = ("http://node", "https://u:P@b.example", "http://[::1]:8900", "https://b.example:80")
+    assert addresses_of(written) == as_browsers
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "h:1",
+        "http://",
+        "http:///x",
+        "ftp://h",
+        "http://[::1",
+        "http://h:x",
+        "http://h:0",
+        "http://h:70000",
+        "http://a b",
+    ],
+)
+def test_invalid_addresses_are_rejected(url: str) -> None:
+    with pytest.raises(Invalid, match="HOST:PORT"):
+        addresses_of(url)
 
 
 def options(path: Path) -> ServeOptions:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from replaybuf.kernel.index import ENTRY
-from replaybuf.kernel.selection import PRODUCER_SILENCE_S
+from replaybuf.kernel.rows.index import ENTRY
+from replaybuf.kernel.strategy.selection import PRODUCER_SILENCE_S
 from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.service.clock import Clock
 from replaybuf.service.presence import Presence

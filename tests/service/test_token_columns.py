@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -297,6 +298,28 @@ def test_a_rank_has_the_metadata_of_its_groups(service: ServeProcess, connect: C
     assert "group_metadata" not in tensors_of(body_of(run, run.attach(FIRST)))[0]
 
 
+def test_metadata_of_a_batch_stays_within_what_readers_of_safetensors_accept(
+    service: ServeProcess, connect: Connect
+) -> None:
+    """100 groups with 200 kB each; both ranks leave out the same groups, the last ones."""
+    run = connect(service.url, "tokens-much-metadata")
+    groups = {f"g{number}": group(f"g{number}", metadata={"page": "x" * 200_000}) for number in range(100)}
+    run.put(batch={"groups_per_batch": 100})
+    for start_at in range(0, 100, 20):
+        run.append(*list(groups.values())[start_at : start_at + 20])
+    epoch = run.attach(dp_world_size=2, metadata=True)
+    given: dict[str, Any] = {}
+    for rank in range(2):
+        body = body_of(run, epoch, 0, rank)
+        assert safetensors.numpy.load(body)
+        meta = read_batch(body).meta
+        assert isinstance(meta.group_metadata, list)
+        given |= dict(zip(meta.group_ids, meta.group_metadata, strict=True))
+    kept = (16 << 20) // len(msgspec.json.encode(groups["g0"]["metadata"]))
+    assert [given[name] is not None for name in groups] == [at < kept for at in range(100)]
+    assert all(found in (None, groups[name]["metadata"]) for name, found in given.items())
+
+
 @pytest.mark.parametrize(("mask", "status"), [(-1, 422), (2**53, 422), (10**30, 422), ("1", 400), (0.5, 400)], ids=str)
 def test_a_wrong_mask_creates_no_run(service: ServeProcess, connect: Connect, mask: Any, status: int) -> None:
     run = connect(service.url, "tokens-wrong")
@@ -338,3 +361,21 @@ def test_both_clients_ask_for_the_columns(service: ServeProcess, connect: Connec
     (row,) = read_batch(body).micro_batches
     assert row.token_versions is not None and row.completion_lengths is not None and row.prompt_lengths is not None
     assert row.completion_lengths.tolist() == [6, 6, 6] and row.prompt_lengths.tolist() == [2, 2, 2]
+
+
+def test_prompt_tokens_in_the_loss_reach_body_record_and_stored_group(run: RunClient) -> None:
+    """One rollout trains its second prompt token, the other none; the batch counts it among its loss tokens."""
+    made = group("g", rollouts=2, tokens=5)
+    made["rollouts"][0] |= {"prompt_mask": [0, 1], "prompt_logprobs": [0.0, -0.75]}
+    assert [len(rollout["prompt_ids"]) for rollout in made["rollouts"]] == [2, 2]
+    assert run.put(batch={"groups_per_batch": 1, "seq_len": 64}).status_code == 201
+    (result,) = run.append(made)
+    assert result["status"] == "stored", result
+    batch = read_batch(run.batch(0, run.attach()).content)
+    (row,) = batch.micro_batches
+    sampled = sum(len(rollout["completion_ids"]) for rollout in made["rollouts"])
+    assert int(row.loss_mask.sum()) == batch.meta.loss_tokens == batch.meta.batch_loss_tokens == sampled + 1
+    assert row.inference_logprobs[row.loss_mask].tolist().count(-0.75) == 1
+    stored = run.get("groups/g").json()["rollouts"]
+    assert [rollout["prompt_mask"] for rollout in stored] == [[0, 1], [0, 0]]
+    assert stored[0]["prompt_logprobs"] == [0.0, -0.75]

@@ -16,8 +16,8 @@ import pytest
 
 from replaybuf.cli.main import main
 from replaybuf.errors import Forbidden, Invalid, NotFound, Unauthorized
-from replaybuf.service.http.auth import Tokens
-from replaybuf.service.http.token_file import new_token, read_tokens, read_uses, revoke_token, write_uses
+from replaybuf.service.http.guard.auth import Tokens
+from replaybuf.service.http.guard.token_file import new_token, read_tokens, read_uses, revoke_token, write_uses
 from tests.conftest import ServeProcess
 
 READER = frozenset({"reader"})

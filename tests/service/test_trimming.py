@@ -15,13 +15,13 @@ import pytest
 import redis
 
 from replaybuf.errors import NotLeader
-from replaybuf.kernel import decide
-from replaybuf.kernel.index import DEAD, ENTRY
-from replaybuf.kernel.snapshot import encode_snapshot, take
+from replaybuf.kernel.decide import records as decide
+from replaybuf.kernel.rows.index import DEAD, ENTRY
+from replaybuf.kernel.state.snapshot import encode_snapshot, take
 from replaybuf.service.host import Service
-from replaybuf.service.http.auth import Tokens
+from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.routes import application
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from tests.conftest import group
 
@@ -386,7 +386,7 @@ def publish_raw(server: EmbeddedServer, run: str, values: bytes, strings: bytes)
     with client_of(server) as client:
         client.set("payload", b"", ex=60)
         group_id = f"raw-{time.time_ns()}"
-        client.fcall("rb_publish", len(names), *names, "", 0, 0, "", "", group_id, "", values, strings, "", "")
+        client.fcall("rb_publish", len(names), *names, "", 0, 0, "", 0, "", group_id, "", values, strings, "", "")
 
 
 def write_past_the_function(server: EmbeddedServer, run: str, **fields: bytes) -> None:
@@ -407,7 +407,8 @@ def test_a_malformed_index_entry_is_a_dead_letter(server: EmbeddedServer) -> Non
         publish_raw(server, "garbage", fine.tobytes(), b"\xc1 no msgpack")
         write_past_the_function(server, "garbage", what=b"is this")
         write_past_the_function(server, "garbage", s=b"1", n=fine.tobytes())
-        publish_raw(server, "garbage", bytes(ENTRY.itemsize), msgspec.msgpack.encode(["g", "p", "", "key", None, b""]))
+        no_tokens = msgspec.msgpack.encode(["g", "p", "", keys.payload("garbage", "g"), None, b""])
+        publish_raw(server, "garbage", bytes(ENTRY.itemsize), no_tokens)
         await trial.steps(0, 2)
         groups = (await trial.http.get("")).json()["groups"]
         assert (groups["stored"], groups["dead_lettered"], groups["retired"]) == (9, 5, 4)
@@ -448,7 +449,7 @@ def test_a_direct_append_above_the_token_budget_is_a_dead_letter(server: Embedde
         await trial.create(batch={"tokens_per_batch": 50}, max_staleness=1)
         fine = np.zeros(1, ENTRY)
         fine["tokens"], fine["rollouts"], fine["longest_tokens"] = 51, 2, 26
-        strings = msgspec.msgpack.encode(["big", "p", "", "key", None, b""])
+        strings = msgspec.msgpack.encode(["big", "p", "", keys.payload(trial.name, "big"), None, b""])
         publish_raw(server, trial.name, fine.tobytes(), strings)
         again = await trial.restarted() if restart else trial
         if restart:

@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.service import turns
 from replaybuf.service.host import Service
-from replaybuf.service.http import metrics
-from replaybuf.service.http.auth import Tokens
-from replaybuf.service.http.metric_text import MetricText
-from replaybuf.service.http.metrics import Exposition
+from replaybuf.service.http.call import metrics
+from replaybuf.service.http.call.metric_text import MetricText
+from replaybuf.service.http.call.metrics import Exposition
+from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.routes import application
 from replaybuf.service.loop_watch import LoopWatch
-from replaybuf.service.run.run import Run
+from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 
 RUNS = 12

@@ -49,8 +49,9 @@ def replay(**options: Any) -> dict[str, Any]:
 
 def finished(run: RunClient) -> int:
     """One step was wanted; a group is left."""
-    epoch = trained(run, max_steps=1)
+    epoch = trained(run, 0, max_steps=1)
     run.append(group("left"))
+    run.train(epoch, range(1))
     return epoch
 
 

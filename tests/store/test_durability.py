@@ -106,7 +106,7 @@ def test_missing_replicas_are_reported_and_the_level_stays_strict() -> None:
     """No write is confirmed without them, so no confirmed write is at risk."""
     durability = assess(settings(replicas=0), WritePolicy(replicas=1))
     assert durability.level == "strict"
-    assert "0 replicas are connected; wait_replicas is 1" in durability.reasons[0]
+    assert "0 replicas connected; wait_replicas is 1" in durability.reasons[0]
 
 
 @pytest.mark.parametrize(("replicas", "timeout_s"), [(-1, 1.0), (0, 0.0), (0, LONGEST_WAIT_S + 1), (0, float("nan"))])
@@ -239,7 +239,7 @@ def test_a_repeat_of_an_unconfirmed_write_waits_for_the_first_try(tmp_path: Path
         try:
             for _ in range(2):  # the first try, and the repeat on another connection
                 for write in writes_of(hasty, token):
-                    with pytest.raises(NotDurable, match="0 of 1 replicas"):
+                    with pytest.raises(NotDurable, match="0 of 1 replica"):
                         await write()
                     await hasty.connection.client.connection_pool.disconnect()
             assert hasty.connection.unconfirmed == 8

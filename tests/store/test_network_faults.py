@@ -65,7 +65,7 @@ def test_a_connection_with_an_unread_reply_is_not_used_again(
     delay_s, timeout_s = (0.3, 0.1) if ending == "timed out" else (0.3, TIMEOUT_S)
 
     async def read(store: Store, run: str) -> dict[str, int]:
-        return await store.counters.read(run) if form == "command" else (await store.tickets.read([run]))[0].counts
+        return await store.counters.read(run) if form == "command" else (await store.tickets.read_one(run)).counts
 
     async def work(store: Store) -> None:
         left, right = (f"{side}-{form}-{ending}" for side in ("left", "right"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from replaybuf.errors import SpillAway
+from replaybuf.store import spill_folder
 from replaybuf.store.spill_folder import MARK, LocalFolder, ObjectFolder, SpillFolder
 from replaybuf.wire.spill import path_of
 
@@ -99,3 +100,34 @@ def test_a_folder_that_vanished_gets_no_second_copy(tmp_path: Path) -> None:
     with pytest.raises(SpillAway):
         folder.write(path(1), b"x")
     assert not list((tmp_path / "a").iterdir())
+
+
+def test_a_subfolder_goes_with_its_last_file(tmp_path: Path) -> None:
+    """A run that goes on for months leaves no folder per 1,000 groups."""
+    folder = LocalFolder(f"file://{tmp_path}")
+    folder.create(RUN)
+    for number in (1, 2, 1000):
+        folder.write(path(number), b"x")
+    folder.delete([path(1), path(1000)])
+    assert sorted(entry.name for entry in (tmp_path / RUN).iterdir() if entry.is_dir()) == ["0"]
+    folder.delete([path(2)])
+    assert [entry.name for entry in (tmp_path / RUN).iterdir()] == [MARK]
+    folder.sync([path(2)])
+
+
+def test_a_write_goes_on_when_a_deletion_removes_its_empty_subfolder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the creation of the subfolder and that of the file."""
+    folder, write, removed = LocalFolder(f"file://{tmp_path}"), spill_folder._write_synced, list[Path]()
+    folder.create(RUN)
+
+    def write_late(target: Path, data: bytes) -> None:
+        if not removed:
+            removed.append(target.parent)
+            target.parent.rmdir()
+        write(target, data)
+
+    monkeypatch.setattr(spill_folder, "_write_synced", write_late)
+    folder.write(path(1), b"x")
+    assert removed and folder.read(path(1)) == b"x"

@@ -12,6 +12,8 @@ import redis
 
 from replaybuf.errors import DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
 from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys, pipeline
+from replaybuf.store.server import read_name
+from replaybuf.wire.config import RUN_NAME
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import AckRecord
@@ -56,6 +58,29 @@ def test_a_stored_payload_has_no_ttl_and_a_duplicates_payload_is_deleted(server:
         found = list(client.scan_iter("rb:p:{ttl:*"))
         assert len(found) == 2
         assert {client.ttl(key) for key in found} == {-1}
+
+
+def test_names_in_redis_that_are_no_names_of_runs_are_left_out(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server would write `../../../evil.ends`, and read and delete keys that are not its own."""
+    strange = [b"../../../evil", b"Evil", b"", b"a" * 64, b"a}:b", b"\xff"]
+    mark = b"deleting"
+
+    async def work(store: Store) -> None:
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            for listed in (keys.RUNS, keys.DELETING):
+                client.sadd(listed, "good.name", *strange)
+            for name in (b"good.name", *strange):
+                client.set(b"rb:{%s}:deleted" % name, mark)
+        for _ in range(2):
+            runs, deletions = await store.runs.list_names(), await store.runs.read_deletions()
+            assert "good.name" in runs and all(RUN_NAME.fullmatch(name) for name in runs)
+            assert deletions == {"good.name": mark.decode()}
+
+    with_store(server, work)
+    logged = [record for record in caplog.records if "not the name of a run" in record.message]
+    assert len(logged) == len(strange), "once each"
 
 
 def test_entries_come_in_the_requested_order(server: EmbeddedServer) -> None:
@@ -228,6 +253,12 @@ def test_a_server_without_our_functions_gets_them_before_the_next_command(tmp_pa
         redis.register_function('rb_count', function() return {'ok', ''} end)"""
     with Valkey(tmp_path / "valkey") as valkey:
         asyncio.run(main())
+
+
+def test_a_report_names_the_program_with_its_own_version() -> None:
+    """Valkey says in `redis_version` which Redis it is compatible with."""
+    assert read_name({"redis_version": "7.2.4", "valkey_version": "9.1.2", "server_name": "valkey"}) == "valkey 9.1.2"
+    assert read_name({"redis_version": "7.4.1"}) == "redis 7.4.1"
 
 
 async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugin_set import build_strategy, resolve_config
-from replaybuf.kernel.tickets import Ticket
+from replaybuf.kernel.state.tickets import Ticket
+from replaybuf.kernel.strategy.plugin_set import build_strategy, resolve_config
 from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.strategy import Budget, Flow, Groups, Selection, Strategy, Waiting
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, StrategySpec, TicketSpec

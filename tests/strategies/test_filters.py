@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugin_set import build_filter
+from replaybuf.kernel.strategy.plugin_set import build_filter
 from replaybuf.strategy import Budget, Groups
 from tests.builders import buffer_view, live_groups
 

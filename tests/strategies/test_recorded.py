@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugin_set import build_strategy
-from replaybuf.kernel.strategy import Budget, Selection, Waiting
+from replaybuf.kernel.strategy.contract import Budget, Selection, Waiting
+from replaybuf.kernel.strategy.plugin_set import build_strategy
 from tests.builders import buffer_view, live_groups
 
 

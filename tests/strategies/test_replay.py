@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugin_set import build_strategy
+from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Strategy, Waiting, source_code
 from replaybuf.testing import ClosedLoop
 from replaybuf_strategies import draws, mixture
@@ -94,6 +94,12 @@ def test_the_defaults_are_four_uses_within_four_versions() -> None:
         ({"groups_per_prompt": 2, "prompts_together": True}, "groups_per_prompt", "null"),
         ({"fresh_fraction": 0.5, "prompts_together": True}, "fresh_fraction", "unset where prompts_together is true"),
         ({"mix": {"a": 0.5}, "prompts_together": True}, "mix", "unset where prompts_together is true"),
+        ({"order": "blocks", "max_uses": None}, "max_uses", "a number where order is blocks"),
+        ({"order": "blocks", "cooldown": 1}, "cooldown", "0"),
+        ({"order": "blocks", "fresh_fraction": 0.5}, "fresh_fraction", "0.0"),
+        ({"order": "blocks", "prompts_together": True}, "prompts_together", "false"),
+        ({"order": "blocks", "mix": {"a": 0.5}}, "mix", "{}"),
+        ({"order": "blocks", "exponent": 2.0}, "exponent", "0.6"),
         ({"error_buffer": 10}, "error_buffer", "null"),
         ({"samples_per_insert": 4.5}, "samples_per_insert", "at most 4"),
         ({"samples_per_insert": 3, "fresh_fraction": 0.5}, "samples_per_insert", "at most 2"),
@@ -114,7 +120,7 @@ def test_contradicting_options_are_rejected(options: dict[str, Any], name: str, 
     ("option", "value", "message"),
     [
         ("max_uses", 0, "max_uses: int >= 1 or null (default 4)"),
-        ("order", "random", "order: fifo | newest | prioritized | uniform"),
+        ("order", "random", "order: blocks | fifo | newest | prioritized | uniform"),
         ("exponent", -0.1, "exponent: number >= 0 and <= 4 (default 0.6)"),
         ("fresh_fraction", 1.1, "fresh_fraction: number >= 0 and <= 1"),
         ("samples_per_insert", 0, "samples_per_insert: number > 0 or null"),
@@ -198,6 +204,63 @@ def test_ascending_is_a_stable_sort_by_columns(rows: list[tuple[int, int]]) -> N
 
 def test_newest_takes_the_last_stored_groups() -> None:
     assert select(replay(order="newest"), shown(9000)) == [9000, 8999, 8998, 8997]
+
+
+ARRIVALS = st.lists(st.lists(st.tuples(st.integers(2, 60), st.integers(-1, 6)), max_size=8), max_size=8)
+"""Tokens and prompt of the groups that arrive before each batch."""
+
+
+def trained_in_blocks(
+    arrivals: list[list[tuple[int, int]]], uses: int, budget: Budget, **options: Any
+) -> list[list[int]]:
+    """Take a batch after each arrival, then batches until none can be made."""
+    strategy = replay(order="blocks", max_uses=uses, max_staleness=None, **options)
+    stored: list[tuple[int, int]] = []
+    used: Counter[int] = Counter()
+    batches: list[list[int]] = []
+    coming = iter(arrivals)
+    while True:
+        arrived = next(coming, None)
+        stored += arrived or []
+        tokens, prompts = zip(*stored, strict=True) if stored else ((), ())
+        times = [used[row] for row in range(1, len(stored) + 1)]
+        groups = shown(len(stored), tokens=tokens, prompt_index=prompts, times_sampled=times)
+        chosen = select(strategy, groups.take(groups.times_sampled < uses), budget=budget)
+        if isinstance(chosen, list):
+            used.update(chosen)
+            batches.append(chosen)
+        elif arrived is None:
+            return batches
+
+
+@given(ARRIVALS, st.integers(1, 4), st.sampled_from([Budget(100, None, 64), Budget(None, 3, 64), Budget(100, 3, 64)]))
+@steady
+def test_blocks_repeat_each_batch_before_the_next_in_order_of_arrival(
+    arrivals: list[list[tuple[int, int]]], uses: int, budget: Budget
+) -> None:
+    """a a b b, for any sizes and arrivals in between; all batches together are the groups as they arrived."""
+    batches = trained_in_blocks(arrivals, uses, budget)
+    blocks = batches[::uses]
+    assert batches == [block for block in blocks for _ in range(uses)]
+    trained = [row for block in blocks for row in block]
+    assert trained == list(range(1, len(trained) + 1))
+
+
+@given(ARRIVALS, st.integers(2, 3))
+@steady
+def test_blocks_with_few_groups_of_a_prompt_repeat_too(arrivals: list[list[tuple[int, int]]], uses: int) -> None:
+    """A group whose prompt has its share starts with a later block, and does not change the block that repeats."""
+    batches = trained_in_blocks(arrivals, uses, Budget(None, 3, 64), groups_per_prompt=1)
+    assert batches == [block for block in batches[::uses] for _ in range(uses)]
+
+
+def test_a_group_that_becomes_usable_late_starts_with_the_next_block() -> None:
+    """It arrived before the block that is in use, and waited for its columns."""
+    groups = shown(8, times_sampled=[0, 1, 1, 1, 1, 0, 0, 0])
+    blocks = replay(order="blocks", max_uses=2)
+    assert select(blocks, groups) == [2, 3, 4, 5]
+    later = groups.take(np.array([0, 5, 6, 7]))
+    assert select(blocks, later) == [1, 6, 7, 8]
 
 
 def test_random_orders_depend_on_the_generator_only() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.plugin_set import build_strategy, resolve_config
+from replaybuf.kernel.strategy.plugin_set import build_strategy, resolve_config
 from replaybuf.plugins.entry_points import STRATEGIES, load, names
 from replaybuf.strategy import Budget, Flow, Groups, Selection, Strategy, Waiting
 from replaybuf.wire.config import BatchSpec, Limits, StrategySpec

@@ -7,15 +7,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid, StrategyFault
-from replaybuf.kernel.options import StrategyOptions
-from replaybuf.kernel.plugin_set import build_filter, build_strategy
-from replaybuf.kernel.strategy import (
+from replaybuf.kernel.strategy.contract import (
     Budget,
     BufferView,
     Evictions,
@@ -28,6 +27,8 @@ from replaybuf.kernel.strategy import (
     Waiting,
     fill,
 )
+from replaybuf.kernel.strategy.options import StrategyOptions
+from replaybuf.kernel.strategy.plugin_set import build_filter, build_strategy
 from replaybuf.plugins.entry_points import FILTERS, STRATEGIES, names
 from replaybuf.testing import ClosedLoop, FilterContract, StrategyContract, check_filter, check_progress, check_strategy
 from replaybuf.testing.loop import BUDGETS, Progress
@@ -43,6 +44,7 @@ STRATEGY_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("replay", {}),
     ("replay", {"order": "fifo"}),
     ("replay", {"order": "newest"}),
+    ("replay", {"order": "blocks", "max_uses": 2}),
     ("replay", {"order": "prioritized", "importance": 0.5}),
     ("replay", {"order": "prioritized", "priority": "feedback", "exponent": 4}),
     ("replay", {"order": "prioritized", "priority": "reward_std", "cooldown": 1}),
@@ -347,6 +349,22 @@ def test_the_error_shows_the_smallest_buffer_that_breaks_a_rule() -> None:
 
 def test_the_base_of_the_broken_strategies_passes() -> None:
     check_strategy(lambda: Sound(StrategyOptions()))
+
+
+class PlainOptions(msgspec.Struct, frozen=True):
+    """Options as a plug-in of the first release wrote them."""
+
+    newest: bool = False
+
+
+class FirstRelease(Sound):
+    def __init__(self, options: PlainOptions) -> None:
+        self.newest = options.newest
+
+
+def test_a_strategy_of_the_first_release_passes() -> None:
+    """It has no attribute that came later, and options that are not ours."""
+    check_strategy(lambda: FirstRelease(PlainOptions()))
 
 
 class Impatient(Sound):

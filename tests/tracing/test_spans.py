@@ -23,18 +23,19 @@ TRAIN = """
 import sys
 from replaybuf.client import Client
 from replaybuf.tracing import spans
+from replaybuf.wire.contract import WaitingAnswer
 spans.enable("replaybuf-train", sys.argv[2])
 with Client(sys.argv[1], sys.argv[2]) as client:
     epoch = client.attach(1, 0).epoch
     for step in range(int(sys.argv[3])):
-        while client.fetch_batch(step, epoch, 0, 20_000) is None:
+        while isinstance(client.fetch_batch(step, epoch, 0, 20_000), WaitingAnswer):
             pass
         client.ack(step, epoch)
         client.publish_policy(step + 1, epoch)
 spans.disable()
 """
 """A trainer that does nothing with its batches."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 
 
 @pytest.fixture

@@ -12,15 +12,17 @@ from typing import Any
 
 import httpx
 
+from tests.waiting import patience
+
 TIMEOUT_S = 300.0
-"""Bound of a wait: starting a process with torch takes 10 s on an idle machine, and far longer on a busy one."""
+"""Bound of a wait on an idle machine, where starting a process with torch takes 10 s; see `patience`."""
 
 
 def bounded(main: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine within this time."""
 
     async def run() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S * patience()):
             await main
 
     asyncio.run(run())

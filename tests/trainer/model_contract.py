@@ -22,7 +22,7 @@ from replaybuf.generator.logprobs import EngineStage, LogprobOptions, open_stage
 from replaybuf.generator.preflight import check_tokenizer
 from replaybuf.generator.stages import Rollout
 from replaybuf.wire.group import Float32s, Int32s
-from replaybuf.wire.tokenizer import Tokenizer
+from replaybuf.wire.model_tokenizer import Tokenizer
 from replaybuf_trainer.models.logprobs import PackedLogprobs
 from tests.generator.doubles import make_prompt
 

@@ -57,11 +57,13 @@ def body(step: int) -> bytes:
 class ScriptedService:
     """A service that answers as scripted and records every call in `events`, which the engines share.
 
+    `step`: its next unacked one.
+
     `answers[step]` come first when that step is asked for; then its batch, or `RunFinished` from step `STEPS` on.
     `faults[call]` are raised first when that call is made. `when[event]` is done as soon as the event is written.
     """
 
-    def __init__(self, checkpoints: Path) -> None:
+    def __init__(self, checkpoints: Path, step: int = 0) -> None:
         self.events: list[str] = []
         self.answers: defaultdict[int, list[WaitingAnswer | Exception]] = defaultdict(list)
         self.faults: defaultdict[str, list[Exception]] = defaultdict(list)
@@ -69,15 +71,17 @@ class ScriptedService:
         self.steps_per_publish = 1
         self.max_steps: int | None = None
         self.vocab_size: int | None = None
+        self.adapters: dict[str, dict[str, Any]] = {}
         self.fetching = threading.Event()
         self._checkpoints = checkpoints
-        self._acked = 0
+        self._acked = step
 
     def get_run(self) -> RunStatus:
-        """Return the configuration."""
+        """Return the configuration and the next unacked step."""
         self.called("get_run")
-        names = ("steps_per_publish", "max_steps", "vocab_size")
-        return run_status(config={name: getattr(self, name) for name in names} | {"adapters": {}})
+        names = ("steps_per_publish", "max_steps", "vocab_size", "adapters")
+        config: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return run_status(config=config, step=self._acked)
 
     def attach(self, *, resume_step: int, **_: Any) -> Attachment:
         """Attach at the requested step."""
@@ -106,7 +110,13 @@ class ScriptedService:
         self._acked += 1
 
     def publish_policy(self, version: int, epoch: int, weights_uri: str | None = None, adapter: str = "") -> None:
-        """Reject a version above that of the next unacked step, as the service does."""
+        """Reject a version above that of the next unacked step, as the service does.
+
+        A call without an address asks whether the trainer has the run, and is not recorded.
+        """
+        if weights_uri is None:
+            assert epoch == EPOCH
+            return
         self.called("publish", f"publish {version}")
         assert version <= self._acked // self.steps_per_publish
         assert weights_uri is not None and weights_uri.startswith("file:///")
@@ -138,7 +148,8 @@ class ScriptedEngines(Publisher):
 
     def commit(self, version: int, confirm: Confirm) -> str:
         """Load the weights."""
+        self._folders.complete(version, confirm)
         load_model(self._folders.path(version))
         self.service.called("load", f"load {version}")
-        self._folders.prune(version)
+        self._folders.prune(version, confirm)
         return self._folders.uri(version)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from cyclopts import App, Parameter
 
 from replaybuf.cli.main import main
 from replaybuf.errors import MissingExtra
@@ -15,7 +17,12 @@ from replaybuf.plugins import entry_points as plugins
 from replaybuf_trainer import cli
 from replaybuf_trainer.options import EngineOptions, InitModelOptions, TrainOptions
 
-COMMANDS = {"engine": cli.engine, "init-model": cli.init_model, "train": cli.train}
+COMMANDS = {
+    "engine": cli.engine,
+    "fetch-weights": cli.fetch_weights,
+    "init-model": cli.init_model,
+    "train": cli.train,
+}
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -39,6 +46,11 @@ def test_without_torch_the_error_names_the_install_command(
         command(options)
 
 
+def test_the_helper_of_an_engine_needs_no_torch() -> None:
+    code = "import sys, replaybuf_trainer.weight_download.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 def test_a_trainer_needs_a_run_and_a_model_and_no_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +60,33 @@ def test_a_trainer_needs_a_run_and_a_model_and_no_engine(
         main(["train", "--url", "http://127.0.0.1:8900", "--run", "r", "--model", "m"])
     assert ended.value.code == 1
     assert "pip install 'replaybuf[trainer]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], False),
+        (["--activation-checkpointing"], True),
+        (["--no-activation-checkpointing"], False),
+        (["--activation-checkpointing", "2"], 2),
+        (["--activation-checkpointing", "0"], False),
+    ],
+)
+def test_activation_checkpointing_is_a_flag_or_an_interval(words: list[str], value: bool | int) -> None:
+    def options_of(options: Annotated[TrainOptions, Parameter(name="*")]) -> bool | int:
+        return options.activation_checkpointing
+
+    app = App(default_command=options_of, result_action="return_value")
+    assert app(["--model", "m", *words]) == value
+
+
+@pytest.mark.parametrize("number", ["-1", "all"])
+def test_an_interval_of_checkpointed_layers_outside_its_bounds_is_rejected(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--run", "r", "--model", "m", "--activation-checkpointing", number])
+    assert "--activation-checkpointing" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("number", ["-1", "257"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -27,7 +28,9 @@ from tests.trainer.scripted import STEPS, fill
 
 TIMEOUT_S = 60.0
 EXACT = ("loss", "grad_norm", "entropy", "ratio_mean", "learning_rate", "reward_mean")
+IN_AN_EPOCH = "in the second epoch of a batch"
 PHASES = {
+    IN_AN_EPOCH: ("replaybuf_trainer.models.policy.packed_logprobs", 6, {0, 2}),
     "in the forward pass": ("replaybuf_trainer.models.policy.packed_logprobs", 3, {0, 2}),
     "after the ack": ("replaybuf_trainer.publications.Publications.publish_due", 3, {0, 2}),
     "while it writes weights": ("replaybuf_trainer.models.policy.WholeWeights.save_weights", 5, {0, 2}),
@@ -68,7 +71,7 @@ def curve(folder: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: {name: line[name] for name in EXACT} for line in lines}
 
 
-def options_of(run: RunClient, folder: Path, model: Path, lora_rank: int | None) -> TrainOptions:
+def options_of(run: RunClient, folder: Path, model: Path, **fields: Any) -> TrainOptions:
     """Fill a run, and return the options of its trainer."""
     fill(run)
     folder.mkdir()
@@ -83,22 +86,22 @@ def options_of(run: RunClient, folder: Path, model: Path, lora_rank: int | None)
         schedule="cosine",
         warm_up_steps=1,
         wait_ms=500,
-        lora_rank=lora_rank,
+        **fields,
     )
 
 
-Whole = Callable[[int | None], Path]
+Whole = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def whole(service: ServeProcess, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """Train without a kill, once for each rank of adapters; return the folder."""
+    """Train without a kill, once for each set of options; return the folder."""
 
     @functools.cache
-    def trained(lora_rank: int | None) -> Path:
+    def trained(**fields: Any) -> Path:
         folder = tmp_path_factory.mktemp("whole") / "whole"
-        run = RunClient(service.url, f"whole-{os.getpid()}-{lora_rank or 0}")
-        options = options_of(run, folder, models / "a", lora_rank)
+        run = RunClient(service.url, f"whole-{os.getpid()}-{'-'.join(fields)}".strip("-").replace("_", "-"))
+        options = options_of(run, folder, models / "a", **fields)
         run.http.close()
         assert train(options) == STEPS
         return folder
@@ -106,12 +109,20 @@ def whole(service: ServeProcess, models: Path, tmp_path_factory: pytest.TempPath
     return trained
 
 
-@pytest.mark.parametrize(("phase", "lora_rank"), [*((phase, None) for phase in PHASES), ("after the ack", 4)])
+@pytest.mark.parametrize(
+    ("phase", "fields"),
+    [
+        *((phase, {}) for phase in PHASES if phase != IN_AN_EPOCH),
+        ("after the ack", {"lora_rank": 4}),
+        (IN_AN_EPOCH, {"epochs_per_batch": 2}),
+    ],
+    ids=str,
+)
 def test_a_killed_trainer_resumes_with_the_same_curve(
-    phase: str, lora_rank: int | None, run: RunClient, whole: Whole, tmp_path: Path, models: Path
+    phase: str, fields: dict[str, int], run: RunClient, whole: Whole, tmp_path: Path, models: Path
 ) -> None:
     function, number, newest = PHASES[phase]
-    killed = options_of(run, tmp_path / "killed", models / "a", lora_rank)
+    killed = options_of(run, tmp_path / "killed", models / "a", **fields)
     process = processes.Process(target=train_until_killed, args=(killed, function, number))
     process.start()
     process.join(TIMEOUT_S)
@@ -120,7 +131,21 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
     assert written in [{f"step-{step:06d}"} if step else set() for step in newest]
     assert train(killed) == STEPS
 
-    folders = (tmp_path / "killed", whole(lora_rank))
+    folders = (tmp_path / "killed", whole(**fields))
     assert curve(folders[0]) == curve(folders[1])
     found, expected = (load_model(folder / "weights" / f"v{STEPS:06d}").state_dict() for folder in folders)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert run.state()["checkpoints"] == [2, STEPS]
+
+
+@pytest.mark.parametrize("steps", [None, STEPS])
+def test_a_trainer_that_ends_reports_the_checkpoint_whose_report_was_lost(
+    steps: int | None, run: RunClient, tmp_path: Path, models: Path
+) -> None:
+    """It has no step left, of the run or of its option, after which it could report one."""
+    options = options_of(run, tmp_path / "killed", models / "a", steps=steps)
+    with mock.patch.object(Client, "checkpoint", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        train(dataclasses.replace(options, checkpoint_every_steps=100))
+    assert run.state()["checkpoints"] == []
+    assert train(options) == STEPS
+    assert run.state()["checkpoints"] == [STEPS]

@@ -28,7 +28,7 @@ from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions
-from replaybuf_trainer.publishers.publisher import PublisherSetup
+from replaybuf_trainer.publishers.publisher import NeededVersions, PublisherSetup
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
 from tests.trainer import scripted as scripted_module
@@ -48,7 +48,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedService
     """A scripted service, and engines that write into the same events."""
     made = ScriptedService(tmp_path / "checkpoints")
 
-    def opened(given: TrainOptions) -> ScriptedEngines:
+    def opened(given: TrainOptions, _: NeededVersions) -> ScriptedEngines:
         return ScriptedEngines(made, PublisherSetup(weights_dir=given.weights_dir))
 
     monkeypatch.setattr(trainer_module, "open_publisher", opened)
@@ -101,7 +101,7 @@ def test_a_step_fetches_trains_acks_loads_and_publishes_in_order(
 ) -> None:
     """The run starts with the initial weights and ends with a checkpoint. A thread writes the one of step 3."""
     assert trainer_of(scripted, options(tmp_path, models, checkpoint_every_steps=3)).train() == STEPS
-    expected = ["get_run", "attach 0", "load 0", "publish 0"]
+    expected = ["get_run", "get_run", "attach 0", "load 0", "publish 0"]
     for step in range(STEPS):
         expected += [f"fetch {step}", f"ack {step}", f"load {step + 1}", f"publish {step + 1}"]
     expected += [f"fetch {STEPS}", f"checkpoint {STEPS}"]
@@ -183,6 +183,78 @@ def test_training_changes_the_weights_and_records_metrics(
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
 
 
+# ---------------------------------------------------------------------- epochs over a batch
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["whole", "lora"])
+def test_several_epochs_take_a_step_each_and_are_acked_and_published_once(
+    scripted: ScriptedService, tmp_path: Path, models: Path, lora: dict[str, Any]
+) -> None:
+    """Three optimizer steps on a batch change the weights as three batches of the same bytes do."""
+    trainer_of(scripted, options(tmp_path, models, epochs_per_batch=3, steps=1, warm_up_steps=0, **lora)).train()
+    assert [event for event in scripted.events if event.startswith(("fetch", "ack", "publish"))] == [
+        *("publish 0", "fetch 0", "ack 0", "publish 1")
+    ]
+    apart = tmp_path / "apart"
+    again = ScriptedService(apart / "checkpoints")
+    again.fetch_batch = lambda step, *_, **__: body_of(0, step)  # type: ignore[method-assign]
+    trainer_of(again, options(apart, models, steps=3, warm_up_steps=0, **lora)).train()
+    found, expected = weights(tmp_path / "weights" / "v000001"), weights(apart / "weights" / "v000003")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def body_of(number: int, step: int) -> bytes:
+    """The rollouts of one step, as the batch of another."""
+    return packed_body(rollouts(4, seed=number), [[0, 1], [2, 3]], step=step)
+
+
+def test_statistics_by_epoch_show_how_the_policy_moves_on_a_batch(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    """The step has the figures of its last epoch; the batch counts once in tokens and loss tokens."""
+    made = options(tmp_path, models, epochs_per_batch=3, learning_rate=1e-3, warm_up_steps=0)
+    trainer_of(scripted, made).train()
+    plain = tmp_path / "plain"
+    trainer_of(ScriptedService(plain / "checkpoints"), options(plain, models, warm_up_steps=0)).train()
+    line, alone = (raw_lines(folder / "train.jsonl")[0] for folder in (tmp_path, plain))
+    first, second, last = (line["by_epoch"][epoch] for epoch in "012")
+    assert line["epochs"] == 3 and "by_epoch" not in alone
+    statistics = ("loss", "ratio_mean", "clip_fraction", "kl", "entropy", "mismatch", "loss_tokens")
+    assert [first[name] for name in statistics] == [alone[name] for name in statistics]
+    assert [last[name] for name in statistics] == [line[name] for name in statistics]
+    assert first["loss"] > second["loss"] > last["loss"]
+    assert (line["tokens"], line["loss_tokens"]) == (alone["tokens"], alone["loss_tokens"])
+
+
+@pytest.mark.usefixtures("broken_step_one")
+def test_an_epoch_that_is_not_finite_is_the_last_of_its_batch(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    """The weights stay, so another epoch would be the same. The next batch has all its epochs."""
+    trainer_of(scripted, options(tmp_path, models, on_non_finite="skip", epochs_per_batch=2)).train()
+    recorded = raw_lines(tmp_path / "train.jsonl")
+    assert [(line["epochs"], line["skipped"]) for line in recorded] == [(2, False), (1, True), (2, False), (2, False)]
+
+
+@pytest.mark.usefixtures("broken_step_one")
+def test_an_epoch_that_is_not_finite_ends_the_training_before_the_ack(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    with pytest.raises(TrainingFault, match="step 1: batch"):
+        trainer_of(scripted, options(tmp_path, models, epochs_per_batch=2)).train()
+    assert scripted.events[-1] == "fetch 1" and latest_checkpoint(tmp_path / "checkpoints") is None
+
+
+def test_several_epochs_with_adapters_of_a_run_are_rejected_before_the_trainer_attaches(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    """An own step of an adapter may span several batches, of which only the newest is there."""
+    scripted.adapters = {"a": {}}
+    with pytest.raises(Invalid, match="--epochs-per-batch is 2; run r has adapters"):
+        trainer_of(scripted, options(tmp_path, models, lora_rank=2, epochs_per_batch=2)).train()
+    assert scripted.events == ["get_run"]
+
+
 # ---------------------------------------------------------------------- phases, schedules and non-finite losses
 
 
@@ -223,13 +295,13 @@ def test_a_schedule_without_a_number_of_steps_is_rejected_before_the_trainer_att
 
 
 def test_the_training_ends_after_the_given_steps(scripted: ScriptedService, tmp_path: Path, models: Path) -> None:
-    """With a checkpoint; a trainer that starts after the last step does not even attach."""
+    """With a checkpoint; a trainer that starts after the last step leaves a run that went on alone."""
     made = options(tmp_path, models, steps=2)
     assert trainer_of(scripted, made).train() == 2
     assert scripted.events[-1] == "checkpoint 2" and "fetch 2" not in scripted.events
-    later = ScriptedService(tmp_path / "checkpoints")
+    later = ScriptedService(tmp_path / "checkpoints", step=3)
     assert trainer_of(later, made).train() == 2
-    assert later.events == []
+    assert later.events == ["get_run"]
 
 
 @pytest.fixture
@@ -273,6 +345,34 @@ def test_a_loss_that_is_not_finite_is_skipped_by_option(
     kept = [weights(tmp_path / "weights" / f"v{version:06d}") for version in (2, 3, 4)]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in kept[0].values())
     assert any(not torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["whole", "lora"])
+def test_a_batch_without_loss_tokens_changes_no_weight(
+    scripted: ScriptedService,
+    tmp_path: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lora: dict[str, Any],
+) -> None:
+    """The moments of the steps before would move them. The step is acked and published, as later steps need."""
+    read = scripted_module.body
+
+    def body(step: int) -> bytes:
+        if step != 2:
+            return read(step)
+        members = rollouts(4, seed=step)
+        masked = [dataclasses.replace(one, completion_mask=[0] * len(one.completion_mask)) for one in members]
+        return packed_body(masked, [[0, 1], [2, 3]], step=step)
+
+    monkeypatch.setattr(scripted_module, "body", body)
+    trainer_of(scripted, options(tmp_path, models, **lora)).train()
+    assert [line["skipped"] for line in raw_lines(tmp_path / "train.jsonl")] == [False, False, True, False]
+    assert "ack 2" in scripted.events and "has no loss tokens" in caplog.text
+    before, empty, after = (weights(tmp_path / "weights" / f"v{version:06d}") for version in (2, 3, 4))
+    assert all(torch.equal(before[name], empty[name]) for name in before)
+    assert any(not torch.equal(empty[name], after[name]) for name in before)
 
 
 def test_too_many_steps_in_a_row_that_are_not_finite_end_the_training(
@@ -456,9 +556,9 @@ def test_a_resumed_training_ends_with_the_same_weights_bit_for_bit(
     first = ScriptedService(folder / "checkpoints")
     first.answers[2] = [RunFinished("pretend")]
     trainer_of(first, options(folder, models)).train()
-    second = ScriptedService(folder / "checkpoints")
+    second = ScriptedService(folder / "checkpoints", step=2)
     assert trainer_of(second, options(folder, models)).train() == STEPS
-    assert second.events[:4] == ["get_run", "attach 2", "publish 2", "fetch 2"]
+    assert second.events[:6] == ["get_run", "get_run", "attach 2", "checkpoint 2", "publish 2", "fetch 2"]
     resumed = weights(folder / "checkpoints" / f"step-{STEPS:06d}" / "model")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 

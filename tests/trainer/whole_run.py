@@ -134,8 +134,7 @@ def train(
     epoch = run.attach()
     try:
         for step in range(STEPS):
-            response = run.batch(step, epoch, wait_ms=25000)
-            assert response.status_code == 200, response.text
+            run.ready_batch(step, epoch)
             assert run.ack(step, epoch).status_code == 200
             if step < STALENESS:  # the next groups may be sampled already
                 eventually(sampling, END_TIMEOUT_S)

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Malformed
+from replaybuf.wire import tensor_file
 from replaybuf.wire.batch import (
     METADATA_KEY,
     BatchGroup,
@@ -111,15 +112,18 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
         wire = group_to_json(segment.group.group)
         one = wire.rollouts[segment.rollout]
         prompt, length = len(one.prompt_ids), len(one.prompt_ids) + len(one.completion_ids)
-        mask = [0] * prompt + list(one.completion_mask or [])
+        mask = (one.prompt_mask or [0] * prompt) + list(one.completion_mask or [])
         tokens["input_ids"] += one.prompt_ids + one.completion_ids
         tokens["position_ids"] += range(length)
         tokens["loss_mask"] += mask
         advantage = float(np.float32(0.0 if one.advantage is None else one.advantage))
-        by_token = [0.0] * prompt + (one.token_advantages or [advantage] * len(one.completion_ids))
+        by_token = [0.0 if one.prompt_mask is None else advantage] * prompt + (
+            one.token_advantages or [advantage] * len(one.completion_ids)
+        )
         tokens["advantages"] += [bit * value for bit, value in zip(mask, by_token, strict=True)]
         for name in ("inference_logprobs", *COMPUTED):
-            values = [0.0] * prompt + list(getattr(one, name) or [0.0] * len(one.completion_ids))
+            own = getattr(one, name)
+            values = [0.0] * length if own is None else (one.prompt_logprobs or [0.0] * prompt) + own
             tokens[name] += [bit * value for bit, value in zip(mask, values, strict=True)]
         by_position = [version for version, start, end in one.version_spans or [] for _ in range(start, end)]
         sampled = zip(one.completion_mask or [], by_position, strict=True)
@@ -283,6 +287,24 @@ def test_a_masked_token_carries_no_advantage_and_no_logprob() -> None:
     assert out.advantages.tolist() == [0, 0, -2, 0, -2]
     assert out.inference_logprobs.tolist() == [0, 0, -0.25, 0, -1]
     assert out.ref_logprobs is not None and out.ref_logprobs.tolist() == [0, 0, -1, 0, -3]
+
+
+def test_a_prompt_token_in_the_loss_has_the_advantage_of_its_rollout_and_the_logprob_of_the_engine() -> None:
+    """Columns of other models cover the completion; at prompt tokens they hold the engine's, so nothing pulls there."""
+    trained = rollout(
+        prompt_mask=[0, 1],
+        prompt_logprobs=[-7.0, -0.75],
+        completion_mask=[1, 0, 1],
+        ref_logprobs=[-1.0, -2.0, -3.0],
+        token_advantages=[0.5, 0.25, 0.125],
+        advantage=-2.0,
+    )
+    plain = rollout(ref_logprobs=[-1.0, -2.0, -3.0], token_advantages=[0.5, 0.25, 0.125], advantage=3.0)
+    out = read_batch(encode_batch(batch_meta(), [whole(use(group(trained, plain)))])).micro_batches[0]
+    assert out.loss_mask.tolist() == [False, True, True, False, True, *[False] * 2, *[True] * 3]
+    assert out.advantages[:5].tolist() == [0, -2, 0.5, 0, 0.125] and not out.advantages[5:7].any()
+    assert out.inference_logprobs[:5].tolist() == [0, -0.75, -0.25, 0, -1]
+    assert out.ref_logprobs is not None and out.ref_logprobs[:7].tolist() == [0, -0.75, -1, 0, -3, 0, 0]
 
 
 def test_optional_tensors_are_in_all_micro_batches_of_a_rank_or_in_none() -> None:
@@ -466,3 +488,13 @@ def test_a_header_longer_than_the_body_is_malformed() -> None:
 def test_safetensors_rejects_a_cut_body() -> None:
     with pytest.raises(safetensors.SafetensorError):
         safetensors.numpy.load(sample_body()[:-1])
+
+
+@given(text=st.text(max_size=40), piece=st.integers(1, 5))
+def test_the_header_is_the_same_json_for_pieces_of_any_size(text: str, piece: int) -> None:
+    """A long text is escaped piece by piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "_PIECE", piece)
+        body, _ = tensor_file.allocate({METADATA_KEY: text}, {})
+    expected = json.dumps({"__metadata__": {METADATA_KEY: text}}, separators=(",", ":"))
+    assert bytes(body[8:]).decode().rstrip(" ") == expected.rstrip(" ")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import BrokenFrame, TooLarge
-from replaybuf.wire.columns import ALIGNMENT_BYTES, COMPRESSED_FROM_BYTES
+from replaybuf.wire.columns import ALIGNMENT_BYTES, COMPRESSED_FROM_BYTES, KINDS
 from replaybuf.wire.frame import LARGEST_FRAME_BYTES, LARGEST_HEADER_BYTES, decode_frame, encode_frame, is_compressed
 from replaybuf.wire.group import LARGEST_REWARD_PARTS, LARGEST_ROLLOUTS, Group
 from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
@@ -83,6 +83,8 @@ def test_a_compressed_group_round_trips(made: Group, times: int) -> None:
         made,
         prompt_ids=np.tile(made.prompt_ids, times),
         prompt_lengths=made.prompt_lengths * np.int32(times),
+        prompt_mask=None if made.prompt_mask is None else np.tile(made.prompt_mask, times),
+        prompt_logprobs=None if made.prompt_logprobs is None else np.tile(made.prompt_logprobs, times),
     )
     frame = encode_frame(repeated, compress=True)
     assert_same_group(decode_frame(frame), repeated)
@@ -235,7 +237,7 @@ def test_an_unknown_key_of_the_header_is_rejected() -> None:
 
 
 def test_too_many_columns_are_rejected() -> None:
-    parts = {f"rewards.r{number}": ["<f8", 1 << 20, 0, "raw"] for number in range(LARGEST_REWARD_PARTS + 9)}
+    parts = {f"rewards.r{number}": ["<f8", 1 << 20, 0, "raw"] for number in range(LARGEST_REWARD_PARTS + len(KINDS))}
     error = rejection(frame_with(group(), {}, lambda columns: columns.update(parts)))
     assert error.name == "columns" and "the maximum is" in error.detail
 

@@ -37,6 +37,8 @@ def sample() -> Group:
     return group(
         *(
             rollout(
+                prompt_mask=[0, 1],
+                prompt_logprobs=[0.0, -0.5],
                 completion_mask=[1, 0, 1],
                 ref_logprobs=[-1.0] * 3,
                 old_logprobs=[-1.5] * 3,
@@ -45,6 +47,7 @@ def sample() -> Group:
                 advantage=float(k),
                 rewards={"correct": 1.0},
                 finish_reason="stop",
+                proof=bytes([k]) * k,
             )
             for k in range(3)
         ),
@@ -108,7 +111,13 @@ def test_a_body_may_hold_several_frames(several: list[Group]) -> None:
     ("made", "size", "digest"),
     [
         (group(), 1312, "3f4e2ff6fba7bf8f"),
-        (msgspec.structs.replace(sample(), old_logprobs=None), 1688, "5e157444cbd53408"),
+        (
+            msgspec.structs.replace(
+                sample(), old_logprobs=None, prompt_mask=None, prompt_logprobs=None, proofs=None, proof_lengths=None
+            ),
+            1688,
+            "5e157444cbd53408",
+        ),
         (group(rollout(rewards={"a" * n: 1.0 for n in range(1, 9)})), 2120, "313a43eb12302958"),
     ],
     ids=["plain", "those of the first release", "parts"],
@@ -333,13 +342,14 @@ def test_finish_reasons_are_one_per_rollout(reasons: list[str]) -> None:
         decode_frame(with_header(frame, header_of(frame) | {"finish_reasons": reasons}))
 
 
+@pytest.mark.parametrize("name", ["completion_mask", "prompt_mask"])
 @given(st.integers(2, 255))
 @steady
-def test_a_mask_byte_must_be_0_or_1(value: int) -> None:
+def test_a_mask_byte_must_be_0_or_1(name: str, value: int) -> None:
     """A byte of 2 would count as two tokens and double an advantage."""
     frame = bytearray(encode_frame(sample()))
-    frame[header_of(bytes(frame))["columns"]["completion_mask"][1]] = value
-    with pytest.raises(BrokenFrame, match="completion_mask holds a byte other than 0 and 1"):
+    frame[header_of(bytes(frame))["columns"][name][1]] = value
+    with pytest.raises(BrokenFrame, match=f"{name} holds a byte other than 0 and 1"):
         decode_frame(sealed(frame))
 
 

@@ -80,6 +80,31 @@ def test_an_unknown_field_is_rejected() -> None:
         msgspec.convert(msgspec.to_builtins(rollout()) | {"logprobs": []}, RolloutJson)
 
 
+def test_prompt_tokens_are_in_the_loss_only_where_a_mask_says_so() -> None:
+    """A mask of zeros is the default; other rollouts of the group need neither mask nor logprobs."""
+    none = group(rollout(prompt_mask=[0, 0], prompt_logprobs=[-0.5, -0.5]), rollout())
+    assert none.prompt_mask is None and none.prompt_logprobs is None
+    made = group(rollout(prompt_mask=[0, 1], prompt_logprobs=[-9.0, -0.5]), rollout(prompt_logprobs=[-0.5, -0.5]))
+    assert made.prompt_mask is not None and made.prompt_mask.tolist() == [False, True, False, False]
+    assert made.prompt_logprobs is not None and made.prompt_logprobs.tolist() == [0.0, -0.5, 0.0, 0.0]
+    assert (made.sampled_lengths.tolist(), made.loss_lengths.tolist()) == ([3, 3], [4, 3])
+    assert reason_of(made) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_mask": [1]}, "prompt_mask: 1 value; needed: one per prompt token, 2"),
+        ({"prompt_mask": [0, 1], "prompt_logprobs": [-0.5]}, "prompt_logprobs: 1 value; .*one per prompt token, 2"),
+        ({"prompt_mask": [0, 1]}, "prompt_logprobs: missing, and prompt_mask has a 1; needed: one per prompt token, 2"),
+        ({"prompt_mask": [0, 2], "prompt_logprobs": [-0.5, -0.5]}, "prompt_mask: a value other than 0 and 1"),
+    ],
+)
+def test_prompt_masks_that_do_not_fit_their_prompt_are_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(GroupRejected, match=message):
+        group(rollout(), rollout(**fields))
+
+
 # ---------------------------------------------------------------------- rejected by the conversion
 
 
@@ -194,6 +219,26 @@ def test_one_bad_rollout_rejects_the_whole_group(reason: str, fields: dict[str, 
 def test_optional_logprobs_have_the_same_rules(name: str, value: float, reason: str) -> None:
     good, bad = rollout(**{name: [-0.5] * 3}), rollout(**{name: [-0.5, value, -0.5]})
     assert reason_of(group(good, bad)) == reason
+
+
+@pytest.mark.parametrize(
+    ("mask", "logprobs", "reason"),
+    [
+        ([0, 1], [0.0, NAN], "non_finite_logprobs"),
+        ([0, 1], [0.0, 0.5], "positive_logprobs"),
+        ([1, 1], [-0.5, -0.5], "bad_mask"),
+    ],
+)
+def test_prompt_tokens_in_the_loss_have_the_rules_of_sampled_ones(
+    mask: list[int], logprobs: list[float], reason: str
+) -> None:
+    """Nothing predicts the first token of a prompt, so it cannot be in the loss."""
+    assert reason_of(group(rollout(), rollout(prompt_mask=mask, prompt_logprobs=logprobs))) == reason
+
+
+def test_a_prompt_mask_of_a_frame_needs_logprobs() -> None:
+    made = group(rollout(prompt_mask=[0, 1], prompt_logprobs=[0.0, -0.5]))
+    assert reason_of(msgspec.structs.replace(made, prompt_logprobs=None)) == "bad_mask"
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 1e39])

@@ -21,6 +21,7 @@ from tests.builders import rollout, steady, wire_group, wire_groups
 MIB = 1 << 20
 WRONG = [None, "x", "1,2", 1.5, True, [1, 2], {"a": 1}, 2**31, -(2**70), [], 0, -1]
 FIELDS = ["prompt_ids", "completion_ids", "completion_mask", "inference_logprobs", "ref_logprobs", "token_advantages"]
+FIELDS += ["prompt_mask", "prompt_logprobs"]
 
 
 def decode(body: bytes, max_group_bytes: int = 64 * MIB) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.service.http.calls import CALLS
+from replaybuf.service.http.call.calls import CALLS
 from replaybuf.wire.contract import PolicyRequest, TicketRequest
 from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.group import GroupJson, RolloutJson
@@ -21,6 +21,7 @@ CHECKED_ELSEWHERE = {
     "AckRequest.feedback": "by the size of the body and check_metadata",
     "StrategySpec.options": "by check_run_config",
     "StrategyChange.options": "by check_run_config",
+    "AdmissionSpec.options": "by check_run_config",
     "ColumnsRequest.columns": "by the size of the body, and against the group",
     "EvaluationRequest.reward_mean": "finite, by record_evaluation",
     "EvaluationRequest.standard_error": "finite, by record_evaluation",

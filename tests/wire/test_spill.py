@@ -41,8 +41,8 @@ def test_another_url_is_rejected_by_name(url: str) -> None:
 def test_a_stub_holds_the_path_and_a_frame_is_none() -> None:
     path = path_of("run-0123456789abcdef", 12345, "rb:p:{run:a}:1")
     assert path.startswith("run-0123456789abcdef/12/12345-") and number_in(path) == 12345
-    assert stub_path(encode_stub(path)) == path
-    assert stub_path(encode_frame(group())) is None and stub_path(None) is None
+    assert stub_path("run", encode_stub(path)) == path
+    assert stub_path("run", encode_frame(group())) is None and stub_path("run", None) is None
     assert path != path_of("run-0123456789abcdef", 12345, "rb:p:{run:a}:2")
 
 
@@ -50,4 +50,12 @@ def test_a_stub_holds_the_path_and_a_frame_is_none() -> None:
 def test_a_stub_that_no_spill_wrote_names_no_file(path: str) -> None:
     """A producer that writes to Redis itself must not make the service read other files."""
     with pytest.raises(BrokenFrame):
-        stub_path(MAGIC + path.encode(errors="surrogatepass"))
+        stub_path("run", MAGIC + path.encode(errors="surrogatepass"))
+
+
+@pytest.mark.parametrize("run", ["other", "run-0123456789abcdef", "ru", ""])
+def test_a_stub_that_names_the_folder_of_another_run_names_no_file(run: str) -> None:
+    """The name of a run may look like the folder of another one."""
+    stub = encode_stub(path_of("run-0123456789abcdef", 1, "rb:p:{run:a}:1"))
+    with pytest.raises(BrokenFrame):
+        stub_path(run, stub)

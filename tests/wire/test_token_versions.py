@@ -38,12 +38,14 @@ def test_each_token_has_the_version_of_its_span(made: Group, random: np.random.G
 @given(groups(), st.integers(0, 9))
 @steady
 def test_old_tokens_leave_the_mask_and_are_counted(made: Group, least: int) -> None:
-    """Only sampled tokens count, and nothing else of the group changes."""
+    """Only sampled tokens count, prompt tokens as old as the group, and nothing else of the group changes."""
     versions = slow_versions(made)
     masked = mask_stale(made, least)
+    prompts = 0 if made.prompt_mask is None or made.policy_version >= least else int(made.prompt_mask.sum())
     assert masked.completion_mask.tolist() == [version >= least for version in versions]
-    assert count_stale(made, least) == sum(NO_VERSION < version < least for version in versions)
-    others = [name for name in made.__struct_fields__ if name != "completion_mask"]
+    assert count_stale(made, least) == sum(NO_VERSION < version < least for version in versions) + prompts
+    assert (masked.prompt_mask is made.prompt_mask) == (made.prompt_mask is None or made.policy_version >= least)
+    others = [name for name in made.__struct_fields__ if name not in ("completion_mask", "prompt_mask")]
     assert all(getattr(masked, name) is getattr(made, name) for name in others)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from replaybuf.errors import Fenced, MissingExtra
-from replaybuf_trainer.options import EngineOptions, InitModelOptions, TrainOptions
+from replaybuf.errors import Fenced, MissingExtra, counted
+from replaybuf_trainer.options import EngineOptions, FetchWeightsOptions, InitModelOptions, TrainOptions
 
 if TYPE_CHECKING:
     from replaybuf_trainer.models.logprobs import PackedLogprobs
@@ -44,7 +44,10 @@ def train(options: Annotated[TrainOptions, Parameter(name="*")]) -> None:
             print(f"replaybuf train: {error.detail}; another trainer has this run", file=sys.stderr)
             sys.exit(FENCED_EXIT_CODE)
     if ranks.is_first:
-        print(f"trained {steps} steps of {options.source if options.offline else f'run {options.run}'}", flush=True)
+        print(
+            f"trained {counted(steps, 'step')} of {options.source if options.offline else f'run {options.run}'}",
+            flush=True,
+        )
 
 
 def engine(options: Annotated[EngineOptions, Parameter(name="*")]) -> None:
@@ -56,6 +59,18 @@ def engine(options: Annotated[EngineOptions, Parameter(name="*")]) -> None:
     from replaybuf_trainer.engine.server import serve
 
     asyncio.run(serve(options))
+
+
+def fetch_weights(options: Annotated[FetchWeightsOptions, Parameter(name="*")]) -> None:
+    """Download published weights for the engine beside it, and load them.
+
+    The trainer runs with --publisher http and this helper as --engine. With --run the helper follows the run instead.
+    Prints "listening on http://HOST:PORT", or the run that it follows. It ends on SIGTERM or SIGINT; what is
+    downloaded stays.
+    """
+    from replaybuf_trainer.weight_download.command import fetch
+
+    fetch(options)
 
 
 def init_model(options: Annotated[InitModelOptions, Parameter(name="*")]) -> None:

@@ -12,7 +12,7 @@ import logging
 import msgspec
 import torch
 
-from replaybuf.client.exports.folder import ExportReader
+from replaybuf.client.exports.reader import ExportReader
 from replaybuf.client.exports.steps import configured_layout, stored_groups
 from replaybuf.client.offline import batch_of_groups
 from replaybuf.errors import Invalid

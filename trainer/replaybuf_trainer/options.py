@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, NormFloat, Port, PositiveFloat, PositiveInt
@@ -47,8 +47,50 @@ class EngineOptions:
     """Name of the base model in the API."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchWeightsOptions:
+    """Engine, folder, and where versions come from."""
+
+    engine: str
+    """Address of the engine beside this helper."""
+    folder: Path = Path(".replaybuf/fetched-weights")
+    """Folder of the copies, which the engine must be able to read. Helpers of one machine may share it."""
+    keep: PositiveInt = 2
+    """Number of newest versions to keep; the disk needs room for one more."""
+    host: str = "127.0.0.1"
+    """Address to listen on for a trainer; without --publish-token it must be a loopback address."""
+    port: Port = 8911
+    """Port to listen on for a trainer; 0 takes a free port."""
+    publish_token: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token of the trainer's option --publish-token."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM): listen with TLS for a trainer. A renewed file is read again."""
+    tls_key: Path | None = None
+    """Key of the certificate (PEM), without a password."""
+    tls_ca: Path | None = None
+    """Certificates (PEM) of authorities to trust for weights at https addresses. Default: those of the system."""
+    engine_timeout_s: PositiveFloat = 60.0
+    """Maximum time of one request to the engine, in seconds."""
+    run: str = ""
+    """Name of a run whose published version the helper loads by itself. Without it, a trainer decides what to load."""
+    url: str = "http://127.0.0.1:8900"
+    """Address of the service, for --run; separate several servers of one Redis by commas."""
+    token: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token with the role producer, for --run."""
+    adapter: str = ""
+    """Adapter of the run that the engine serves, for --run; by default a whole model."""
+    on_publish: OnPublish = "in-flight"
+    """Running completions while the engine loads weights, for --run; give generators the same value."""
+
+
 CHECKPOINTS = Path(".replaybuf/checkpoints")
 """Default folder of the checkpoints of a run."""
+
+
+def _check_layer_interval(_: Any, interval: int) -> None:
+    # validators.Number would bound the bool as well, and the schema of the run file has no bounds for a bool
+    if interval < 0:
+        raise ValueError("Must be >= 0.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,10 +171,13 @@ class TrainOptions:
     """Shard weights, gradients and moments over the processes of torchrun; each trains its own part of every batch."""
     rank_timeout_s: PositiveFloat = 1800.0
     """Seconds that a process of torchrun waits for the others before it fails."""
-    activation_checkpointing: bool = False
-    """Keep only the inputs of each layer for the backward pass, which computes the layers again."""
+    activation_checkpointing: Annotated[bool | int, Parameter(validator=_check_layer_interval)] = False
+    """Keep only the inputs of each layer for the backward pass, which computes the layers again. A number n does so for
+    every n-th layer only: less is computed again, and less memory is saved."""
     compile: bool = False
     """Compile the layers by torch.compile. The first step takes minutes; on a CPU it needs a C++ compiler."""
+    liger: bool = False
+    """Use the kernels of liger-kernel for norms, rotary positions and gated MLPs. Needs a CUDA GPU."""
     lora_rank: PositiveInt | None = None
     """Train LoRA adapters of this rank on the frozen model, one per adapter of the run. In a run without adapters it is
     one adapter, published merged into the weights."""
@@ -140,6 +185,9 @@ class TrainOptions:
     """Adapters are scaled by alpha / rank. The default is 2 * rank."""
     lora_targets: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", show_default=False)] = ()
     """Names of the linear layers with adapters, such as q_proj v_proj. The default is all but the output layer."""
+    epochs_per_batch: PositiveInt = 1
+    """Optimizer steps on each batch, every one over all its rows. The batch is acked and its version published once,
+    after the last. Not with the adapters of a run."""
     rows_per_forward: PositiveInt = 8
     """Number of packed rows in one forward pass."""
     threads: PositiveInt = 1
@@ -152,6 +200,11 @@ class TrainOptions:
     """Address to listen on for metrics_port."""
     metrics_port: Port | None = None
     """Port of GET /metrics for Prometheus; 0 takes a free port and logs it. Default: no metrics."""
+    push_metrics: str | None = dataclasses.field(default=None, repr=False)
+    """Server to push the metrics to: http://HOST:PORT of a Prometheus Pushgateway, otlp+http://HOST:4318 of an
+    OpenTelemetry collector."""
+    push_metrics_every_s: PositiveFloat = 15.0
+    """Time between two pushes, in seconds."""
     tensorboard: Path | None = None
     """Folder to write the figures of each step to for TensorBoard."""
     wandb: str | None = None
@@ -171,10 +224,24 @@ class TrainOptions:
     completions."""
     publisher: str | None = None
     """How weights reach the engines: folder (engines load them from weights_uri), reload (each engine reads the
-    folder), nccl (each engine gets tensors, by vLLM's weight transfer), none, or a plug-in. The default is reload with
+    folder), http (each engine's helper downloads the folder), nccl (each engine gets tensors, by vLLM's weight
+    transfer), none, or a plug-in. The default is reload with
     --engine, none without --run, else folder."""
     publisher_options: str = "{}"
     """Options of the publisher as a JSON object."""
+    publish_host: str = "127.0.0.1"
+    """Address at which the publisher http serves weights; without --publish-token it must be a loopback address."""
+    publish_port: Port = 8910
+    """Port at which the publisher http serves weights; 0 takes a free port."""
+    publish_token: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token between the publisher http and the helpers of engines."""
+    publish_tls_cert: Path | None = None
+    """Certificate chain (PEM): the publisher http serves weights with TLS. A renewed file is read again."""
+    publish_tls_key: Path | None = None
+    """Key of the certificate (PEM), without a password."""
+    publish_tls_ca: Path | None = None
+    """Certificates (PEM) of authorities to trust for helpers of engines at https addresses. Default: those of the
+    system."""
     on_publish: OnPublish = "in-flight"
     """Running completions while an engine loads weights. drain: the engine finishes them first; in-flight: it pauses
     them; abort-and-resume, abort: it aborts them. Give the generators the same value."""

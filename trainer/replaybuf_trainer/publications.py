@@ -4,6 +4,9 @@ A run without adapters has the one policy "". In a run with adapters each has it
 
     own steps k done, steps_per_publish P  ->  version floor(k / P)
 
+A published version keeps its weights. After a resume between two publications (k is not a multiple of P) the present
+weights are no version, so engines get those of floor(k / P) from the publisher again, or none before the next version.
+
 A thread follows the configuration of such a run. An adapter that is added gets version 0 at once: its generators wait
 for it, and no batch may come before. One that is removed leaves the engines; its versions are still announced, so it
 can return.
@@ -16,6 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from replaybuf.client.retries import Retries, Stopped
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.feeds.feed import Feed
@@ -23,12 +27,16 @@ from replaybuf_trainer.models.policy import Policy
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.publishers.publisher import Publisher
 from replaybuf_trainer.report.stopwatch import Phase
-from replaybuf_trainer.retries import Retries, Stopped
 
 logger = logging.getLogger(__name__)
 
 FOLLOW_EVERY_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
+
+NOT_RESTORED = (
+    "the checkpoint is between two publications, and the weights of version %d are not here any more: engines without "
+    "them wait for the next version. If no engine has them, resume at a checkpoint of a multiple of steps_per_publish"
+)
 
 Enter = Callable[[Phase], object]
 """Begins a phase of the stopwatch."""
@@ -61,7 +69,11 @@ class Publications:
         self._facts = facts
         self._publisher.retire(_removed(facts))
         for adapter in sorted(facts.adapters.keys() - _removed(facts)) or [""]:
-            self._publish(adapter, self._version(adapter, policy.own_steps(step).get(adapter, 0)), enter)
+            own_steps = policy.own_steps(step).get(adapter, 0)
+            if own_steps % self._steps_per_version(adapter):
+                self._restore(adapter, self._version(adapter, own_steps))
+            else:
+                self._publish(adapter, self._version(adapter, own_steps), enter)
         self._ranks.first(lambda: self._publisher.watch(self._feed.confirm))
         if facts.adapters:
             self._follower = threading.Thread(target=self._follow, name="adapters", daemon=True)
@@ -87,6 +99,15 @@ class Publications:
         """Version of the policy of a run without adapters, else 0."""
         return self._versions.get("", 0)
 
+    def needed_versions(self, step: int) -> dict[str, int]:
+        """Return by adapter the version that a resume at `step` gets from the publisher again."""
+        own_steps = self._policy.own_steps(step).items()
+        return {
+            adapter: self._version(adapter, done)
+            for adapter, done in own_steps
+            if done % self._steps_per_version(adapter)
+        }
+
     def figures(self) -> dict[str, Any]:
         """Return the figures of the publisher, and the version of each adapter."""
         adapters = {adapter: version for adapter, version in self._versions.copy().items() if adapter}
@@ -100,8 +121,19 @@ class Publications:
         self._publisher.close()
 
     def _version(self, adapter: str, own_steps: int) -> int:
+        return own_steps // self._steps_per_version(adapter)
+
+    def _steps_per_version(self, adapter: str) -> int:
         spec = self._facts.adapters.get(adapter, {})
-        return int(own_steps // (spec.get("steps_per_publish") or self._facts.steps_per_publish))
+        return int(spec.get("steps_per_publish") or self._facts.steps_per_publish)
+
+    def _restore(self, adapter: str, version: int) -> None:
+        """Let the publisher bring the weights of a published version to the engines again."""
+        publisher, confirm = self._publisher, self._feed.confirm
+        restored = self._ranks.first(lambda: self._retries.call(lambda: publisher.restore(version, confirm, adapter)))
+        if not restored:
+            logger.warning(NOT_RESTORED, version)
+        self._versions[adapter] = version
 
     def _publish(self, adapter: str, version: int, enter: Enter) -> None:
         """Stage the weights, switch the engines to them and announce their version."""

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from replaybuf.client.client import Client
 from replaybuf.client.direct import Body
+from replaybuf.client.http_client import HttpClient
 from replaybuf.client.reader import DEFAULTS, ReaderOptions, StepReader
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.batch import Batch, BatchMeta, MicroBatch, read_batch
@@ -127,7 +127,7 @@ class TensorReader(StepReader[TensorBatch]):
 
     def __init__(
         self,
-        client: Client,
+        client: HttpClient,
         epoch: int,
         step: int,
         options: ReaderOptions = DEFAULTS,

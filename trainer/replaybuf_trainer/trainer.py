@@ -3,10 +3,10 @@
     replaybuf train --url http://127.0.0.1:8900 --run demo --model DIR --engine http://127.0.0.1:8001
     replaybuf train --fake-data --model DIR --steps 5
 
-Order of a step: get batch s -> train -> ack s -> write and load weights -> publish the version -> get batch s+1. The
-reader requests the next batch while this one trains, if the strategy allows it. A checkpoint is on disk before the
-service hears of it. The generator evaluates what the policy can do, by the version that the engines report; this loop
-reports the loss of held-out groups.
+Order of a step: get batch s -> train, once or for several epochs -> ack s -> write and load weights -> publish the
+version -> get batch s+1. The reader requests the next batch while this one trains, if the strategy allows it. A
+checkpoint is on disk before the service hears of it. The generator evaluates what the policy can do, by the version
+that the engines report; this loop reports the loss of held-out groups.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from replaybuf.client.retries import Retries, Stopped
 from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.checkpoints.adapters import check_origin, origin_of
 from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
-from replaybuf_trainer.checkpoints.folders import TrainerState, read_state
+from replaybuf_trainer.checkpoints.folders import TrainerState
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.held_out import open_held_out
@@ -38,7 +39,6 @@ from replaybuf_trainer.publishers.opening import open_publisher
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.report import Report
 from replaybuf_trainer.report.stopwatch import Stopwatch
-from replaybuf_trainer.retries import Retries, Stopped
 from replaybuf_trainer.schedules import learning_rate_factor
 
 logger = logging.getLogger(__name__)
@@ -58,13 +58,16 @@ class Trainer:
         self._feed = feed
         self._ranks = ranks or Ranks()
         self._retries = Retries(options.service_timeout_s)
-        self._publications = Publications(open_publisher(options), feed, self._ranks, self._retries)
+        self._checkpoints = Checkpoints(
+            options.checkpoint_dir, options.keep_checkpoints, self._ranks, self._saved, feed.confirm
+        )
+        publisher = open_publisher(options, self._checkpoints.needed_versions)
+        self._publications = Publications(publisher, feed, self._ranks, self._retries)
         self._objective = load_objective(
             options.loss, options.loss_options, options.normalise, options.normalise_constant
         )
         self._held_out = open_held_out(options, self._objective, self._ranks)
-        self._report = Report(options, self._ranks)
-        self._checkpoints = Checkpoints(options.checkpoint_dir, options.keep_checkpoints, self._ranks, self._saved)
+        self._report = Report(options, self._ranks, feed.confirm)
         self._watch = Stopwatch()
         self._skipped = 0
 
@@ -78,6 +81,7 @@ class Trainer:
             self._report.open()
             self._load_newest_checkpoint()
             if self._done():
+                self._feed.settle(self._step)
                 return self._step
             facts = self._attach()
             self._publications.start(self._policy, facts, self._step, self._watch.enter)
@@ -138,7 +142,7 @@ class Trainer:
 
     def _state_of(self, checkpoint: Path) -> TrainerState:
         """Return the state of a checkpoint. Raises `Invalid` if it is broken, or of another run or model."""
-        options, state = self._options, read_state(checkpoint)
+        options, state = self._options, self._checkpoints.read_state(checkpoint)
         if state.run != options.source:
             raise Invalid(
                 f"checkpoint {checkpoint} is of run {state.run}, not {options.source}; use another --checkpoint-dir",
@@ -162,6 +166,14 @@ class Trainer:
                 value=adapters,
                 bound=[],
             )
+        if facts.adapters and options.epochs_per_batch > 1:
+            raise Invalid(
+                f"--epochs-per-batch is {options.epochs_per_batch}; run {options.source} has adapters, whose own steps "
+                "may span several batches: use 1",
+                name="epochs_per_batch",
+                value=options.epochs_per_batch,
+                bound=1,
+            )
         check_fit(self._policy.model, options, facts)
         self._steps = options.steps or facts.max_steps
         if options.schedule != "constant" and self._steps is None:
@@ -179,13 +191,28 @@ class Trainer:
     # ------------------------------------------------------------------ one step
 
     def _train_step(self, batch: TensorBatch) -> dict[str, Any]:
+        """Take the optimizer steps of a batch, one per epoch; return the figures of the last, and of all `by_epoch`.
+
+        An epoch that changes no weight is the last one: the next would be the same.
+        """
+        self._ranks.together(lambda: self._check_batch(batch))
+        epochs = [self._train_epoch(batch)]
+        while len(epochs) < self._options.epochs_per_batch and not epochs[-1]["skipped"]:
+            epochs.append(self._train_epoch(batch))
+        figures = epochs[-1] | {"epochs": len(epochs)}
+        if self._options.epochs_per_batch == 1:
+            return figures
+        for one in epochs:
+            del one["by_staleness"]
+        return figures | {"by_epoch": {str(number): one for number, one in enumerate(epochs)}}
+
+    def _train_epoch(self, batch: TensorBatch) -> dict[str, Any]:
         """Take one optimizer step over all rows of the batch; return its figures."""
         options, objective, tally = self._options, self._objective, self._report.tally()
         completed = batch.adapters_completed
         totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
         if completed is not None:  # gradients of several batches are divided when the adapter takes its own step
             totals = BatchTotals(1, 1)
-        self._ranks.together(lambda: self._check_batch(batch))
         for adapter, rows in batch.parts(options.rows_per_forward):  # gradients add up; all ranks have as many parts
             self._watch.enter("forward")
             loss = objective.value(self._policy.forward(rows, adapter), totals, tally)
@@ -195,15 +222,17 @@ class Trainer:
         tally.add_ranks(self._ranks.sum)
         factor = learning_rate_factor(options.schedule, self._step, options.warm_up_steps, self._steps)
         learning_rate = options.learning_rate * factor
-        norm = self._policy.step(
-            learning_rate, options.clip_norm, finite_loss=math.isfinite(tally.loss), completed=completed
-        )
+        trained = batch.meta.batch_loss_tokens > 0
+        has_loss = trained and math.isfinite(tally.loss)
+        norm = self._policy.step(learning_rate, options.clip_norm, has_loss=has_loss, completed=completed)
         finite = math.isfinite(norm) and math.isfinite(tally.loss)
         self._count_skipped(batch, finite, tally.loss, norm)
+        if not trained:
+            logger.warning("step %d: batch %s has no loss tokens; the weights stay", self._step, batch.meta.batch_id)
         return {
             "grad_norm": norm if finite else 0.0,
             "learning_rate": learning_rate,
-            "skipped": not finite,
+            "skipped": not (finite and trained),
             **tally.figures(),
             "by_staleness": tally.staleness_figures(),
         }
@@ -254,12 +283,17 @@ class Trainer:
         if not options.keeps_checkpoints:
             return
         self._watch.enter("checkpoint")
-        version, lora = self._publications.version, origin_of(options)
-        state = TrainerState(run=options.source, step=self._step, version=version, lora=lora)
+        state = TrainerState(
+            run=options.source,
+            step=self._step,
+            version=self._publications.version,
+            needed_versions=self._publications.needed_versions(self._step),
+            lora=origin_of(options),
+        )
         self._checkpoints.save(self._policy, state)
 
     def _saved(self, step: int) -> None:
         try:
-            self._feed.save(step, self._options.keep_checkpoints)
+            self._feed.save(step)
         except Stopped:
             logger.warning("the checkpoint of step %d is on disk, but the service does not know it", step)

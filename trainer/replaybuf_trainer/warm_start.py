@@ -18,8 +18,8 @@ import torch
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf_trainer.engine.sampler import Row, Wave
+from replaybuf_trainer.folders import whole_folder
 from replaybuf_trainer.models.tiny import character_tokenizer, new_model
-from replaybuf_trainer.weights import whole_folder
 
 TASKS = ("spell_backward",)
 SHORTEST, LONGEST = 3, 6

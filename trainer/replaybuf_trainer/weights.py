@@ -1,35 +1,18 @@
-"""Model folders that appear complete or not at all."""
+"""Model folders."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from replaybuf_trainer.folders import whole_folder
+
 WEIGHTS_FILE = "model.safetensors"
-
-
-@contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder and rename it to `folder` at the end, so that no reader sees half of it."""
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-        for path in [*scratch.rglob("*"), scratch]:
-            sync(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
-        sync(folder.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def save_model(
@@ -45,18 +28,3 @@ def save_model(
             shutil.copy2(path, scratch)
         with safe_open(scratch / WEIGHTS_FILE, framework="pt") as file:
             file.keys()
-
-
-def keep_newest(folder: Path, pattern: str, keep: int) -> None:
-    """Delete all folders but the last `keep` by name."""
-    for old in sorted(folder.glob(pattern))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Write a file or folder through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.wire.prepared_types import prepared
 
 MARK = "replaybuf.json"
 
@@ -43,7 +45,7 @@ def is_marked(folder: Path) -> bool:
 def read_mark(folder: Path) -> Mark:
     """Return the mark of a checkpoint. Raises `Invalid` if it has none."""
     try:
-        return msgspec.json.decode((folder / MARK).read_bytes(), type=Mark)
+        return msgspec.json.decode(read_bounded(folder / MARK, CONFIG_BYTES), type=prepared(Mark))
     except (OSError, msgspec.MsgspecError) as error:
         raise Invalid(
             f"checkpoint {folder} has no {MARK}: it is incomplete, or another trainer wrote it. Resume from "

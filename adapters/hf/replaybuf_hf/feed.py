@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from replaybuf.client import Client, ReaderOptions, attach_at
-from replaybuf.errors import Invalid
+from replaybuf.client import Client, ReaderOptions, TrainerSession
+from replaybuf.errors import Invalid, counted
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
@@ -59,7 +59,7 @@ class Feed:
         self.ranks = _ranks(device)
         self.step = 0
         self._client = Client(options.url, options.run, options.token, retry_for_s=options.service_timeout_s)
-        self._reader: TensorReader | None = None
+        self._session: TrainerSession[TensorBatch] | None = None
         self._facts: RunFacts | None = None
 
     @property
@@ -93,31 +93,35 @@ class Feed:
         Every older trainer is fenced. Raises `WrongStep` for a checkpoint that the run can no longer resume.
         """
         self.close()
-        epoch, look_ahead = self.ranks.first(lambda: self._attach(step))
+        options = self.options
         how = ReaderOptions(
             dp_rank=self.ranks.rank,
             dp_world_size=self.ranks.size,
-            wait_ms=self.options.wait_ms,
-            service_timeout_s=self.options.service_timeout_s,
+            wait_ms=options.wait_ms,
+            service_timeout_s=options.service_timeout_s,
         )
-        self._reader = TensorReader(self._client, epoch, step, how)
-        self._epoch, self.step = epoch, step
-        logger.info("attached run=%s epoch=%d step=%d ranks=%d", self.options.run, epoch, step, self.ranks.size)
+        session = TrainerSession(
+            self._client,
+            lambda epoch, first: TensorReader(self._client, epoch, first, how),
+            steps_done=step,
+            keep_checkpoints=options.keep_checkpoints,
+            service_timeout_s=options.service_timeout_s,
+            dp_world_size=self.ranks.size,
+            on_resume=options.on_resume,
+            reward_parts=True,
+        )
+        epoch, look_ahead = self.ranks.first(lambda: _attach(session))
+        session.join(epoch, step)
+        self._session, self.step = session, step
+        logger.info("attached run=%s epoch=%d step=%d ranks=%d", options.run, epoch, step, self.ranks.size)
         return look_ahead
-
-    def _attach(self, step: int) -> tuple[int, int]:
-        how = {"dp_world_size": self.ranks.size, "on_resume": self.options.on_resume, "reward_parts": True}
-        attached = attach_at(self._client, step, **how)
-        if step:  # a kill between the last checkpoint and its report leaves no step after which to report it
-            self._client.checkpoint(step, attached.epoch, keep=self.options.keep_checkpoints)
-        return attached.epoch, attached.look_ahead
 
     def batches(self) -> Iterator[TensorBatch]:
         """Yield the batches of this rank until the run is finished; all ranks stop after the same step."""
         return self.ranks.in_step(self._checked())
 
     def _checked(self) -> Iterator[TensorBatch]:
-        for batch in self._attached():
+        for batch in self._attached:
             for row in batch.micro_batches:
                 missing = [name for name in self.options.columns if name not in row]
                 if missing and len(row["rewards"]):
@@ -131,38 +135,60 @@ class Feed:
 
     def ack(self) -> None:
         """Report that the newest batch is trained."""
-        self.ranks.first(self._attached().ack)
+        self.ranks.first(self._attached.ack)
         self.step += 1
 
-    def publish_due(self, publish: Publish | None, *, now: bool = False) -> None:
-        """Publish the version of `step` if it is due, or `now`."""
+    def publish_due(self, publish: Publish | None) -> None:
+        """Publish the version of `step`, if it is one.
+
+        After a resume between two publications the weights are no version, and a published version keeps its weights:
+        engines that lack it wait for the next one.
+        """
         version, rest = divmod(self.step, self.facts.steps_per_publish)
-        if publish is None or (rest and not now):
+        if publish is None or rest:
             return
         uri = publish(version)
-        self.ranks.first(lambda: self._client.publish_policy(version, self._epoch, uri))
+        self.ranks.first(lambda: self._attached.publish(uri, version))
 
     def save(self, step: int) -> None:
         """Report that the checkpoint of `step` is on disk."""
-        self.ranks.first(lambda: self._client.checkpoint(step, self._epoch, keep=self.options.keep_checkpoints))
+        self.ranks.first(lambda: self._attached.checkpoint(step))
+
+    def confirm(self) -> None:
+        """Raise `Fenced` if another trainer has the run: call it right before files are deleted or replaced.
+
+        Every rank calls it. Outside of a training, between `close` and the next `attach`, it does nothing.
+        """
+        self.ranks.first(self.confirm_alone)
+
+    def confirm_alone(self) -> None:
+        """Do as `confirm`, on the only rank that deletes."""
+        if self._session is not None:
+            self._session.confirm()
 
     def take_wait_s(self) -> float:
         """Return the seconds that this rank waited for batches since the last call."""
-        waited = self._attached().waited_s
+        waited = self._attached.reader.waited_s
         total = sum(waited.values())
         waited.clear()
         return total
 
     def close(self) -> None:
         """Stop fetching."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
-    def _attached(self) -> TensorReader:
-        if self._reader is None:
+    @property
+    def _attached(self) -> TrainerSession[TensorBatch]:
+        if self._session is None:
             raise RuntimeError("attach comes before batches")
-        return self._reader
+        return self._session
+
+
+def _attach(session: TrainerSession[TensorBatch]) -> tuple[int, int]:
+    attached = session.attach()
+    return attached.epoch, attached.look_ahead
 
 
 def check_settings(refused: dict[str, tuple[bool, object, str]]) -> None:
@@ -181,8 +207,8 @@ def check_origin(options: RunOptions, ranks: Ranks, what: str, run: str, written
         raise Invalid(detail, name="run", value=run, bound=options.run)
     if written_by != ranks.size and not options.allow_other_ranks:
         raise Invalid(
-            f"{what} was written by {written_by} ranks; now there are {ranks.size}, so losses would differ by rounding."
-            f" Start {written_by} ranks, or set RunOptions(allow_other_ranks=True)",
+            f"{what} was written by {counted(written_by, 'rank')}; now there are {ranks.size}, so losses would "
+            f"differ by rounding. Start {counted(written_by, 'rank')}, or set RunOptions(allow_other_ranks=True)",
             name="ranks",
             value=written_by,
             bound=ranks.size,

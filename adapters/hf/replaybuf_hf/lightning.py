@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 from replaybuf.client.peers import warn_if_untested
@@ -151,7 +151,9 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish the weights that the training starts from."""
-        self._publish(trainer, pl_module, now=True)
+        if not isinstance(trainer.strategy.checkpoint_io, _OwnedCheckpoints):
+            trainer.strategy.checkpoint_io = _OwnedCheckpoints(trainer)
+        self._publish(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Report a checkpoint that is on disk by now; after a resume restore the generator."""
@@ -180,8 +182,9 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
         self._report_saved(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what an exact resume needs. The file is written after this, before the next batch."""
+        """Add what an exact resume needs. The file is written after this, before the next batch. Raises `Fenced`."""
         feed = _feed_of(trainer)
+        feed.confirm()
         states = feed.ranks.gather(torch.get_rng_state()).chunk(feed.ranks.size)
         checkpoint[STATE] = {"run": feed.options.run, "ranks": feed.ranks.size, "generators": list(states)}
         self._saved = trainer.global_step
@@ -200,15 +203,40 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
             # A copy: torch 2.13 crashes on a state that is part of a larger tensor.
             self._generator = state["generators"][feed.ranks.rank].cpu().clone()
 
-    def _publish(self, trainer: Trainer, pl_module: LightningModule, *, now: bool = False) -> None:
+    def _publish(self, trainer: Trainer, pl_module: LightningModule) -> None:
         publish = self.publish
         bound = None if publish is None else lambda version: publish(trainer, pl_module, version)
-        _feed_of(trainer).publish_due(bound, now=now)
+        _feed_of(trainer).publish_due(bound)
 
     def _report_saved(self, trainer: Trainer) -> None:
         if self._saved is not None:
             _feed_of(trainer).save(self._saved)
             self._saved = None
+
+
+class _OwnedCheckpoints(CheckpointIO):  # type: ignore[misc]
+    """The files of checkpoints, of which only the trainer that has the run deletes any. The first rank calls it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._files: CheckpointIO = trainer.strategy.checkpoint_io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a file."""
+        self._files.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what a file holds."""
+        return self._files.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a file. Raises `Fenced`."""
+        _feed_of(self._trainer).confirm_alone()
+        self._files.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """End the work in the background."""
+        self._files.teardown()
 
 
 class _Steps:

@@ -56,14 +56,21 @@ class ReplaybufTrainerMixin(Trainer):  # type: ignore[misc]
 
     def compute_loss(
         self, model: Any, inputs: Row, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Return the loss of one micro-batch: its sum over loss tokens divided by `num_items_in_batch`.
 
         `inputs`: one packed row. The Trainer adds up the rows and averages over ranks, so `num_items_in_batch` is the
-        number of loss tokens of the batch divided by the ranks.
+        number of loss tokens of the batch divided by the ranks. The outputs are its `logprobs`, as of `token_logprobs`.
+        Inputs of an `eval_dataset` are not rows of a run: they get the loss of the Trainer.
         """
-        summed = clipped_policy_loss(token_logprobs(model, inputs), inputs)
-        return summed / float(num_items_in_batch)
+        if "inference_logprobs" not in inputs:
+            found: torch.Tensor | tuple[torch.Tensor, Any] = super().compute_loss(
+                model, inputs, return_outputs, num_items_in_batch
+            )
+            return found
+        logprobs = token_logprobs(model, inputs)
+        loss = clipped_policy_loss(logprobs, inputs) / float(num_items_in_batch)
+        return (loss, {"logprobs": logprobs}) if return_outputs else loss
 
     # ------------------------------------------------------------------ what the Trainer calls
 
@@ -99,10 +106,17 @@ class ReplaybufTrainerMixin(Trainer):  # type: ignore[misc]
         return total
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. A checkpoint that is written again is incomplete until all of it is written."""
+        """Save the model. A checkpoint that is written again is incomplete until all is written. Raises `Fenced`."""
+        if _internal_call:
+            self.feed.confirm()
         if output_dir is not None and self.args.should_save:
             unmark(Path(output_dir))
         super().save_model(output_dir, _internal_call)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the last files of a checkpoint. The Trainer deletes old checkpoints after this."""
+        super()._save_rng_state(output_dir)
+        self.feed.confirm()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return the operations of all micro-batches."""
@@ -197,7 +211,7 @@ class ReplaybufCallback(TrainerCallback):  # type: ignore[misc]
             }
         )
         self._feed.attach(state.global_step)
-        self._publish(now=True)
+        self._publish()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ack the step and publish."""
@@ -208,13 +222,14 @@ class ReplaybufCallback(TrainerCallback):  # type: ignore[misc]
         """Mark and report the checkpoint that is on disk."""
         folder, ranks = self._trainer.checkpoint_folder, self._feed.ranks
         ranks.exchange(None)  # every rank has written its files
+        self._feed.confirm()  # else the mark would complete what a successor writes here now
         mark = Mark(self._feed.options.run, state.global_step, ranks.size)
         ranks.first(lambda: mark_complete(folder, mark))
         self._feed.save(state.global_step)
 
-    def _publish(self, *, now: bool = False) -> None:
+    def _publish(self) -> None:
         trainer = self._trainer
-        self._feed.publish_due(trainer.publish_weights if trainer.publishes else None, now=now)
+        self._feed.publish_due(trainer.publish_weights if trainer.publishes else None)
 
 
 class _Steps(IterableDataset[Any]):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Trainer
 
-from replaybuf_hf import clipped_policy_loss, token_logprobs
+from replaybuf_hf import ReplaybufTrainerMixin, clipped_policy_loss, token_logprobs
 from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.losses.statistics import Tally
 from replaybuf_trainer.models.packed_forward import packed_forward
@@ -31,3 +32,17 @@ def test_loss_and_gradient_are_those_of_grpo(weighted: bool) -> None:
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class PolicyTrainer(ReplaybufTrainerMixin, Trainer):
+    def __init__(self) -> None:
+        """Without a run: the loss needs none."""
+
+
+def test_the_loss_comes_with_its_logprobs_on_request() -> None:
+    model = new_model(0)
+    (row,) = read_tensors(packed_body(rollouts(2, seed=1), [[0, 1]], pad_to_multiple_of=64)).micro_batches
+    trainer = PolicyTrainer()
+    loss, outputs = trainer.compute_loss(model, row, return_outputs=True, num_items_in_batch=10)
+    torch.testing.assert_close(loss, trainer.compute_loss(model, row, num_items_in_batch=10))
+    torch.testing.assert_close(outputs["logprobs"], token_logprobs(model, row))

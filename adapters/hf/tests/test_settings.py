@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from trainings import STEPS, Settings, Training, curve, fill, train_hf, train_lightning
+from trainings import STEPS, Settings, Training, curve, fill, published, train_hf, train_lightning
 
 from replaybuf.client import Client, peers
 from replaybuf.errors import Invalid, WrongStep
@@ -181,6 +183,31 @@ def test_lightning_may_not_fetch_ahead_without_look_ahead(run: RunClient, settin
     with pytest.raises(Invalid, match=r"look_ahead is 0; .* set Trainer\(max_steps=\) or max_steps of the run"):
         train_lightning(settings | {"arguments": {"max_steps": -1, "max_epochs": 1}})
     assert run.state()["step"] == 0
+
+
+@BOTH
+def test_a_published_version_keeps_its_weights(train: Train, run: RunClient, settings: Settings) -> None:
+    """The training resumes at step 3, between version 1 (of step 2) and version 2 (of step 4)."""
+    fill(run, steps_per_publish=2)
+    train(settings | {"arguments": {"max_steps": 3}, "save_every": 3})
+    assert run.state()["checkpoints"] == [3]
+    train(settings)
+    versions = published(Path(settings["folder"]))
+    assert [version for version, _ in versions] == [0, 1, 2, 3]
+    assert run.state()["published_version"] == 3
+
+
+def test_an_evaluation_gets_the_loss_of_the_model(run: RunClient, settings: Settings) -> None:
+    """Examples of an `eval_dataset` are no rows of a run."""
+    fill(run)
+    rows = [torch.arange(3, 3 + 8), torch.arange(20, 20 + 8)]
+    settings |= {"kind": "Evaluated", "eval_dataset": [{"input_ids": row, "labels": row} for row in rows]}
+    train_hf(settings | {"arguments": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1}})
+    lines = [json.loads(line) for line in (Path(settings["folder"]) / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert [line["loss"] for line in lines] == pytest.approx([line["own"] for line in lines], rel=1e-4)
+    assert steps_of(settings["folder"]) == list(range(1, STEPS + 1))
+    assert run.state()["state"] == "finished"
 
 
 @BOTH

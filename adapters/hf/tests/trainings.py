@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import multiprocessing
 import os
@@ -112,6 +113,18 @@ def write_line(folder: Path, line: dict[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
 
 
+def write_version(folder: Path, version: int, model: torch.nn.Module) -> None:
+    """Append a version that is published, and a digest of its weights."""
+    tensors = [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
+    with (folder / "published.jsonl").open("a") as out:
+        out.write(json.dumps([version, hashlib.sha256(b"".join(tensors)).hexdigest()]) + "\n")
+
+
+def published(folder: Path) -> list[tuple[int, str]]:
+    """The versions that were published, in order, with the digest of their weights."""
+    return [tuple(json.loads(line)) for line in (folder / "published.jsonl").read_text().splitlines()]
+
+
 def model_of(settings: Settings) -> Any:
     model = new_model(0)
     for layer in model.model.layers:
@@ -134,7 +147,22 @@ class Silent(ReplaybufTrainerMixin, Trainer):
 
 class PolicyTrainer(Silent):
     def publish_weights(self, version: int) -> str | None:
+        if self.is_world_process_zero():
+            write_version(Path(self.args.output_dir), version, self.accelerator.unwrap_model(self.model))
         return None
+
+
+class Evaluated(PolicyTrainer):
+    """Writes down the losses of evaluations, and those of the model itself."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        with torch.no_grad():
+            own = [self.model(**{name: ids[None] for name, ids in row.items()}).loss for row in self.eval_dataset]
+        line = {"step": self.state.global_step, "loss": metrics["eval_loss"], "own": float(sum(own)) / len(own)}
+        with Path(self.args.output_dir, "evaluations.jsonl").open("a") as out:
+            out.write(json.dumps(line) + "\n")
+        return metrics
 
 
 class Prepared(PolicyTrainer):
@@ -161,7 +189,8 @@ class Paired(PolicyTrainer):
 
 def as_arguments(settings: Settings) -> TrainingArguments:
     """Return the arguments of a training on a CPU."""
-    arguments = {"max_steps": STEPS, "save_steps": 2, "save_total_limit": 2, "learning_rate": 1e-3, "logging_steps": 1}
+    arguments = {"max_steps": STEPS, "save_total_limit": 2, "learning_rate": 1e-3, "logging_steps": 1}
+    arguments["save_steps"] = settings.get("save_every", 2)
     arguments |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True} | settings.get("arguments", {})
     return TrainingArguments(settings["folder"], **arguments)
 
@@ -170,7 +199,8 @@ def train_hf(settings: Settings) -> None:
     """Train with the Trainer of transformers."""
     model, folder, args = model_of(settings), Path(settings["folder"]), as_arguments(settings)
     kind = globals()[settings.get("kind", "PolicyTrainer")]
-    trainer = kind(model=model, args=args, replaybuf=RunOptions(**settings["options"]))
+    run = RunOptions(**settings["options"])
+    trainer = kind(model=model, args=args, replaybuf=run, eval_dataset=settings.get("eval_dataset"))
     resume = settings.get("resume", "last")
     trainer.train(resume_from_checkpoint=newest_checkpoint(folder) if resume == "last" else resume)
     if trainer.is_world_process_zero():
@@ -212,6 +242,12 @@ class Policy(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)]
 
 
+def publish(trainer: LightningTrainer, module: LightningModule, version: int) -> None:
+    """Write down what is published."""
+    if trainer.is_global_zero:
+        write_version(Path(module.folder), version, module.model)
+
+
 def last_file(folder: Path) -> str | None:
     """Return the newest checkpoint of Lightning, which are complete: it renames them into place."""
     found = {int(path.stem.rpartition("=")[2]): path for path in folder.glob("*.ckpt")}
@@ -221,10 +257,13 @@ def last_file(folder: Path) -> str | None:
 def train_lightning(settings: Settings) -> None:
     """Train with Lightning."""
     folder, module = Path(settings["folder"]), Policy(settings)
-    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
+    every = settings.get("save_every", 2)
+    saves = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=every, save_top_k=2, monitor="step", mode="max"
+    )
     callbacks: list[Callback] = [saves]
     if not settings.get("without_callback"):
-        callbacks.append(ReplaybufCallback(None if settings.get("silent") else lambda *_: None))
+        callbacks.append(ReplaybufCallback(None if settings.get("silent") else publish))
     ranks = settings.get("ranks", 2)
     arguments = {"max_steps": STEPS, "strategy": "ddp" if ranks > 1 else "auto", "devices": ranks}
     trainer = LightningTrainer(

@@ -11,6 +11,7 @@ from pathlib import Path
 from replaybuf.client import Client
 from replaybuf.errors import ReplaybufError
 from replaybuf_prime_rl.engines import Engines
+from replaybuf_prime_rl.layout import check_layout
 from replaybuf_prime_rl.sidecar import Sidecar, SidecarOptions
 
 DEFAULT_URL = "http://127.0.0.1:8900"
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     engines = Engines(given.engine)
     try:
+        check_layout(given.prime_rl)
         with Client(given.url, given.run, os.environ.get("REPLAYBUF_TOKEN"), retry_for_s=RETRY_FOR_S) as client:
             sidecar = Sidecar(client, options, engines.load)
             signal.signal(signal.SIGTERM, lambda *_: sidecar.stop())
@@ -46,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", default=os.environ.get("REPLAYBUF_URL", DEFAULT_URL), help="address of the service")
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--output-dir", type=Path, required=True, help="output_dir of prime-rl's trainer")
+    parser.add_argument(
+        "--prime-rl", type=Path, required=True, help="folder of the trainer's package prime_rl; its format is checked"
+    )
     parser.add_argument("--dp-world-size", type=_positive, default=1, help="its data-parallel ranks")
     parser.add_argument("--pad-to-multiple-of", type=_positive, help="tokens; for context parallelism")
     parser.add_argument("--engine", action="append", default=[], help="vLLM server to load new weights into; repeat")

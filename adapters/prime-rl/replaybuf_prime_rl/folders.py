@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 STEP = re.compile(r"step_(\d+)")
@@ -48,17 +49,23 @@ class Folders:
         """Return the folder of the weights after so many steps."""
         return self.broadcasts / f"step_{steps_done}"
 
-    def write(self, step: int, ranks: list[bytes]) -> None:
-        """Write the files of a step of the run, durable and whole, the last rank last."""
+    def write(self, step: int, ranks: list[bytes], confirm: Callable[[], object]) -> None:
+        """Write the files of a step of the run, durable and whole, the last rank last.
+
+        `confirm` is called before files get their names, which another process may have written; it raises `Fenced`.
+        """
         folder = self.rollouts / f"step_{step + 1}"
         folder.mkdir(parents=True, exist_ok=True)
-        for rank, content in enumerate(ranks):
-            scratch = folder / f"rank_{rank}.bin.tmp"
-            with scratch.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.rename(folder / f"rank_{rank}.bin")
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as scratch:
+            files = [Path(scratch, f"rank_{rank}.bin") for rank in range(len(ranks))]
+            for path, content in zip(files, ranks, strict=True):
+                with path.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            confirm()
+            for path in files:
+                path.rename(folder / path.name)
 
     def has_rank(self, rank: int) -> bool:
         """Return whether there is a file of a rank from `rank` on: of a trainer with more ranks."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from replaybuf.client import Client, attach_at
+from replaybuf.client import Client, attach_at, confirm_trainer
 from replaybuf.client.peers import check_run_settings
 from replaybuf.errors import RunFinished
 from replaybuf.wire.batch import read_batch
@@ -100,7 +100,8 @@ class Sidecar:
         options = self._options
         rewinds = self._client.get_run().step > done
         pad = {} if options.pad_to_multiple_of is None else {"pad_to_multiple_of": options.pad_to_multiple_of}
-        attached = attach_at(self._client, done, dp_world_size=options.dp_world_size, **pad)
+        # The trainer is at this step; its newest checkpoint may be older, and `_record` reports it.
+        attached = attach_at(self._client, done, checkpoint=False, dp_world_size=options.dp_world_size, **pad)
         if rewinds or self._folders.has_rank(options.dp_world_size):
             self._folders.remove_all()  # of another history or layout
         self._folders.remove_before(done)  # later ones are written again, perhaps while they are read: the same bytes
@@ -159,7 +160,7 @@ class Sidecar:
                 self._report(f"step {step}: {body.reason}, {lacks}")
                 return False
             ranks.append(encode(read_batch(body)))
-        self._folders.write(step, ranks)
+        self._folders.write(step, ranks, lambda: confirm_trainer(self._client, epoch))
         self._waiting, self._polls = "", 0
         logger.info("wrote step=%d as step_%d bytes=%d", step, step + 1, sum(map(len, ranks)))
         return True

@@ -16,6 +16,7 @@ from tests.pinned_source import PinnedSource, stand_in
 SOURCE = PinnedSource(
     "prime-rl", "https://github.com/PrimeIntellect-ai/prime-rl", "559b44772e471d1538537b8805cc77f3824a5e64"
 )
+PACKAGE = Path("src", "prime_rl")
 
 
 def load(folder: Path) -> Any:

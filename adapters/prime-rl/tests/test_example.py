@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from prime_source import SOURCE
+from prime_source import PACKAGE, SOURCE
 from prime_trainer import RANKS
 
 from tests.conftest import RunClient
@@ -30,7 +30,7 @@ CLASSES = {
 def start(run: RunClient, folder: Path, kill_after: int) -> int:
     """Run the script; return its exit code. 0 = kill no trainer."""
     stand_in = Path(__file__).with_name("torchrun.py")
-    variables = {"GPUS": str(RANKS), "KILL_AFTER": str(kill_after)}
+    variables = {"GPUS": str(RANKS), "KILL_AFTER": str(kill_after), "PRIME_RL": str(SOURCE.checkout() / PACKAGE)}
     return run_script(EXAMPLE / "train.sh", run=run, folder=folder, stand_in=stand_in, **variables)[0]
 
 

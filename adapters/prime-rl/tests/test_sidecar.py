@@ -9,8 +9,12 @@ from typing import Any, Self
 
 import pytest
 from killed_sidecar import PHASES, start
+from prime_source import PACKAGE, SOURCE
 from prime_trainer import RANKS, TIMEOUT_S, PrimeTrainer, eventually
 
+from replaybuf.client import Client
+from replaybuf.errors import Fenced
+from replaybuf_prime_rl import Sidecar, SidecarOptions
 from replaybuf_prime_rl.command import main
 from tests.conftest import RunClient, ServeProcess
 from tests.ticket_producer import WEIGHTED, producing, recorded_rows
@@ -29,12 +33,18 @@ def fed(run: RunClient, service: ServeProcess) -> Iterator[RunClient]:
         yield run
 
 
+def options_of(run: RunClient, output_dir: Path) -> list[str]:
+    """Return the options that every process needs."""
+    package = str(SOURCE.checkout() / PACKAGE)
+    at = ["--url", str(run.http.base_url), "--run", run.run]
+    return [*at, "--output-dir", str(output_dir), "--prime-rl", package]
+
+
 class SidecarProcess:
     """A sidecar that is started again when it was killed."""
 
     def __init__(self, run: RunClient, output_dir: Path, kill_at: str = "none:0", *options: str) -> None:
-        url = str(run.http.base_url)
-        arguments = ["--url", url, "--run", run.run, "--output-dir", str(output_dir), "--poll-s", "0.02"]
+        arguments = [*options_of(run, output_dir), "--poll-s", "0.02"]
         self._arguments = [*arguments, "--dp-world-size", str(RANKS), *options]
         self._log = output_dir.parent / "sidecar.log"
         self.deaths = 0
@@ -151,10 +161,34 @@ def test_a_trainer_that_resumes_gets_the_same_steps_again(
     assert fed.state()["generation"] == 1
 
 
+def test_a_fenced_sidecar_leaves_the_files_of_its_successor(
+    fed: RunClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended after it fetched a batch, and writes the files of the same step."""
+    marker = tmp_path / "broadcasts" / "step_0" / "STABLE"
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    written = tmp_path / "rollouts" / "step_1" / "rank_0.bin"
+    fetch = Client.fetch_batch
+
+    def fetch_and_lose_the_run(client: Client, *args: Any, **kwargs: Any) -> Any:
+        body = fetch(client, *args, **kwargs)
+        if isinstance(body, bytes):
+            client.attach()
+            written.parent.mkdir(parents=True)
+            written.write_bytes(b"of the successor")
+        return body
+
+    monkeypatch.setattr(Client, "fetch_batch", fetch_and_lose_the_run)
+    with Client(str(fed.http.base_url), fed.run) as client, pytest.raises(Fenced):
+        Sidecar(client, SidecarOptions(output_dir=tmp_path)).run()
+    assert written.read_bytes() == b"of the successor" and list(written.parent.iterdir()) == [written]
+
+
 def test_a_trainer_that_did_steps_of_another_run_is_named(fed: RunClient, prime_data: Any, tmp_path: Path) -> None:
     PrimeTrainer(prime_data, tmp_path, 7)
     with pytest.raises(SystemExit, match=r"has 7 steps done; needed: steps that the run run-.* delivered"):
-        main(["--url", str(fed.http.base_url), "--run", fed.run, "--output-dir", str(tmp_path)])
+        main(options_of(fed, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -167,13 +201,13 @@ def test_a_trainer_that_did_steps_of_another_run_is_named(fed: RunClient, prime_
 def test_a_run_that_does_not_fit_is_named(run: RunClient, tmp_path: Path, config: dict[str, Any], message: str) -> None:
     assert run.put(**CONFIG | config).status_code == 201
     with pytest.raises(SystemExit, match=message):
-        main(["--url", str(run.http.base_url), "--run", run.run, "--output-dir", str(tmp_path)])
+        main(options_of(run, tmp_path))
 
 
 def test_sampling_weights_are_rejected(run: RunClient, prime_data: Any, tmp_path: Path) -> None:
     assert run.put(**CONFIG | {"strategy": WEIGHTED}).status_code == 201
     PrimeTrainer(prime_data, tmp_path)
-    given = ["--url", str(run.http.base_url), "--run", run.run, "--output-dir", str(tmp_path)]
+    given = options_of(run, tmp_path)
     with (
         producing(str(run.http.base_url), run.run),
         pytest.raises(SystemExit, match="weights, which prime-rl cannot apply; set its option importance to 0"),
@@ -213,6 +247,5 @@ def test_an_engine_that_is_away_ends_the_sidecar_with_its_address(
 ) -> None:
     """A supervisor starts it again; the version is not published."""
     PrimeTrainer(prime_data, tmp_path)
-    arguments = ["--url", str(fed.http.base_url), "--run", fed.run, "--output-dir", str(tmp_path)]
     with pytest.raises(SystemExit, match=r"POST http://127.0.0.1:9/pause"):
-        main([*arguments, "--engine", "http://127.0.0.1:9"])
+        main([*options_of(fed, tmp_path), "--engine", "http://127.0.0.1:9"])

@@ -5,7 +5,8 @@ What slime calls, and what it means for the run::
     __init__(args)        check the run; nobody is fenced yet
     load(k - 1)           attach at step k: redeliver what the checkpoint lacks, ack what only the checkpoint has
     generate_rollout(r)   the steps before r - steps_ahead are trained and their weights loaded: ack, publish, fetch r
-    save(r)               step r is trained and its checkpoint written: ack r, record the checkpoint
+    save(r)               step r is trained and its checkpoint written: ack r, record the checkpoint. Its weights are
+                          loaded after this call, so their version is published by the next generate_rollout
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from typing import Any
 import numpy as np
 
 from replaybuf.client import BatchReader, Client, ReaderOptions, attach_at
-from replaybuf.errors import BatchOverdue, Conflict, Invalid, RunFinished, WrongStep
+from replaybuf.client.peers import Needed, check_size
+from replaybuf.errors import BatchOverdue, Invalid, RunFinished, WrongStep, counted
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 from replaybuf_slime.settings import Settings, check_run
 
 logger = logging.getLogger(__name__)
 
+KEPT = 1
+"""Checkpoints from which the run can resume."""
 READ_ONLY = "samples come from the producers of the run; append them there (`replaybuf generate`, `group_builder`)"
 
 
@@ -43,6 +48,8 @@ class ReplaybufDataSource:
         status = self._client.get_run()
         check_run(args, self.settings, status)
         self._steps_per_publish = status.facts().steps_per_publish
+        prompts, samples = args.rollout_batch_size, args.n_samples_per_prompt
+        self._needed = Needed(prompts * samples, f"rollout_batch_size {prompts} x n_samples_per_prompt {samples}")
         self._prompts: int | None = status.config["tickets"]["prompts"]
         self._reader: BatchReader | None = None
         self._epoch = self._unacked = self._version = 0
@@ -53,13 +60,14 @@ class ReplaybufDataSource:
     def load(self, rollout_id: int | None = None) -> None:
         """Attach after rollout `rollout_id`; None and -1 mean a new training.
 
-        Raises `WrongStep` for a checkpoint of another run, or of steps that are freed.
+        Raises `WrongStep` for a checkpoint of another run, of steps that are freed, or between two publications.
         """
         steps_done = 0 if rollout_id is None else rollout_id + 1
+        self._check_publication(steps_done)
         if steps_done:
             self._check_same_run(steps_done)
         self.close_reader()
-        attached = attach_at(self._client, steps_done, lengths=True)
+        attached = attach_at(self._client, steps_done, keep=KEPT, lengths=True, fixed=True)
         self._epoch, self._unacked, self._version = attached.epoch, attached.step, attached.published_version
         options = ReaderOptions(wait_ms=1000, deadline_s=self.settings.deadline_s, on_waiting=self._check_waiting)
         self._reader = BatchReader(self._client, attached.epoch, attached.step, options)
@@ -86,7 +94,7 @@ class ReplaybufDataSource:
         else:
             written, self._awaits_disk = steps_done, None
         if written is not None:
-            self._client.checkpoint(written, self._epoch)
+            self._client.checkpoint(written, self._epoch, keep=KEPT)
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
         """Reject: prompts belong to the tickets of the run."""
@@ -106,15 +114,20 @@ class ReplaybufDataSource:
     # ------------------------------------------------------------------ what the rollout function calls
 
     def fetch(self, rollout_id: int) -> Batch:
-        """Wait for the batch of a rollout. Raises `RunFinished`, `BatchOverdue`, `Fenced`, `Invalid`."""
+        """Wait for the batch of a rollout. Raises `RunFinished`, `BatchOverdue`, `Fenced`, `Invalid`, `Conflict`."""
         reader = self._attached()
         if rollout_id != reader.step:
             detail = f"slime asks for rollout {rollout_id}; the next step of the run is {reader.step}"
             raise WrongStep(detail, name="rollout_id", value=rollout_id, bound=reader.step)
         self._ack_before(rollout_id - self.settings.steps_ahead)
+        self._publish()
         with contextlib.suppress(StopIteration):
-            return self._whole(next(reader))
-        raise RunFinished(f"the run ended after {reader.step} steps; --num-rollout is {self.args.num_rollout}")
+            batch = next(reader)
+            check_size(batch.meta, self._needed)  # slime would drop rollouts
+            return batch
+        raise RunFinished(
+            f"the run ended after {counted(reader.step, 'step')}; --num-rollout is {self.args.num_rollout}"
+        )
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Return what slime logs beside its own metrics."""
@@ -144,24 +157,18 @@ class ReplaybufDataSource:
         return self._reader
 
     def _ack_before(self, step: int) -> None:
-        """Ack the steps before `step`, whose weights slime has trained and loaded, and publish their version."""
+        """Ack the steps before `step`, which slime has trained."""
         self._attached()
         while self._unacked < step:
             self._client.ack(self._unacked, self._epoch)
             self._unacked += 1
+
+    def _publish(self) -> None:
+        """Publish the version of the acked steps, whose weights slime has loaded."""
         version = self._unacked // self._steps_per_publish
         if version > self._version:
             self._client.publish_policy(version, self._epoch)
             self._version = version
-
-    def _whole(self, batch: Batch) -> Batch:
-        """Raise `Conflict` for a batch from which slime would drop rollouts."""
-        needed = self.args.rollout_batch_size * self.args.n_samples_per_prompt
-        if batch.meta.batch_rollouts != needed:
-            found, step = batch.meta.batch_rollouts, batch.meta.step
-            detail = f"the batch of step {step} has {found} rollouts; slime needs {needed}: set batch.tail to drop"
-            raise Conflict(detail, name="batch_rollouts", value=found, bound=needed)
-        return batch
 
     def _check_waiting(self, waiting: WaitingAnswer) -> None:
         """Raise `BatchOverdue` for a wait that only this process could end: it trains while it waits for no batch."""
@@ -170,6 +177,19 @@ class ReplaybufDataSource:
             detail = f"{waiting.reason} would never end: the strategy does not allow replaybuf_steps_ahead = {ahead}"
             raise BatchOverdue(detail, waiting, name="replaybuf_steps_ahead", value=ahead)
 
+    def _check_publication(self, steps_done: int) -> None:
+        """Raise `WrongStep` for a checkpoint whose weights are no version: slime loads them into its engines."""
+        interval = self._steps_per_publish
+        if steps_done % interval and steps_done < self.args.num_rollout:
+            raise WrongStep(
+                f"the checkpoint has {counted(steps_done, 'step')}, and a version has {interval}: its engines would "
+                "sample from weights that are no version of the run. Resume at a checkpoint of a multiple "
+                "(--ckpt-step), if the run still has its steps, or train from its model in a new run",
+                name="rollout_id",
+                value=steps_done - 1,
+                bound=interval,
+            )
+
     def _check_same_run(self, steps_done: int) -> None:
         if self.args.load is None:
             return
@@ -177,7 +197,7 @@ class ReplaybufDataSource:
         if not path.exists():  # killed between slime's checkpoint and `save`: the run knows enough
             logger.warning("no %s; the run decides whether it has these steps", path)
             return
-        found = json.loads(path.read_text())["run"]
+        found = json.loads(read_bounded(path, CONFIG_BYTES))["run"]
         if found != self.settings.run:
             bound = self.settings.run
             detail = f"{path} is a checkpoint of run {found}; replaybuf_run is {bound}"

@@ -38,7 +38,9 @@ def _sample(batch: Batch, row: MicroBatch, number: int, reward_key: str | None) 
     start, end = int(row.cu_seqlens[number]), int(row.cu_seqlens[number + 1])
     if row.prompt_lengths is None:
         raise Invalid("the body has no prompt_lengths; attach with lengths=True", name="lengths", value=False)
-    first = start + int(row.prompt_lengths[number])
+    prompt, mask = int(row.prompt_lengths[number]), row.loss_mask[start:end]
+    # slime has a loss mask of the response alone, so the response begins at the first prompt token in the loss.
+    first = start + (min(prompt, int(mask.argmax())) if mask.any() else prompt)
     reward = float(row.rewards[number])
     metadata: dict[str, Any] = {
         "group_id": batch.meta.group_ids[row.group_index[number]],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
@@ -52,8 +53,24 @@ class Settings:
 
 
 def check_run(args: Any, settings: Settings, status: RunStatus) -> None:
-    """Raise `Invalid` where batches of the run would not fit slime's rollouts."""
-    facts, batch = status.facts(), status.config["batch"]
+    """Raise `Invalid` where batches of the run would not fit slime's rollouts.
+
+    Warns if slime's loss would not use the logprobs of the engines that stale groups come with.
+    """
+    facts, batch, interval = status.facts(), status.config["batch"], _update_interval(args, settings)
+    for name in ("save_interval", "num_rollout"):
+        steps = getattr(args, name)
+        if steps is not None and steps % interval:
+            why = "a checkpoint between two updates of the weights cannot be resumed"
+            raise misfit(
+                f"--{name.replace('_', '-')}", steps, f"a multiple of --update-weights-interval {interval}; {why}"
+            )
+    if facts.strategy.name != "on-policy" and not (args.use_rollout_logprobs or args.use_tis):
+        warnings.warn(
+            f"strategy {facts.strategy.name} of run {settings.run} serves groups of older policies, and slime's loss "
+            "does not use the logprobs of their engines; add --use-rollout-logprobs or --use-tis",
+            stacklevel=3,
+        )
     needed = {
         "adapters": (sorted(facts.adapters), [], "slime trains one policy"),
         "group_size": (facts.group_size, args.n_samples_per_prompt, "--n-samples-per-prompt"),
@@ -61,14 +78,14 @@ def check_run(args: Any, settings: Settings, status: RunStatus) -> None:
         "batch.groups_per_batch": (batch["groups_per_batch"], args.rollout_batch_size, "--rollout-batch-size"),
         "batch.tokens_per_batch": (batch["tokens_per_batch"], None, "a budget would make batches of fewer groups"),
         "batch.timeout_s": (batch["timeout_s"], None, "a time limit would make batches of fewer groups"),
-        "steps_per_publish": (facts.steps_per_publish, _update_interval(args, settings), "--update-weights-interval"),
+        "steps_per_publish": (facts.steps_per_publish, interval, "--update-weights-interval"),
     }
     check_run_settings(settings.run, needed)
 
 
 def _update_interval(args: Any, settings: Settings) -> int:
-    """Return the rollouts between two updates of the weights; `train.py` updates after each one."""
-    return int(getattr(args, "update_weights_interval", 1)) if settings.steps_ahead else 1
+    """Return the rollouts between two updates of the weights; `train.py` and --release-train update after each one."""
+    return 1 if args.release_train or not settings.steps_ahead else int(args.update_weights_interval)
 
 
 def _setting(args: Any, name: str, default: Any) -> Any:

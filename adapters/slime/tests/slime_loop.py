@@ -63,15 +63,19 @@ def manager_of(source: Path, given: dict[str, Any]) -> Any:
         "log_passrate": False,
         "log_reward_category": None,
         "micro_batch_size": 1,
+        "release_train": False,
         "reward_key": None,
         "rewards_normalization": True,
         "rollout_global_dataset": True,
         "rollout_num_gpus": 1,
         "save_debug_rollout_data": None,
+        "save_interval": None,
         "sglang_speculative_algorithm": None,
         "update_weights_interval": 1,
         "use_dynamic_batch_size": False,
         "use_fault_tolerance": False,
+        "use_rollout_logprobs": True,
+        "use_tis": False,
         "wandb_always_use_train_step": False,
     }
     kind = load(source)
@@ -93,7 +97,7 @@ def train(source: Path, given: dict[str, Any]) -> None:
     death.watch("ack", "acked", 0)
     death.watch("publish_policy", "published", -1)
     death.watch("checkpoint", "recorded", -1)
-    folder, interval = Path(given["save"]), given.pop("save_interval")
+    folder, interval = Path(given["save"]), given["save_interval"]
     manager = manager_of(source, given)
     args, ahead = manager.args, manager.data_source.settings.steps_ahead
     saved = sorted(int(path.stem) for path in folder.glob("*.model"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from slime_loop import PHASES, manager_of, train
 
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import Conflict, ReplaybufError
 from tests.conftest import RunClient, ServeProcess
 from tests.ticket_producer import WEIGHTED, Rows, producing, recorded_rows
 
@@ -44,7 +45,7 @@ def arguments(run: RunClient, folder: Path, **changes: Any) -> dict[str, Any]:
         "num_rollout": ROLLOUTS,
         "save": str(folder),
     }
-    return given | changes
+    return given | {"save_interval": 1} | changes
 
 
 def start(source: Path, given: dict[str, Any]) -> int | None:
@@ -92,8 +93,43 @@ def test_a_training_acks_publishes_and_records_its_steps(
 ) -> None:
     assert start(source, arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)) == 0
     state = fed.state()
-    assert (state["step"], state["published_version"], state["checkpoints"]) == (ROLLOUTS, ROLLOUTS, [ROLLOUTS])
+    published = ROLLOUTS - 1 - ahead  # the last rollout was asked for then
+    assert (state["step"], state["published_version"], state["checkpoints"]) == (ROLLOUTS, published, [ROLLOUTS])
     assert trained_model(tmp_path) == recorded_rows(fed, ROLLOUTS)
+
+
+def test_a_version_is_published_after_its_weights_are_loaded(fed: RunClient, source: Path, tmp_path: Path) -> None:
+    """slime saves a step, then loads its weights into the engines, then asks for the next rollout."""
+    manager = manager_of(source, arguments(fed, tmp_path))
+    with contextlib.closing(manager.data_source):
+        manager.load(-1)
+        manager.generate(0)
+        manager.save(0)
+        assert (fed.state()["step"], fed.state()["published_version"]) == (1, 0)
+        manager.generate(1)
+        assert fed.state()["published_version"] == 1
+
+
+def test_a_checkpoint_between_two_publications_is_refused(run: RunClient, source: Path, tmp_path: Path) -> None:
+    """slime would load its weights into the engines, whose version would then have two sets of weights."""
+    run.put(**CONFIG | {"steps_per_publish": 2})
+    changes = {"replaybuf_steps_ahead": 1, "update_weights_interval": 2, "num_rollout": 4}
+    with pytest.raises(ReplaybufError, match="--save-interval is 3; needed: a multiple of --update-weights-interval 2"):
+        manager_of(source, arguments(run, tmp_path, save_interval=3, **changes))
+    manager = manager_of(source, arguments(run, tmp_path, save_interval=2, **changes))
+    with contextlib.closing(manager.data_source):
+        with pytest.raises(ReplaybufError, match="the checkpoint has 3 steps, and a version has 2"):
+            manager.load(2)
+        assert run.state()["epoch"] == 0
+
+
+def test_engine_logprobs_that_no_loss_uses_are_a_warning(fed: RunClient, source: Path, tmp_path: Path) -> None:
+    given = arguments(fed, tmp_path)
+    with pytest.warns(UserWarning, match="does not use the logprobs of their engines; add --use-rollout-logprobs"):
+        manager_of(source, given | {"use_rollout_logprobs": False}).data_source.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager_of(source, given | {"use_rollout_logprobs": False, "use_tis": True}).data_source.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["train.py", "train_async.py"])
@@ -114,6 +150,19 @@ def test_a_trainer_killed_in_any_phase_trains_each_step_once(
     assert (state["step"], state["checkpoints"]) == (ROLLOUTS, [ROLLOUTS])
 
 
+@pytest.mark.parametrize("ahead", [0, 1], ids=["train.py", "train_async.py"])
+def test_the_report_of_the_last_checkpoint_is_repeated_at_the_next_start(
+    fed: RunClient, source: Path, tmp_path: Path, ahead: int
+) -> None:
+    """The trainer was killed between its last checkpoint and the report; then nothing is left to train."""
+    given = arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)
+    assert start(source, given | {"kill_at": f"model_saved:{ROLLOUTS - 1}"}) == -9
+    assert fed.state()["checkpoints"] == [ROLLOUTS - 1]
+    assert start(source, given) == 0
+    state = fed.state()
+    assert (state["step"], state["checkpoints"]) == (ROLLOUTS, [ROLLOUTS])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -123,7 +172,7 @@ def test_a_trainer_killed_in_any_phase_trains_each_step_once(
         ({"rollout_batch_size": 3}, "batch.groups_per_batch is 2; needed: 3 (--rollout-batch-size)"),
         ({"n_samples_per_prompt": 4}, "group_size is 2; needed: 4 (--n-samples-per-prompt)"),
         (
-            {"replaybuf_steps_ahead": 1, "update_weights_interval": 2},
+            {"replaybuf_steps_ahead": 1, "update_weights_interval": 2, "num_rollout": 4, "save_interval": 2},
             "steps_per_publish is 1; needed: 2 (--update-weights-interval)",
         ),
     ],
@@ -137,6 +186,18 @@ def test_arguments_that_do_not_fit_are_named_before_training(
     assert message in str(caught.value)
 
 
+def test_a_live_change_of_the_batches_is_refused(fed: RunClient, source: Path, tmp_path: Path) -> None:
+    """slime would drop rollouts of a larger batch. One that was made before is an error with the way out."""
+    manager = manager_of(source, arguments(fed, tmp_path))
+    with contextlib.closing(manager.data_source):
+        manager.load(-1)
+        answer = fed.http.patch(fed.path, json={"batch": {"groups_per_batch": 2 * PROMPTS}})
+        assert (answer.status_code, answer.json()["name"]) == (409, "fixed")
+        manager.data_source._needed = manager.data_source._needed._replace(rollouts=PROMPTS)
+        with pytest.raises(Conflict, match=r"step 0 has 4 rollouts .* needed: 2 \(rollout_batch_size 2 x"):
+            manager.generate(0)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -145,7 +206,7 @@ def test_arguments_that_do_not_fit_are_named_before_training(
             "adapters is ['a']; needed: [] (slime trains one policy)",
         ),
         ({"batch": CONFIG["batch"] | {"tokens_per_batch": 64}}, "batch.tokens_per_batch is 64; needed: None"),
-        ({"steps_per_publish": 2}, "steps_per_publish is 2; needed: 1"),
+        ({"steps_per_publish": 2}, "steps_per_publish is 2; needed: 1"),  # as with --release-train
     ],
 )
 def test_a_run_that_does_not_fit_is_named(

@@ -28,6 +28,7 @@ from transfer_queue.storage.managers.base import KVStorageManager, StorageManage
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from replaybuf.errors import BrokenFrame, Conflict, Unreadable
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 from replaybuf_transferqueue.records import Field, Names, Record, Restored, reconcile
 from replaybuf_transferqueue.settings import BACKEND, read_settings
 from replaybuf_transferqueue.store import Piece, Range, Store
@@ -236,7 +237,7 @@ class ReplaybufStorageManager(KVStorageManager):  # type: ignore[misc]
 
     def _check_kept(self, checkpoint_dir: str) -> None:
         settings, kept = self.storage_client.settings, self.storage_client.store.checkpoints()
-        written = json.loads(Path(checkpoint_dir, CHECKPOINT_FILE).read_text())
+        written = json.loads(read_bounded(Path(checkpoint_dir, CHECKPOINT_FILE), CONFIG_BYTES))
         if written["store"] != settings.name:
             raise Conflict(
                 f"the checkpoint {checkpoint_dir} is of the store {written['store']!r}; this is {settings.name!r}",

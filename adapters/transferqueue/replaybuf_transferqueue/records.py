@@ -10,6 +10,8 @@ import msgspec
 import torch
 from transfer_queue import BatchMeta
 
+from replaybuf.errors import counted
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_transferqueue.store import Store
 from replaybuf_transferqueue.values import decode
 
@@ -103,9 +105,9 @@ class Restored(msgspec.Struct, frozen=True):
             f"{one.partition}/{one.key or one.index}: {', '.join(one.fields)}" for one in self.missing[:5]
         )
         return (
-            f"{self.samples} samples with {self.values} values; {len(self.missing)} samples miss values"
-            f"{f' ({shown})' if shown else ''}; {len(self.later)} samples were put later and are "
-            f"{'kept' if self.kept else 'left out'}"
+            f"{counted(self.samples, 'sample')} with {counted(self.values, 'value')}; "
+            f"{counted(len(self.missing), 'sample')} without all values{f' ({shown})' if shown else ''}; "
+            f"{counted(len(self.later), 'sample')} put later, {'kept' if self.kept else 'left out'}"
         )
 
 
@@ -129,7 +131,7 @@ def reconcile(store: Store, metas: Sequence[BatchMeta], keys: Mapping[int, str |
         for index, (partition, fields) in samples.items()
         if (lost := sorted(field for field, (piece, *_) in fields.items() if held[piece] < ends[piece]))
     ]
-    records = {piece: msgspec.json.decode(data, type=Record) for piece, data in store.records().items()}
+    records = {piece: msgspec.json.decode(data, type=prepared(Record)) for piece, data in store.records().items()}
     alive = records.keys() - store.deaths() - named.keys()
     return Restored(
         len(samples),

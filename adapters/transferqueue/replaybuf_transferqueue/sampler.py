@@ -32,6 +32,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from replaybuf.client import Client, attach_at
+from replaybuf.client.peers import misfit
 from replaybuf.client.reader import WaitingLog
 from replaybuf.errors import GroupRejected, Invalid, NoRoom, ServiceUnavailable, WrongStep
 from replaybuf.wire.batch import Batch, read_batch
@@ -48,6 +49,9 @@ PRODUCER = "verl"
 RETRY_FOR_S = 60.0
 GROUPS_PER_APPEND = 16
 _MARK = "-step"
+_WAY_OUT = (
+    "give its groups back with Client.attach(on_resume='resample'), PATCH batch.groups_per_batch, and start verl again"
+)
 
 
 class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not typed
@@ -106,7 +110,9 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         first = (global_steps - 1) * self._pace.batches
         if self._attached is None:
             check_run(self._client.get_run(), self._pace, batch_size)
-            self._attached = attached = attach_at(self._client, first, lengths=True, metadata=True)
+            keep = self._settings.keep_checkpoints
+            extras = {"lengths": True, "metadata": True}
+            self._attached = attached = attach_at(self._client, first, keep=keep, fixed=True, **extras)
             self._step = self._unacked = first
             self._version = attached.published_version
             self._evicted = self._dropped(self._client.get_run())
@@ -135,7 +141,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             live = self._refill(level)
             answer = self._client.fetch_batch(self._step, self._epoch, wait_ms=int(self.poll_interval * 1000))
             if not isinstance(answer, WaitingAnswer):
-                return read_batch(answer)
+                return _whole(read_batch(answer), batch_size)
             log.report(self._step, answer, time.monotonic() - began_s)
             level = max(ahead, live + answer.need.groups - answer.have.groups)
 
@@ -288,6 +294,14 @@ class CheckpointReport(CheckpointCallback):  # type: ignore[misc]  # verl is not
         self._being_written = global_step if async_save else None
         if written is not None:
             sampler.record_checkpoint(written)
+
+
+def _whole(batch: Batch, batch_size: int) -> Batch:
+    """Raise `Invalid` for a batch that verl cannot train whole, such as one that was made before a change."""
+    groups = batch.meta.batch_groups
+    if groups % batch_size:
+        raise misfit(f"batch {batch.meta.batch_id}: groups", groups, f"a multiple of {batch_size}; {_WAY_OUT}")
+    return batch
 
 
 def _values(data: TensorDict, name: str) -> list[Any]:

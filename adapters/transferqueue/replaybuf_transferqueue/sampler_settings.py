@@ -24,13 +24,13 @@ class SamplerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings in `trainer.v1.sampler.sampler_kwargs`.
 
     - `run`, `url`: the run and its service; None = `$REPLAYBUF_RUN`, `$REPLAYBUF_URL`
-    - `keep_checkpoints`: how many of verl's newest checkpoints stay resumable; None = the run's rule
+    - `keep_checkpoints`: how many of verl's newest checkpoints stay resumable
     - `poll_s`: seconds between two looks at the queue while a step waits
     """
 
     run: str | None = None
     url: str | None = None
-    keep_checkpoints: Annotated[int, Meta(ge=1)] | None = None
+    keep_checkpoints: Annotated[int, Meta(ge=1)] = 1
     poll_s: Annotated[float, Meta(gt=0, le=60)] = 2.0
 
     @property

@@ -11,6 +11,7 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.prepared_types import prepared
 
 BACKEND = "Replaybuf"
 URL_VARIABLE = "REPLAYBUF_TRANSFERQUEUE_URL"
@@ -69,7 +70,7 @@ def convert(given: Mapping[str, Any] | DictConfig, kind: type[T], where: str, ig
     """Return the settings at `where` in a configuration. Raises `Invalid` for an unknown or a wrong one."""
     plain: Any = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else given
     try:
-        return msgspec.convert({name: value for name, value in plain.items() if name != ignored}, kind)
+        return msgspec.convert({name: value for name, value in plain.items() if name != ignored}, prepared(kind))
     except msgspec.ValidationError as error:
         known = ", ".join(kind.__struct_fields__)
         raise Invalid(f"{where}: {error}; the settings are {known}", name=where) from error

@@ -202,7 +202,13 @@ class Store:
                 raise ServiceUnavailable(f"the server has no room: {reply}", name="maxmemory") from reply
             if isinstance(reply, Exception):
                 raise reply
-        self._check(replies[len(pieces) :])
+        try:
+            self._check(replies[len(pieces) :])
+        except (DataLost, Fenced):
+            new = [f"{self._prefix}v:{piece.id}" for piece, was_new in zip(pieces, replies, strict=False) if was_new]
+            if new:  # of this attempt, which was not published; what an earlier attempt wrote has a TTL
+                self._redis.unlink(*new)
+            raise
 
     def _read_once(self, ranges: Sequence[Range]) -> list[bytes]:
         with self._redis.pipeline(transaction=False) as pipe:

@@ -21,6 +21,7 @@ from replaybuf.client.unpack import check_unweighted, rollout_keys
 from replaybuf.errors import Invalid
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.group import Group
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_transferqueue.values import decode, encode
 
 METADATA = "verl"
@@ -177,4 +178,4 @@ def _unpack(group_id: str, metadata: Mapping[str, Any] | None) -> _Others:
     if metadata is None or METADATA not in metadata:
         detail = f"group {group_id} has no metadata {METADATA!r}; only this sampler may append to the run"
         raise Invalid(detail, name="metadata", value=group_id)
-    return msgspec.msgpack.decode(zlib.decompress(base64.b64decode(metadata[METADATA])), type=_Others)
+    return msgspec.msgpack.decode(zlib.decompress(base64.b64decode(metadata[METADATA])), type=prepared(_Others))

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import ray
 import transfer_queue
-from omegaconf import OmegaConf
+from starting_queue import start_queue_on
 from starting_ray import start_ray
 
-import replaybuf_transferqueue
 from replaybuf_transferqueue.settings import Settings
 from replaybuf_transferqueue.store import Store
 from tests.valkeys import Valkey
-
-BACKEND = replaybuf_transferqueue.BACKEND
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,15 +56,5 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture
 def start_queue(ray_cluster: None, valkey: Valkey) -> Iterator[Callable[..., Any]]:
     """Start TransferQueue on this back end; a second start ends the first one, as a crash of its controller does."""
-
-    def start(**settings: Any) -> Any:
-        transfer_queue.close()
-        config = {
-            "controller": {"polling_mode": True},
-            "backend": {"storage_backend": BACKEND, BACKEND: {"url": valkey.url, "timeout_s": 20.0} | settings},
-        }
-        transfer_queue.init(OmegaConf.create(config))
-        return transfer_queue
-
-    yield start
+    yield lambda **settings: start_queue_on(valkey, settings)
     transfer_queue.close()

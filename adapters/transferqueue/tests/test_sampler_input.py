@@ -98,6 +98,27 @@ def test_a_run_that_does_not_fit_is_refused_before_it_has_a_trainer(
     assert run.state()["trainer"] is None
 
 
+@pytest.mark.parametrize("groups", [PROMPTS // 2, PROMPTS + 1])
+def test_nobody_changes_the_batches_that_verl_trains(groups: int, run: RunClient, queue: str) -> None:
+    """A live change is refused; a batch that was made before, or between the check and the attach, is an error."""
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    for number in range(PROMPTS + 1):
+        put(f"u{number}", trajectories(f"u{number}", number))
+    sampler = make(run)
+    attach = sampler._client.attach
+
+    def late(**given: Any) -> Any:
+        assert run.http.patch(run.path, json={"batch": {"groups_per_batch": groups}}).status_code == 200
+        return attach(**given)
+
+    sampler._client.attach = late
+    with pytest.raises(Invalid, match=f"groups is {groups}; needed: a multiple of {PROMPTS}; give its groups back"):
+        sampler.sample(1, "train", PROMPTS)
+    answer = run.http.patch(run.path, json={"batch": {"groups_per_batch": PROMPTS}})
+    assert (answer.status_code, answer.json()["name"]) == (409, "fixed")
+
+
 def test_an_unknown_run_is_refused(run: RunClient) -> None:
     with pytest.raises(NotFound):
         make(run).sample(1, "train", PROMPTS)

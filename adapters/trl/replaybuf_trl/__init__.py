@@ -16,7 +16,14 @@
 
 from replaybuf_trl.callback import ReplaybufCallback
 from replaybuf_trl.checkpoints import newest_checkpoint
+from replaybuf_trl.cpu import allow_cpu
 from replaybuf_trl.transfer import ReplaybufWeightTransfer
 from replaybuf_trl.worker import ReplaybufRolloutWorker
 
-__all__ = ["ReplaybufCallback", "ReplaybufRolloutWorker", "ReplaybufWeightTransfer", "newest_checkpoint"]
+__all__ = [
+    "ReplaybufCallback",
+    "ReplaybufRolloutWorker",
+    "ReplaybufWeightTransfer",
+    "allow_cpu",
+    "newest_checkpoint",
+]

@@ -10,9 +10,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 from replaybuf_trl.checkpoints import sync_folder
-from replaybuf_trl.layout import check_arguments, check_version
+from replaybuf_trl.layout import check_arguments, check_attention, check_version
 from replaybuf_trl.worker import ReplaybufRolloutWorker
 
 
@@ -33,6 +33,7 @@ class ReplaybufCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the arguments, before TRL replaces those that are not set."""
         check_version()
+        check_attention()
         check_arguments(args)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -41,14 +42,15 @@ class ReplaybufCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         self._check_checkpoint(state)
         if state.global_step >= args.max_steps:
+            self._worker.settle(state.global_step, self._kept(args))
             raise Invalid(
-                f"the checkpoint has {state.global_step} steps and max_steps is {args.max_steps}: nothing is left to "
-                "train. Raise max_steps, or do not start",
+                f"the checkpoint has {counted(state.global_step, 'step')} and max_steps is {args.max_steps}: "
+                "nothing is left to train. Raise max_steps, or do not start",
                 name="max_steps",
                 value=args.max_steps,
                 bound=state.global_step + 1,
             )
-        self._worker.attach(args, state.global_step)
+        self._worker.attach(args, state.global_step, self._kept(args))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ack the step; end the training behind the last one of the run."""
@@ -65,7 +67,10 @@ class ReplaybufCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Report the checkpoint once it is on disk."""
         if state.is_world_process_zero:
             sync_folder(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            self._worker.checkpoint(state.global_step, self._keep or args.save_total_limit or 1)
+            self._worker.checkpoint(state.global_step)
+
+    def _kept(self, args: TrainingArguments) -> int:
+        return self._keep or args.save_total_limit or 1
 
     def _check_checkpoint(self, state: TrainerState) -> None:
         """Raise `Invalid` for a checkpoint of another run."""

@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from replaybuf.wire.files import STATE_BYTES, read_bounded
+
 _NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "trainer_state.json"
 """transformers writes this file last."""
@@ -29,7 +31,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 def step_of(checkpoint: str | os.PathLike[str]) -> int | None:
     """Return the number of steps done in a checkpoint, None if it is not complete."""
     try:
-        return int(json.loads((Path(checkpoint) / STATE).read_bytes())["global_step"])
+        return int(json.loads(read_bounded(Path(checkpoint) / STATE, STATE_BYTES))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

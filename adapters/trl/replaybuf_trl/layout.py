@@ -1,16 +1,18 @@
-"""Whether TRL can train the batches of a run as they are, checked before the training starts."""
+"""Whether TRL can train the batches of a run as they are, checked before the training starts.
+
+That each batch has the rollouts of a step is checked batch by batch, because it may change: see `peers.check_size`.
+"""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import msgspec
 from transformers.trainer_utils import SaveStrategy
-from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo import AsyncGRPOConfig, packing
 
-from replaybuf.client.peers import warn_if_untested
+from replaybuf.client.peers import Needed, warn_if_untested
 from replaybuf.errors import Invalid
-from replaybuf.wire.config import RunConfig, TokensPerRank
 from replaybuf.wire.run_status import RunStatus
 
 TESTED = ("1.16", "1.17")
@@ -30,6 +32,17 @@ class Rule(NamedTuple):
 def check_version() -> None:
     """Warn of a version of TRL that this adapter was not tested with."""
     warn_if_untested("replaybuf-trl", "trl", *TESTED)
+
+
+def check_attention() -> None:
+    """Raise `Invalid` on a GPU without `kernels`, which TRL imports when it attends for the first time."""
+    loads = packing._flash_attn.__module__ == packing.__name__  # `allow_cpu` has not replaced it
+    if loads and find_spec("kernels") is None:
+        raise Invalid(
+            "TRL attends with FlashAttention, which the package kernels loads, and it is not installed. "
+            "pip install 'trl[kernels]'. On a CPU call replaybuf_trl.allow_cpu() instead",
+            name="kernels",
+        )
 
 
 def check_arguments(args: AsyncGRPOConfig) -> None:
@@ -57,66 +70,37 @@ def check_arguments(args: AsyncGRPOConfig) -> None:
     )
 
 
-def check_layout(args: AsyncGRPOConfig, run: RunStatus) -> None:
-    """Check that each batch of the run is exactly one optimizer step of TRL. Raises `Invalid`."""
-    try:
-        config = msgspec.convert(run.config, RunConfig)
-    except msgspec.ValidationError as error:
-        raise Invalid(f"the configuration of run {run.run} is of another release: {error}", name="config") from error
-    groups, size, tail = config.batch.groups_per_batch, config.group_size, config.batch.tail
-    same = "TRL trains the same number of rollouts in each step"
+def check_run(args: AsyncGRPOConfig, run: RunStatus) -> None:
+    """Check what no batch shows before it is too late. Raises `Invalid`."""
+    facts, tail = run.facts(), run.config["batch"]["tail"]
     _check(
-        Rule(not config.adapters, "adapters", sorted(config.adapters), [], "TRL trains one policy"),
-        Rule(groups is not None, "batch.groups_per_batch", groups, "a number", same),
-        Rule(size is not None, "group_size", size, "a number", same),
-        Rule(config.min_group_size in (None, size), "min_group_size", config.min_group_size, None, same),
-        Rule(config.batch.timeout_s is None, "batch.timeout_s", config.batch.timeout_s, None, same),
-        Rule(config.tickets.prompts is None or tail == "drop", "batch.tail", tail, "drop", same),
-        Rule(config.advantage != "process", "advantage", "process", "grpo", "TRL takes one advantage per rollout"),
+        Rule(not facts.adapters, "adapters", sorted(facts.adapters), [], "TRL trains one policy"),
         Rule(
-            config.steps_per_publish == args.weight_sync_steps,
+            run.config["tickets"]["prompts"] is None or tail == "drop",
+            "batch.tail",
+            tail,
+            "drop",
+            "TRL trains the same number of rollouts in each step, and the last one could have fewer",
+        ),
+        Rule(
+            facts.steps_per_publish == args.weight_sync_steps,
             "steps_per_publish",
-            config.steps_per_publish,
+            facts.steps_per_publish,
             args.weight_sync_steps,
             "it must be AsyncGRPOConfig(weight_sync_steps=...), after which TRL publishes",
         ),
     )
-    _check_size(args, config, (groups or 0) * (size or 0))
 
 
-def _check_size(args: AsyncGRPOConfig, config: RunConfig, rollouts: int) -> None:
-    """Compare the rollouts of a step and of a batch, which no token budget may cut."""
+def step_rollouts(args: AsyncGRPOConfig) -> Needed:
+    """Return how many rollouts a step of TRL trains, and why."""
     micro_batch, accumulation, processes = (
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
         args.world_size,
     )
-    budget = config.batch.tokens_per_batch
-    tokens = budget.per_rank if isinstance(budget, TokensPerRank) else budget
-    largest = rollouts * config.batch.seq_len
-    _check(
-        Rule(
-            micro_batch * accumulation * processes == rollouts,
-            "groups_per_batch x group_size",
-            rollouts,
-            micro_batch * accumulation * processes,
-            f"a step of TRL has per_device_train_batch_size {micro_batch} x gradient_accumulation_steps {accumulation} "
-            f"x {processes} processes; make them equal",
-        ),
-        Rule(
-            tokens is None or tokens >= largest,
-            "tokens_per_batch",
-            tokens,
-            largest,
-            "a batch of long rollouts would have fewer groups; use null, or groups_per_batch x group_size x seq_len",
-        ),
-    )
-
-
-def check_look_ahead(look_ahead: int, strategy: str) -> None:
-    """Refuse a strategy without look-ahead. Raises `Invalid`."""
-    why = "accelerate fetches the first micro-batch of the next step before this one is trained; use another strategy"
-    _check(Rule(look_ahead >= 1, f"look_ahead of strategy {strategy}", look_ahead, 1, why))
+    parts = f"{micro_batch} per_device_train_batch_size x {accumulation} gradient_accumulation_steps x {processes}"
+    return Needed(micro_batch * accumulation * processes, f"a step of TRL: {parts} processes")
 
 
 def _check(*rules: Rule) -> None:

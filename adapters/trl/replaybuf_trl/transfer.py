@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from replaybuf.client.retries import Retries
+from replaybuf_trainer.folders import whole_folder
 from replaybuf_trainer.options import OnPublish
+from replaybuf_trainer.publications import NOT_RESTORED
 from replaybuf_trainer.publishers.opening import load_publisher
 from replaybuf_trainer.publishers.publisher import Publisher, PublisherSetup
-from replaybuf_trainer.retries import Retries
-from replaybuf_trainer.weights import WEIGHTS_FILE, whole_folder
+from replaybuf_trainer.weights import WEIGHTS_FILE
 from replaybuf_trl.worker import ReplaybufRolloutWorker
+
+logger = logging.getLogger(__name__)
 
 
 class SentWeights:
@@ -87,12 +92,26 @@ class ReplaybufWeightTransfer:
         """Do nothing: the publisher pauses each engine while it loads, not while weights are written."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Bring the weights after the acked steps to the engines, then announce them. Raises `Fenced`."""
+        """Bring the weights after the acked steps to the engines, then announce them. Raises `Fenced`.
+
+        After a resume between two publications the weights are no version: the engines get those of the last one again.
+        """
+        if self._worker.is_between_versions:
+            self._restore(iterator)
+            return
         weights = SentWeights(self._beside, {name: tensor.detach().cpu() for name, tensor in iterator})
         worker, publisher, version = self._worker, self._publisher, self._worker.version
         self._retries.call(lambda: publisher.prepare(version, weights))
         uri = self._retries.call(lambda: publisher.commit(version, worker.confirm))
         worker.publish(version, uri)
+
+    def _restore(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _ in iterator:  # the other processes take part
+            pass
+        worker, publisher, version = self._worker, self._publisher, self._worker.version
+        if not self._retries.call(lambda: publisher.restore(version, worker.confirm)):
+            logger.warning(NOT_RESTORED, version)
+        worker.publish(version, None)  # changes nothing
 
     def resume(self) -> None:
         """Watch the engines from the first version on: one that restarts gets the weights again."""

@@ -20,12 +20,12 @@ from typing import Any
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from replaybuf.client import BatchReader, Client, ReaderOptions
-from replaybuf.errors import Conflict, Fenced, Invalid, RunFinished, WrongStep
+from replaybuf.client import BatchReader, Client, ReaderOptions, TrainerSession
+from replaybuf.client.peers import Needed, check_size
+from replaybuf.errors import BatchOverdue, Invalid, RunFinished, WrongStep, counted
 from replaybuf.wire.batch import Batch
-from replaybuf.wire.contract import Attachment
-from replaybuf_trainer.retries import Retries
-from replaybuf_trl.layout import check_layout, check_look_ahead
+from replaybuf.wire.contract import WaitingAnswer
+from replaybuf_trl.layout import check_run, step_rollouts
 from replaybuf_trl.samples import filler_of, samples_of
 
 logger = logging.getLogger(__name__)
@@ -74,16 +74,15 @@ class ReplaybufRolloutWorker:
         self.rollout_buffer = Samples()
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.steps_per_publish = 1
+        self._needed = Needed(0, "")
         self.ended_at: int | None = None
         """Number of steps that the run has, once it is finished."""
         self._client = Client(url, run, token, timeout_s=CALL_TIMEOUT_S, retry_for_s=service_timeout_s)
-        self._retries = Retries(service_timeout_s)
         self._service_timeout_s = service_timeout_s
         self._wait_ms = wait_ms
-        self._attached: Attachment | None = None
+        self._session: TrainerSession[Batch] | None = None
         self._version = 0
         self._published = False
-        self._reader: BatchReader | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._changed = threading.Condition()
@@ -91,60 +90,83 @@ class ReplaybufRolloutWorker:
 
     # ------------------------------------------------------------------ calls of callback and weight transfer
 
-    def attach(self, args: AsyncGRPOConfig, step: int) -> None:
-        """Take the run over after `step` steps. Raises `Invalid` if TRL cannot train its batches, and `WrongStep`."""
-        status = self._client.get_run()
-        check_layout(args, status)
-        attached = self._retries.call(lambda: self._attach(step))
-        check_look_ahead(attached.look_ahead, status.strategy.name)
-        if self._client.get_run().state == "finished":
-            raise RunFinished(f"run {self.run} is finished after {step} steps; there is nothing left to train")
-        self.steps_per_publish = args.weight_sync_steps
-        self.rollout_buffer.max_staleness = args.max_staleness
-        self._attached, self._acked, self._version = attached, attached.step, attached.published_version
-        logger.info("attached run=%s epoch=%d step=%d", self.run, attached.epoch, attached.step)
+    def attach(self, args: AsyncGRPOConfig, step: int, keep: int | None = None) -> None:
+        """Take the run over at the checkpoint of `step`, 0 = none, and report that checkpoint.
 
-    def _attach(self, step: int) -> Attachment:
+        `keep`: the newest checkpoints that stay resumable; None = this one and all that the run knows. Raises `Invalid`
+        if TRL cannot train the batches of the run, and `WrongStep`.
+        """
+        check_run(args, self._client.get_run())
+        self._session = session = self._open(step, keep)
         try:
-            return self._client.attach(resume_step=step, reward_parts=True)
+            attached = session.attach()
         except WrongStep as error:
             way_out = "give train(resume_from_checkpoint=...) a checkpoint of these steps, or use a new run"
             detail = f"{error.detail}; {way_out}"
             raise WrongStep(detail, name=error.name, value=error.value, bound=error.bound) from error
+        if self._client.get_run().state == "finished":
+            raise RunFinished(
+                f"run {self.run} is finished after {counted(step, 'step')}; there is nothing left to train"
+            )
+        self.steps_per_publish, self._needed = args.weight_sync_steps, step_rollouts(args)
+        self.rollout_buffer.max_staleness = args.max_staleness
+        self._acked, self._version = attached.step, attached.published_version
+        logger.info("attached run=%s epoch=%d step=%d", self.run, attached.epoch, attached.step)
+
+    def _open(self, step: int, keep: int | None) -> TrainerSession[Batch]:
+        # Without prefetch: the reader must not ask for a step before the one that is two steps older is acked.
+        how = ReaderOptions(
+            prefetch=False,
+            wait_ms=self._wait_ms,
+            service_timeout_s=self._service_timeout_s,
+            on_waiting=self._check_waiting,
+        )
+        return TrainerSession(
+            self._client,
+            lambda epoch, first: BatchReader(self._client, epoch, first, how),
+            steps_done=step,
+            keep_checkpoints=keep,
+            service_timeout_s=self._service_timeout_s,
+            reward_parts=True,
+            fixed=True,
+        )
+
+    def settle(self, step: int, keep: int) -> None:
+        """Report the checkpoint of `step`, after which nothing is left to train, if the report was lost."""
+        self._open(step, keep).settle()
 
     def ack(self, steps: int) -> None:
         """Report that so many steps are trained, and let the thread fetch one more. Raises `Fenced`."""
-        self._client.ack(steps - 1, self.epoch)
+        self._attached.ack(steps=steps)
         with self._changed:
             self._acked = steps
             self._changed.notify_all()
 
-    def checkpoint(self, step: int, keep: int) -> None:
+    def checkpoint(self, step: int) -> None:
         """Report that the checkpoint of `step` is on disk."""
-        self._client.checkpoint(step, self.epoch, keep=keep)
+        self._attached.checkpoint(step)
 
     def publish(self, version: int, weights_uri: str | None) -> None:
         """Announce a version that the engines have loaded."""
-        self._client.publish_policy(version, self.epoch, weights_uri)
+        self._attached.publish(weights_uri, version)
         self._version, self._published = version, True
 
     def confirm(self) -> None:
-        """Ask once whether this trainer still has the run, by a version that changes nothing. Raises `Fenced`."""
-        try:
-            self._client.publish_policy(self._version, self.epoch)
-        except Fenced:
-            raise
-        except Conflict:  # a newer version was published meanwhile; the service checks the epoch first
-            return
+        """Ask once whether this trainer still has the run. Raises `Fenced`."""
+        self._attached.confirm()
 
     @property
-    def epoch(self) -> int:
-        """The epoch of this trainer. Raises `Invalid` before `ReplaybufCallback` attached."""
-        if self._attached is None:
+    def _attached(self) -> TrainerSession[Batch]:
+        if self._session is None:
             raise Invalid(
                 f"run {self.run} has no trainer yet; give AsyncGRPOTrainer(callbacks=[ReplaybufCallback(worker)])",
                 name="callbacks",
             )
+        return self._session
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this trainer. Raises `Invalid` before `ReplaybufCallback` attached."""
         return self._attached.epoch
 
     @property
@@ -152,25 +174,29 @@ class ReplaybufRolloutWorker:
         """The policy version after the steps that are acked."""
         return self._acked // self.steps_per_publish
 
+    @property
+    def is_between_versions(self) -> bool:
+        """Whether steps are acked since the last publication, as after a resume."""
+        return self._acked % self.steps_per_publish > 0
+
     # ------------------------------------------------------------------ TRL's protocol
 
     def start(self) -> None:
         """Start to fetch; TRL has sent the first weights. Raises `Invalid` if nobody published them."""
-        epoch = self.epoch
+        session = self._attached
         if not self._published:
             raise Invalid(
                 f"the weights are not published to run {self.run}, so its generators would wait for ever; give "
                 "AsyncGRPOTrainer(weight_transfer=ReplaybufWeightTransfer(worker, ...))",
                 name="weight_transfer",
             )
-        self._thread = threading.Thread(target=self._work, args=(epoch,), name="replaybuf batches", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(session,), name="replaybuf batches", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread."""
-        self._retries.stop()
-        if self._reader is not None:
-            self._reader.stop()
+        if self._session is not None:
+            self._session.stop()
         with self._changed:
             self._changed.notify_all()
         if self._thread is not None:
@@ -190,38 +216,48 @@ class ReplaybufRolloutWorker:
 
     # ------------------------------------------------------------------ the thread
 
-    def _work(self, epoch: int) -> None:
+    def _work(self, session: TrainerSession[Batch]) -> None:
         try:
-            self._feed(epoch)
+            self._feed(session)
         except Exception as error:  # noqa: BLE001  # check_health raises it in the trainer
             self._failure = error
 
-    def _feed(self, epoch: int) -> None:
-        # Without prefetch: the reader must not ask for a step before the one that is two steps older is acked.
-        how = ReaderOptions(prefetch=False, wait_ms=self._wait_ms, service_timeout_s=self._service_timeout_s)
+    def _feed(self, session: TrainerSession[Batch]) -> None:
         last: list[RolloutSample] = []
-        with BatchReader(self._client, epoch, self._acked, how) as self._reader:
-            while self._wait_for_ack(self._reader.step - 1):
+        with session:
+            while self._wait_for_ack(session, session.reader.step - 1):
                 began_s = time.monotonic()
-                batch = next(self._reader, None)
+                batch = next(session, None)
                 if batch is None:
                     break
+                check_size(batch.meta, self._needed)
                 last = samples_of(batch)
                 self._report(batch, time.monotonic() - began_s)
                 for sample in last:
                     self.rollout_buffer.put(sample)
-            if self._reader.finished:
-                self._end(self._reader.step, last)
+            if session.reader.finished:
+                self._end(session.reader.step, last)
 
-    def _wait_for_ack(self, steps: int) -> bool:
+    def _check_waiting(self, waiting: WaitingAnswer) -> None:
+        """Raise `BatchOverdue` for a wait that only TRL could end, which waits for this batch."""
+        if waiting.reason == "awaiting_ack":
+            raise BatchOverdue(
+                f"run {self.run} has a strategy without look-ahead, so the next batch comes after the ack of this one. "
+                "accelerate fetches its first micro-batch before TRL trains this one: use another strategy",
+                waiting,
+                name="strategy",
+                value="awaiting_ack",
+            )
+
+    def _wait_for_ack(self, session: TrainerSession[Batch], steps: int) -> bool:
         """Wait until so many steps are acked; return False once the worker stops."""
         with self._changed:
-            self._changed.wait_for(lambda: self._acked >= steps or self._retries.stopped)
-        return not self._retries.stopped
+            self._changed.wait_for(lambda: self._acked >= steps or session.stopped)
+        return not session.stopped
 
     def _end(self, steps: int, last: list[RolloutSample]) -> None:
         if not last:
-            raise RunFinished(f"run {self.run} finished after {steps} steps; there is nothing left to train")
+            raise RunFinished(f"run {self.run} finished after {counted(steps, 'step')}; there is nothing left to train")
         self.ended_at = steps
         for sample in last:
             self.rollout_buffer.put(filler_of(sample))

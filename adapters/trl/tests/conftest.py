@@ -9,12 +9,12 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-import on_cpu
 import pytest
 import torch
 
 from replaybuf_trainer import warm_start
 from replaybuf_trainer.models.tiny import character_tokenizer, new_model
+from replaybuf_trl import allow_cpu
 from tests.conftest import connect, own_service, run, service
 
 __all__ = ["connect", "own_service", "run", "service"]
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _on_cpu() -> None:
-    on_cpu.patch()
+    allow_cpu()
     torch.set_num_threads(1)
     logging.getLogger("replaybuf_trl").setLevel(logging.INFO)
 

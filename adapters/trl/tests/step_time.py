@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import on_cpu
 import torch
 from training import Recorded, fill, make_trainer
 from transformers import PrinterCallback, TrainerCallback
@@ -27,6 +26,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replaybuf.wire.batch import read_batch
 from replaybuf_trainer.models.tiny import character_tokenizer, new_model
+from replaybuf_trl import allow_cpu
 from replaybuf_trl.samples import samples_of
 from replaybuf_trl.transfer import SentWeights, beside_weights
 from tests.conftest import RunClient, ServeProcess
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=5)
     pairs = parser.parse_args().pairs
-    on_cpu.patch()
+    allow_cpu()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

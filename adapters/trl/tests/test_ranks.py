@@ -30,7 +30,7 @@ def test_two_ranks_train_the_batches_of_the_ledger(run: RunClient, model: Path, 
     }
     words = [str(word) for pair in given.items() for word in pair]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
-    command = [*torchrun, str(Path(__file__).with_name("on_cpu.py")), str(EXAMPLE), *words, "--cpu"]
+    command = [*torchrun, str(Path(__file__).with_name("recording.py")), str(EXAMPLE), *words, "--cpu"]
     trained = tmp_path / "trained.jsonl"
     environment = os.environ | {"TRAINED": str(trained), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training import CONFIG, GROUPS, Nowhere, fill, make_trainer
+from trl.experimental.async_grpo import packing
 
 from replaybuf.client import peers
-from replaybuf.errors import Invalid, NotFound, WrongStep
+from replaybuf.errors import BatchOverdue, Invalid, NotFound, WrongStep
 from replaybuf_trl import layout, newest_checkpoint
 from tests.conftest import RunClient, group
+from tests.waiting import eventually
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "token budget": ({"token_budget": None}, "token_budget is None; needed: 0"),
@@ -25,35 +28,13 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "checkpoints without optimizer": ({"save_only_model": True}, "save_only_model is True; needed: False"),
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "another batch size": (
-        {},
-        {"per_device_train_batch_size": 8},
-        "is 8; needed: 16, because a step of TRL has per_device_train_batch_size 8",
-    ),
-    "another accumulation": (
-        {},
-        {"gradient_accumulation_steps": 3},
-        "needed: 12, because a step of TRL has per_device_train_batch_size 4",
-    ),
     "another publication": ({}, {"weight_sync_steps": 2}, "steps_per_publish is 1; needed: 2"),
-    "a token budget of the run": ({"batch": {"tokens_per_batch": 400}}, {}, "needed: 512"),
-    "a token budget per rank": ({"batch": {"tokens_per_batch": {"per_rank": 400}}}, {}, "tokens_per_batch is 400"),
-    "any number of groups": (
-        {"batch": {"groups_per_batch": None, "tokens_per_batch": 512}},
-        {},
-        "batch.groups_per_batch is None",
-    ),
-    "short batches": ({"batch": {"timeout_s": 5}}, {}, "batch.timeout_s is 5.0; needed: None"),
     "a short last batch": ({"tickets": {"prompts": 10}}, {}, "batch.tail is train; needed: drop"),
-    "groups of any size": ({"group_size": None}, {}, "group_size is None"),
-    "partial groups": ({"min_group_size": 1}, {}, "min_group_size is 1; needed: None"),
     "adapters": (
         {"adapters": {"a": {"groups_per_batch": GROUPS}}, "batch": {"groups_per_batch": None, "tokens_per_batch": 512}},
         {},
         "adapters is ['a']; needed: []",
     ),
-    "token-wise advantages": ({"advantage": "process"}, {}, "advantage is process; needed: grpo"),
-    "no look-ahead": ({"strategy": {"name": "on-policy"}}, {}, "look_ahead of strategy on-policy is 0; needed: 1"),
 }
 
 
@@ -62,6 +43,20 @@ def test_arguments_are_checked_when_the_trainer_is_made(case: str, run: RunClien
     arguments, message = ARGUMENTS[case]
     with pytest.raises(Invalid, match=re.escape(message)):
         make_trainer(run, model, tmp_path, **arguments)
+
+
+def test_a_gpu_without_flash_attention_is_refused_when_the_trainer_is_made(
+    run: RunClient, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL does not declare `kernels` and imports it in the first forward pass."""
+
+    def of_trl() -> None: ...
+
+    of_trl.__module__ = packing.__name__
+    monkeypatch.setattr(packing, "_flash_attn", of_trl)
+    monkeypatch.setattr(layout, "find_spec", lambda _: None)
+    with pytest.raises(Invalid, match=re.escape("pip install 'trl[kernels]'. On a CPU call")):
+        make_trainer(run, model, tmp_path)
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -73,6 +68,32 @@ def test_a_run_that_trl_cannot_train_is_refused(case: str, run: RunClient, model
     with pytest.raises(Invalid, match=re.escape(message)):
         trainer.train()
     assert not list((tmp_path).glob("weights/*"))
+
+
+@pytest.mark.timeout(120)
+def test_a_strategy_without_look_ahead_is_an_error(run: RunClient, model: Path, tmp_path: Path) -> None:
+    fill(run, strategy={"name": "on-policy"})
+    with pytest.raises(BatchOverdue, match="a strategy without look-ahead"):
+        make_trainer(run, model, tmp_path).train()
+    assert run.state()["step"] == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_live_change_to_a_strategy_without_look_ahead_is_an_error(
+    run: RunClient, model: Path, tmp_path: Path
+) -> None:
+    """TRL would wait for ever: the next batch comes after its ack, and it acks after it has the next batch."""
+    fill(run, steps=1)
+
+    def change() -> int:
+        eventually(lambda: run.state()["groups"]["in_batches"], 30.0)
+        return run.http.patch(run.path, json={"strategy": {"name": "on-policy"}}).status_code
+
+    with ThreadPoolExecutor(1) as pool:
+        changed = pool.submit(change)
+        with pytest.raises(BatchOverdue, match="a strategy without look-ahead"):
+            make_trainer(run, model, tmp_path).train()
+        assert changed.result() == 200
 
 
 def test_an_unknown_run_is_named(run: RunClient, model: Path, tmp_path: Path) -> None:

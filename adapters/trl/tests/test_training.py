@@ -13,7 +13,7 @@ import pytest
 from training import GROUPS, SIZE, STEPS, fill, make_trainer, of_ledger, weights_digest
 from transformers import TrainerCallback
 
-from replaybuf.errors import Fenced, RunFinished
+from replaybuf.errors import Fenced, Invalid, RunFinished
 from replaybuf.wire.batch import Batch, read_batch
 from replaybuf_trl import newest_checkpoint
 from replaybuf_trl.samples import samples_of
@@ -83,6 +83,26 @@ def test_a_resumed_training_ends_with_the_same_weights(
     assert weights_digest(tmp_path / "part" / last) == weights_digest(tmp_path / "whole" / last)
 
 
+def test_a_published_version_keeps_its_weights(run: RunClient, model: Path, tmp_path: Path) -> None:
+    """The training resumes at step 3, between version 1 (of step 2) and version 2 (of step 4)."""
+    groups = fill(run, steps_per_publish=2)
+    given = {"weight_sync_steps": 2, "save_steps": 3}
+    first = make_trainer(run, model, tmp_path, **given)
+    first.add_callback(AtStep(4, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    version_1 = tmp_path / "weights" / "v000001"
+    before = weights_digest(version_1)
+    again = make_trainer(run, model, tmp_path, **given)
+    again.add_callback(AtStep(5, lambda: seen.append(weights_digest(version_1))))
+    seen: list[str] = []
+    again.train(resume_from_checkpoint=newest_checkpoint(tmp_path))
+    assert sorted(again.trained) == [3, 4, 5]
+    assert seen == [before]
+    assert run.state()["published_version"] == 3
+    assert all(again.trained[step] == of_ledger(run, step, groups) for step in again.trained)
+
+
 def test_a_part_of_a_checkpoint_is_passed_over(run: RunClient, model: Path, tmp_path: Path) -> None:
     fill(run, steps=2, max_steps=2)
     make_trainer(run, model, tmp_path, max_steps=2).train()
@@ -103,6 +123,25 @@ def test_the_training_ends_with_the_run(run: RunClient, model: Path, tmp_path: P
     assert checkpoint == str(tmp_path / "checkpoint-3")
     with pytest.raises(RunFinished, match="finished after 3 steps"):
         make_trainer(run, model, tmp_path, max_steps=100).train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(("max_steps", "error"), [(4, Invalid), (100, RunFinished)])
+def test_a_checkpoint_whose_report_was_lost_is_reported_at_the_next_start(
+    max_steps: int, error: type[Exception], run: RunClient, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is finished, so there is no later step after which TRL could report it."""
+    fill(run, steps=4, max_steps=4)
+    killed = make_trainer(run, model, tmp_path, max_steps=4, keep=1)
+    monkeypatch.setattr(killed.rollout_worker, "checkpoint", lambda step: interrupt() if step == 4 else None)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    assert (run.state()["state"], run.state()["checkpoints"]) == ("finished", [])
+    with pytest.raises(error):
+        make_trainer(run, model, tmp_path, max_steps=max_steps, keep=1).train(
+            resume_from_checkpoint=newest_checkpoint(tmp_path)
+        )
+    assert run.state()["checkpoints"] == [4]
+    assert run.state()["groups"]["in_batches"] == 0
 
 
 def test_a_trainer_that_another_one_replaced_ends(run: RunClient, model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from on_cpu import digest_of, trained_rollouts
+from recording import digest_of, trained_rollouts
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from replaybuf_trl import ReplaybufCallback, ReplaybufRolloutWorker, ReplaybufWeightTransfer

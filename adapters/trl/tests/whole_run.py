@@ -105,7 +105,7 @@ class WholeRun:
         }
         words = [word for pair in given.items() for word in pair]
         return self._start(
-            "train", sys.executable, str(Path(__file__).with_name("on_cpu.py")), example, *words, "--cpu"
+            "train", sys.executable, str(Path(__file__).with_name("recording.py")), example, *words, "--cpu"
         )
 
     def _start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
@@ -176,7 +176,7 @@ class WholeRun:
     # ------------------------------------------------------------------ what happened
 
     def lines(self) -> list[dict[str, Any]]:
-        """What `on_cpu` recorded."""
+        """What `recording` wrote."""
         if not self.trained_file.exists():
             return []
         return [json.loads(line) for line in self.trained_file.read_text().splitlines(True) if line.endswith("\n")]

@@ -15,6 +15,7 @@ from replaybuf.cli.service import printable
 from replaybuf.cli.top.poller import Frame
 from replaybuf.cli.top.screen import Screen, attention
 from replaybuf.cli.top.texts import age, amount, count, since, waits
+from replaybuf.errors import counted
 from replaybuf.launch.view import sparkline
 from replaybuf.wire.contract import ProducerStatus
 from replaybuf.wire.overview import Flow, RunRow
@@ -73,7 +74,10 @@ def draw(frame: Frame, screen: Screen, console: Console, url: str, now_s: float)
 def _head(frame: Frame, url: str, now_s: float) -> Text:
     head = Text(f"replaybuf top  {printable(url)}", style="bold")
     if frame.overview:
-        head.append(f"  {len(frame.overview.runs)} runs, durability {frame.overview.durability}", style="not bold dim")
+        head.append(
+            f"  {counted(len(frame.overview.runs), 'run')}, durability {frame.overview.durability}",
+            style="not bold dim",
+        )
     if frame.error:
         since = f"for {age(now_s - frame.failing_s)}"
         shown = f"; shown is the state of {age(now_s - frame.at_s)} ago" if frame.at_s else ""
@@ -119,7 +123,7 @@ def _runs(rows: Sequence[RunRow], screen: Screen, console: Console) -> Renderabl
         style = STYLES[attention(row)] + (" reverse" if number == place and console.is_terminal else "")
         table.add_row(*(Text(printable(column.text(row))) for column, _ in columns), style=style)
     hidden = len(shown) - height
-    return Group(table, Text(f"{hidden} more runs", style="dim")) if hidden > 0 else table
+    return Group(table, Text(counted(hidden, "more run"), style="dim")) if hidden > 0 else table
 
 
 def _state(row: RunRow) -> str:
@@ -167,7 +171,8 @@ def _stages(flow: Flow, console: Console) -> list[tuple[str, list[str]]]:
     speed = f", {row.groups_per_s:.2g} groups/s" if row.groups_per_s else ""
     took = f", {age(flow.group_s)} from ticket to group" if flow.group_s else ""
     producers = f"{row.producers_known} known{gone}, last seen {_ago(row.producers_last_seen_s)}{speed}{took}"
-    buffer = f"{row.groups_live} groups live, {count(row.tokens_live)} tokens, newest {_ago(flow.stored_s)}"
+    tokens_live = counted(row.tokens_live, "token", count(row.tokens_live))
+    buffer = f"{counted(row.groups_live, 'group')} live, {tokens_live}, newest {_ago(flow.stored_s)}"
     batch = f"newest {_ago(flow.batch_s)}"
     if row.rewards:
         batch += f", reward {row.rewards[-1]:.3f} {sparkline(row.rewards, 24)}"
@@ -227,7 +232,7 @@ def _producer_table(producers: Sequence[ProducerStatus], console: Console) -> Ta
         facts += [one.held_back_by or "-"] if wide else []
         table.add_row(*(Text(printable(fact)) for fact in facts), style="bold red" if one.gone else "")
     if len(producers) > MOST_PRODUCERS:
-        table.caption = f"{len(producers) - MOST_PRODUCERS} more producers"
+        table.caption = counted(len(producers) - MOST_PRODUCERS, "more producer")
     return table
 
 

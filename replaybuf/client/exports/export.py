@@ -14,11 +14,13 @@ from replaybuf.client.client import Client
 from replaybuf.client.exports.folder import FORMAT, ExportWriter, Manifest
 from replaybuf.client.exports.leftovers import remove_leftovers
 from replaybuf.client.exports.tables import group_row, ledger_row, rollout_rows, step_of
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import Gone, ReplaybufError
 from replaybuf.wire.cursors import CursorGap, CursorPage
 
 PAGE_GROUPS = 500
 PAGE_RECORDS = 1000
+CURSOR_LIFETIME_S = 600
+"""A killed export keeps its cursor, and the bytes of the groups behind it, for so long at most."""
 
 Report = Callable[[int, int], None]
 """Called after each page with the groups done and the groups in all."""
@@ -65,13 +67,21 @@ def export_run(client: Client, run: str, target: Path, report: Report) -> Manife
 
 
 def _pages(client: Client, name: str, last: int) -> Iterator[CursorPage]:
-    """Yield the groups up to number `last`. The cursor keeps their bytes meanwhile, and goes at the end."""
+    """Yield the groups up to number `last`. The cursor keeps their bytes meanwhile, and goes at the end.
+
+    Raises `Gone` if the service forgot the cursor, because this process stood still for longer than its lifetime.
+    """
+    done = 0
     try:
-        while (page := client.read_cursor(name, "stored", PAGE_GROUPS)).groups:
+        while (page := client.read_cursor(name, "stored", PAGE_GROUPS, lifetime_s=CURSOR_LIFETIME_S)).groups:
+            if page.groups[0].number <= done:
+                why = f"this export made no call for {CURSOR_LIFETIME_S} s, so its cursor is gone; export again"
+                raise Gone(why, name="cursor", value=name)
             groups = [group for group in page.groups if group.number <= last]
             if groups:
                 yield msgspec.structs.replace(page, groups=groups)
             client.advance_cursor(name, page.position)
+            done = page.groups[-1].number
             if page.groups[-1].number >= last:
                 return
     finally:

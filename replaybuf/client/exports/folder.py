@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +22,7 @@ import msgspec
 
 from replaybuf.client.exports.leftovers import LOCK, cursor_of, make_scratch
 from replaybuf.client.exports.tables import TABLES, pyarrow, schema_of
-from replaybuf.errors import Conflict, Invalid
+from replaybuf.errors import Conflict
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -108,59 +108,3 @@ def checksum(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-class ExportReader:
-    """Reads an export, each file once its checksum is right."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            self.manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Invalid(f"{folder} is not an export: {error}", name="from", value=str(folder)) from error
-        if self.manifest.format != FORMAT:
-            raise Invalid(
-                f"{folder} has format {self.manifest.format}; this release reads format {FORMAT}",
-                name="format",
-                value=self.manifest.format,
-                bound=FORMAT,
-            )
-
-    def parts(self) -> Iterator[list[str]]:
-        """Yield the names of the group files of each page, in the order of storing."""
-        by_part: dict[str, list[str]] = {}
-        for name in self.manifest.files:
-            if name.startswith("groups/"):
-                by_part.setdefault(Path(name).name, []).append(name)
-        for part in sorted(by_part):
-            yield sorted(by_part[part])
-
-    def read(self, name: str) -> list[dict[str, Any]]:
-        """Read the rows of a file. Raises `Invalid` for a missing or a changed file."""
-        path = self._folder / name
-        entry = self.manifest.files.get(name)
-        found = checksum(path) if path.is_file() else "no such file"
-        if entry is None or found != entry.sha256:
-            raise Invalid(f"{path} does not match the manifest: {found}", name="from", value=name)
-        # `ParquetFile`, because `read_table` adds a column for the step in the path.
-        rows: list[dict[str, Any]] = pyarrow().parquet.ParquetFile(path).read().to_pylist()
-        return rows
-
-    def groups(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Yield the row of each group with those of its rollouts, in the order of storing."""
-        for names in self.parts():
-            found = [rows for name in names for rows in self.read_groups(name).values()]
-            yield from sorted(found, key=lambda rows: int(rows[0]["number"]))
-
-    def places(self) -> dict[str, str]:
-        """Return the name of the file of each group, by its id."""
-        return {row["group_id"]: name for names in self.parts() for name in names for row in self.read(name)}
-
-    def read_groups(self, name: str) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Read a file of groups with the file of their rollouts: both rows by group id."""
-        rollouts: dict[str, list[dict[str, Any]]] = {}
-        beside = name.replace("groups/", "rollouts/", 1)
-        for row in self.read(beside) if beside in self.manifest.files else ():
-            rollouts.setdefault(row["group_id"], []).append(row)
-        return {row["group_id"]: (row, rollouts.get(row["group_id"], [])) for row in self.read(name)}

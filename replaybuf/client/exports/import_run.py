@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 
 from replaybuf.client.client import Client
-from replaybuf.client.exports.folder import ExportReader
-from replaybuf.client.exports.tables import group_of_rows
+from replaybuf.client.exports.reader import ExportReader
 from replaybuf.errors import Invalid
-from replaybuf.wire.config import RunConfig
-from replaybuf.wire.group import Group, group_from_json
+from replaybuf.wire.config import RunConfig, StrategySpec
+from replaybuf.wire.group import Group
 
 AT_ONCE = 32
 """Groups of one append."""
@@ -47,7 +46,7 @@ def import_run(
         if not rollouts:
             outcomes["without_rollouts"] += 1
             continue
-        batch.append(_group(reader.manifest.run, group_id, row, rollouts, published))
+        batch.append(_group(reader, group_id, row, rollouts, published))
         if len(batch) == AT_ONCE:
             outcomes += _append(client, batch)
             batch = []
@@ -61,10 +60,16 @@ def _append(client: Client, groups: list[Group]) -> Counter[str]:
 
 
 def _config(reader: ExportReader, replay_order: bool) -> RunConfig:
-    config: dict[str, Any] = dict(reader.manifest.config)
+    """Return the configuration of the new run.
+
+    It has no spill folder: an export of somebody else must not choose where this service writes.
+    """
+    recorded = reader.config(RunConfig)
+    limits = msgspec.structs.replace(recorded.limits, max_bytes_in_memory=None)
+    config = msgspec.structs.replace(recorded, spill=None, limits=limits)
     if replay_order:
-        if config.get("adapters"):
-            adapters = sorted(config["adapters"])
+        if config.adapters:
+            adapters = sorted(config.adapters)
             raise Invalid(
                 f"the export is of a run with adapters {adapters}; replay in the recorded order is for runs without "
                 "adapters; import it without --replay-order",
@@ -80,10 +85,10 @@ def _config(reader: ExportReader, replay_order: bool) -> RunConfig:
                 value=len(steps),
             )
         sizes = [len(steps[step]) for step in range(len(steps))]
-        batch = config["batch"] | {"tokens_per_batch": None, "groups_per_batch": max(sizes, default=1)}
-        strategy = {"name": RECORDED, "options": {"sizes": sizes}}
-        config |= {"strategy": strategy, "batch": batch, "filters": [], "max_steps": len(steps)}
-    return msgspec.convert(config, RunConfig)
+        batch = msgspec.structs.replace(config.batch, tokens_per_batch=None, groups_per_batch=max(sizes, default=1))
+        strategy = StrategySpec(name=RECORDED, options={"sizes": sizes})
+        config = msgspec.structs.replace(config, strategy=strategy, batch=batch, filters=[], max_steps=len(steps))
+    return config
 
 
 def _in_arrival_order(reader: ExportReader) -> Iterator[tuple[str, _Rows]]:
@@ -108,13 +113,17 @@ def _in_recorded_order(reader: ExportReader) -> Iterator[tuple[str, _Rows]]:
             used.add(group_id)
 
 
-def _group(run: str, group_id: str, row: dict[str, Any], rollouts: list[dict[str, Any]], published: int) -> Group:
-    version = int(row["policy_version"])
-    newest = max((span[0] for rollout in rollouts for span in rollout["version_spans"] or ()), default=version)
-    above = max(version, newest) > published
-    wire = group_of_rows(row, [rollout | {"version_spans": None} for rollout in rollouts] if above else rollouts)
+def _group(
+    reader: ExportReader, group_id: str, row: dict[str, Any], rollouts: list[dict[str, Any]], published: int
+) -> Group:
+    wire = reader.group_json(row, rollouts)
+    version = wire.policy_version
+    newest = max((span[0] for rollout in wire.rollouts for span in rollout.version_spans or ()), default=version)
     wire.group_id = group_id
-    if above:
-        wire.metadata["imported"] = {"run": run, "policy_version": version, "policy_version_max": newest}
+    if max(version, newest) > published:
+        imported = {"run": reader.manifest.run, "policy_version": version, "policy_version_max": newest}
+        wire.metadata["imported"] = imported
         wire.policy_version = min(version, published)
-    return group_from_json(wire)
+        for rollout in wire.rollouts:
+            rollout.version_spans = None
+    return reader.group(wire)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO
 
 LOCK = "lock"
+LONGEST_OWNER = 256
+"""More characters than the name of a run has."""
 
 
 def make_scratch(target: Path, run: str) -> tuple[Path, IO[str]]:
@@ -49,7 +51,7 @@ def _locked(path: Path) -> Iterator[str | None]:
         try:
             lock = stack.enter_context(path.open("r+"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            owner = lock.read()
+            owner = lock.read(LONGEST_OWNER)
         except (OSError, UnicodeDecodeError):
             yield None
             return

@@ -8,17 +8,24 @@ from functools import lru_cache
 
 import msgspec
 
-from replaybuf.client.exports.folder import ExportReader
-from replaybuf.client.exports.tables import group_of_rows
+from replaybuf.client.exports.reader import ExportReader
 from replaybuf.client.offline import Layout, batch_of_groups, recorded_batch
 from replaybuf.errors import Invalid
-from replaybuf.wire.config import BatchSpec, RunConfig
-from replaybuf.wire.group import Group, group_from_json
+from replaybuf.wire.config import BatchSpec, RowMultiple, RowTokens, RunConfig
+from replaybuf.wire.group import Group
 from replaybuf.wire.ledger import AckRecord, AttachRecord, BatchRecord
+from replaybuf.wire.prepared_types import prepared
 
 FILES_KEPT = 8
 
 _decode = msgspec.json.Decoder(BatchRecord | AttachRecord | AckRecord).decode
+
+
+class BatchRows(msgspec.Struct, frozen=True):
+    """The bounded part of a recorded layout: tokens of a row, and what their number is a multiple of."""
+
+    seq_len: RowTokens
+    pad_to_multiple_of: RowMultiple
 
 
 class RecordedSteps:
@@ -44,8 +51,11 @@ class RecordedSteps:
         """Return the body of one rank. Raises `Invalid` for a damaged export."""
         record, epoch = self._record(step)
         layout = self._layout(epoch, dp_world_size)
-        groups = [self._group(entry.group_id) for entry in record.groups]
-        return recorded_batch(self._reader.manifest.run, record, groups, layout, dp_rank)
+        groups = [self._group(step, entry.group_id) for entry in record.groups]
+        try:
+            return recorded_batch(self._reader.manifest.run, record, groups, layout, dp_rank)
+        except (LookupError, TypeError, ValueError, ArithmeticError, msgspec.MsgspecError) as error:
+            raise self._ledger_error(step, f"the record of the batch does not fit its groups: {error!r}") from error
 
     def _group_files(self) -> Iterator[str]:
         return (name for names in self._reader.parts() for name in names)
@@ -53,16 +63,28 @@ class RecordedSteps:
     def _with_rollouts(self, file: str) -> list[str]:
         return [row["group_id"] for row in self._reader.read(file) if row["has_rollouts"]]
 
-    def _group(self, group_id: str) -> Group:
+    def _group(self, step: int, group_id: str) -> Group:
+        if group_id not in self._places:
+            raise self._ledger_error(step, f"the batch has group {group_id!r}, whose rollouts the export lacks")
         row, rollouts = self._read_groups(self._places[group_id])[group_id]
-        return group_from_json(group_of_rows(row, rollouts))
+        return self._reader.group(self._reader.group_json(row, rollouts))
+
+    def _ledger_error(self, step: int, why: str) -> Invalid:
+        return self._reader.error(f"ledger/step={step}", why)
 
     def _records(self, *, step: int | None, types: tuple[str, ...]) -> list[BatchRecord | AttachRecord | AckRecord]:
         """Read the records of these types in ledger order; `step` None: of all steps."""
         folder = "ledger/" if step is None else f"ledger/step={step}/"
         names = [name for name in self._reader.manifest.files if name.startswith(folder)]
-        rows = [row for name in names for row in self._reader.read(name) if row["type"] in types]
-        return [_decode(row["record"]) for row in sorted(rows, key=lambda row: int(row["entry"]))]
+        rows = [(row, name) for name in names for row in self._reader.read(name) if row["type"] in types]
+        return [self._decode(row["record"], name) for row, name in sorted(rows, key=lambda row: int(row[0]["entry"]))]
+
+    def _decode(self, record: str, name: str) -> BatchRecord | AttachRecord | AckRecord:
+        try:
+            decoded: BatchRecord | AttachRecord | AckRecord = _decode(record)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise self._reader.error(name, f"a ledger record is damaged: {error}") from error
+        return decoded
 
     def _record(self, step: int) -> tuple[BatchRecord, int]:
         """Return the batch of a step in the surviving history, and the epoch that acked it last; 0 = none."""
@@ -81,10 +103,14 @@ class RecordedSteps:
         attached = self._layouts.get(epoch) or self._layouts.get(max(self._layouts, default=0))
         if attached is None:  # the records of all attaches were trimmed
             return configured_layout(self._reader, dp_world_size)
+        try:
+            rows = msgspec.convert(attached, prepared(BatchRows), from_attributes=True)
+        except msgspec.ValidationError as error:
+            raise self._ledger_error(attached.step, f"the record of the attach of epoch {epoch}: {error}") from error
         return Layout(
-            seq_len=attached.seq_len,
+            seq_len=rows.seq_len,
             dp_world_size=dp_world_size,
-            pad_to_multiple_of=attached.pad_to_multiple_of,
+            pad_to_multiple_of=rows.pad_to_multiple_of,
             cost=attached.cost,
             extras=attached.extras,
         )
@@ -98,7 +124,7 @@ def stored_batches(
     The last one may be smaller, and the first `skip` are left out. `version` of a batch is the newest of its groups.
     """
     layout, run = configured_layout(reader, dp_world_size), reader.manifest.run
-    batch = msgspec.convert(reader.manifest.config, RunConfig).batch
+    batch = reader.config(RunConfig).batch
     cut = enumerate(_cut(reader, batch, dp_world_size))
     for step, groups in itertools.islice(cut, skip, None):
         version = max(group.policy_version for group in groups)
@@ -107,13 +133,13 @@ def stored_batches(
 
 def configured_layout(reader: ExportReader, dp_world_size: int = 1) -> Layout:
     """Return the layout of the run's configuration, for a trainer that asks for nothing else."""
-    batch = msgspec.convert(reader.manifest.config, RunConfig).batch
+    batch = reader.config(RunConfig).batch
     return Layout(seq_len=batch.seq_len, dp_world_size=dp_world_size, pad_to_multiple_of=batch.pad_to_multiple_of)
 
 
 def stored_groups(reader: ExportReader) -> Iterator[Group]:
     """Yield all groups that have rollouts, in the order of storing."""
-    return (group_from_json(group_of_rows(row, rollouts)) for row, rollouts in reader.groups() if rollouts)
+    return (reader.group(reader.group_json(row, rollouts)) for row, rollouts in reader.groups() if rollouts)
 
 
 def _cut(reader: ExportReader, batch: BatchSpec, ranks: int) -> Iterator[list[Group]]:

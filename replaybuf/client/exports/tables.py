@@ -9,13 +9,26 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.errors import MissingExtra
+from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.wire.cursors import CursorGroup
+from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.group import GroupJson, RolloutJson
+from replaybuf.wire.prepared_types import prepared
 
 EXTRA = "export"
 TABLES = ("groups", "rollouts", "ledger")
 _ROLLOUT_FIELDS = RolloutJson.__struct_fields__
+LATER_COLUMNS = ("prompt_mask", "prompt_logprobs")
+"""Fields of a rollout that exports of an earlier release lack."""
+READ_COLUMNS: dict[str, dict[str, bool]] = {
+    "groups": {
+        **dict.fromkeys(("group_id", "number", "prompt_id", "adapter", "policy_version", "has_rollouts"), True),
+        "metadata": False,
+    },
+    "rollouts": dict.fromkeys(_ROLLOUT_FIELDS, False) | {"group_id": True, "rollout": True, "rewards": True},
+    "ledger": dict.fromkeys(("entry", "type", "record"), True),
+}
+"""Columns that a reader of an export uses, and whether each row must have a value."""
 
 
 @functools.cache
@@ -48,9 +61,10 @@ def schema_of(table: str) -> Any:
             *(("group_id", text), ("number", pa.int64()), ("rollout", pa.int32())),
             *((name, tokens) for name in ("prompt_ids", "completion_ids", "completion_mask")),
             *((name, numbers) for name in ("inference_logprobs", "ref_logprobs", "old_logprobs", "teacher_logprobs")),
+            *(("prompt_mask", tokens), ("prompt_logprobs", numbers)),
             *(("token_advantages", numbers), ("reward", pa.float64()), ("advantage", pa.float64())),
             *(("rewards", text), ("version_spans", pa.list_(pa.list_(pa.int64())))),
-            *(("finish_reason", text), ("temperature", pa.float64())),
+            *(("finish_reason", text), ("temperature", pa.float64()), ("proof", pa.binary())),
         ],
         "ledger": [("entry", pa.int64()), ("type", text), ("at_s", pa.float64()), ("record", text)],
     }
@@ -80,22 +94,18 @@ def rollout_rows(group: CursorGroup) -> list[dict[str, Any]]:
 
 
 def group_of_rows(row: dict[str, Any], rollouts: Sequence[dict[str, Any]]) -> GroupJson:
-    """Return the group of a row and the rows of its rollouts, in any order."""
-    return GroupJson(
-        group_id=row["group_id"],
-        prompt_id=row["prompt_id"],
-        policy_version=int(row["policy_version"]),
-        adapter=row["adapter"],
-        metadata=msgspec.json.decode(row["metadata"] or "{}"),
-        rollouts=[
-            RolloutJson(
-                **{name: rollout[name] for name in _ROLLOUT_FIELDS if name not in ("rewards", "version_spans")},
-                rewards=msgspec.json.decode(rollout["rewards"]),
-                version_spans=rollout["version_spans"] and [tuple(span) for span in rollout["version_spans"]],
-            )
-            for rollout in sorted(rollouts, key=lambda rollout: int(rollout["rollout"]))
-        ],
-    )
+    """Return the group of a row and the rows of its rollouts, in any order. Raises `Invalid` or `Malformed`."""
+    fields = {name: row[name] for name in ("group_id", "prompt_id", "policy_version", "adapter")}
+    fields["metadata"] = decode_json((row["metadata"] or "{}").encode(), dict[str, Any])
+    fields["rollouts"] = [
+        {name: rollout[name] for name in _ROLLOUT_FIELDS if name in rollout}
+        | {"rewards": decode_json(rollout["rewards"].encode(), dict[str, float])}
+        for rollout in sorted(rollouts, key=lambda rollout: int(rollout["rollout"]))
+    ]
+    try:
+        return msgspec.convert(fields, prepared(GroupJson))
+    except msgspec.ValidationError as error:
+        raise Invalid(str(error), name="group_id", value=row["group_id"]) from error
 
 
 def ledger_row(record: dict[str, Any]) -> dict[str, Any]:

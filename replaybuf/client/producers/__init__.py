@@ -5,11 +5,13 @@
 `responses`        turns from responses of OpenAI-compatible servers
 `reward_functions` rewards by functions with the signature of TRL
 `traces`           rollouts from traces of verifiers
+`failures`         failures for heartbeats
 =================  ==============================================================
 """
 
 from __future__ import annotations
 
+from replaybuf.client.producers.failures import describe_failure
 from replaybuf.client.producers.group_building import GroupBuilder, RolloutBuilder, group_builder
 from replaybuf.client.producers.responses import ServerTurn, read_turns
 from replaybuf.client.producers.reward_functions import Scored, call_rewards
@@ -22,6 +24,7 @@ __all__ = [
     "ServerTurn",
     "add_trace",
     "call_rewards",
+    "describe_failure",
     "group_builder",
     "read_turns",
 ]

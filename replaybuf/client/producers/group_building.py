@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.client.producers.responses import ServerTurn
-from replaybuf.errors import GroupRejected
+from replaybuf.errors import GroupRejected, counted
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import OPTIONAL_PER_TOKEN, Bools, Float32s, Group, Int32s
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE, GroupLimits, check_group
 from replaybuf.wire.pieces import Piece, group_of_completions, join_pieces
+from replaybuf.wire.proofs import join_proofs
 
 Numbers: TypeAlias = Sequence[int] | Sequence[float] | Sequence[bool] | npt.NDArray[Any]
 """A list, an array, or a tensor in the memory of the CPU."""
@@ -82,16 +83,21 @@ class GroupBuilder:
         *,
         mask: Numbers | None = None,
         prompt_ids: Numbers | None = None,
+        prompt_mask: Numbers | None = None,
+        prompt_logprobs: Numbers | None = None,
         policy_version: Versions | None = None,
         finish_reason: str | None = None,
         **scores: Any,
     ) -> Self:
         """Add a whole rollout. Its lists have one value per completion token; logprobs are in nats.
 
-        `mask`: 0 for tokens that the policy did not sample, as those of a tool; their logprobs do not matter. The other
-        arguments are those of `rollout`, `RolloutBuilder.sampled` and `RolloutBuilder.score`.
+        `mask`: 0 for tokens that the policy did not sample, as those of a tool; their logprobs do not matter.
+        `prompt_mask` and `prompt_logprobs` are those of `RolloutBuilder.train_prompt`. The other arguments are those of
+        `rollout`, `RolloutBuilder.sampled` and `RolloutBuilder.score`.
         """
         rollout = self._new(prompt_ids)
+        if prompt_mask is not None:
+            rollout.train_prompt(prompt_mask, [] if prompt_logprobs is None else prompt_logprobs)
         rollout.sampled(
             completion_ids, logprobs, mask=mask, policy_version=policy_version, finish_reason=finish_reason
         ).score(reward, **scores)
@@ -108,6 +114,8 @@ class GroupBuilder:
         if not self._rollouts:
             raise _rejected("no_rollouts", "rollouts", 0, "at least 1")
         ended = [rollout.checked() for rollout in self._rollouts]
+        masks, logprobs = zip(*(rollout.prompt_columns for rollout in ended), strict=True)
+        in_loss = any(mask.any() for mask in masks)
         group = group_of_completions(
             [rollout.prompt_ids for rollout in ended],
             join_pieces([rollout.piece for rollout in ended]),
@@ -115,6 +123,9 @@ class GroupBuilder:
             temperatures=[self._temperature] * len(ended),
             advantages=_advantages([rollout.advantage for rollout in ended]),
             reward_parts=_parts([rollout.rewards for rollout in ended]),
+            **join_proofs([rollout.proof for rollout in ended]),
+            prompt_mask=np.concatenate(masks) if in_loss else None,
+            prompt_logprobs=np.concatenate(logprobs) if in_loss else None,
             **{name: _columns(name, [rollout.columns.get(name) for rollout in ended]) for name in OPTIONAL_PER_TOKEN},
             **self._fields,
         )
@@ -143,10 +154,12 @@ class RolloutBuilder:
         self._path = path
         self._prompt_ids = prompt_ids
         self._policy_version = policy_version
+        self._trained_prompt: tuple[Bools, Float32s] | None = None
         self._piece: Piece | None = None
         self._reward: float | None = None
         self.rewards: dict[str, float] = {}
         self.advantage: float | None = None
+        self.proof: bytes | None = None
         self.columns: dict[str, Float32s] = {}
 
     @property
@@ -155,6 +168,14 @@ class RolloutBuilder:
         if self._prompt_ids is None or not len(self._prompt_ids):
             raise _rejected("empty_prompt", f"{self._path}.prompt_ids", "0 tokens", "at least 1")
         return self._prompt_ids
+
+    @property
+    def prompt_columns(self) -> tuple[Bools, Float32s]:
+        """Mask and logprobs of the prompt, [P] each; zeros without `train_prompt`."""
+        if self._trained_prompt is not None:
+            return self._trained_prompt
+        tokens = len(self.prompt_ids)
+        return np.zeros(tokens, np.bool_), np.zeros(tokens, np.float32)
 
     @property
     def piece(self) -> Piece:
@@ -170,6 +191,16 @@ class RolloutBuilder:
             raise _rejected("non_finite_rewards", f"{self._path}.reward", None, "a finite number: call score")
         return self._reward
 
+    def train_prompt(self, mask: Numbers, logprobs: Numbers) -> Self:
+        """Put the prompt tokens whose `mask` is 1 into the loss, such as turns that the policy sampled before.
+
+        Both lists have a value per prompt token; logprobs are in nats, and those at a 0 do not matter.
+        """
+        tokens = len(self.prompt_ids)
+        kept = self._mask("prompt_mask", mask, tokens)
+        self._trained_prompt = kept, self._logprobs("prompt_logprobs", logprobs, tokens, kept)
+        return self
+
     def sampled(
         self,
         token_ids: Numbers,
@@ -184,8 +215,8 @@ class RolloutBuilder:
         A later turn may have a newer `policy_version`, never an older one.
         """
         ids = _ids(f"{self._path}.completion_ids", token_ids)
-        kept = None if mask is None else self._mask(mask, len(ids))
-        values = self._logprobs(logprobs, len(ids), kept)
+        kept = None if mask is None else self._mask("mask", mask, len(ids))
+        values = self._logprobs("logprobs", logprobs, len(ids), kept)
         versions = self._policy_version if policy_version is None else policy_version
         return self._append(Piece(ids, values, self._spans(versions, len(ids)), finish_reason, kept))
 
@@ -212,7 +243,7 @@ class RolloutBuilder:
         differing = np.flatnonzero(prompt[:common] != so_far[:common])
         if len(prompt) < len(so_far) or len(differing):
             place = int(differing[0]) if len(differing) else common
-            found = f"differ from the {len(so_far)} tokens so far at token {place}"
+            found = f"differ from the {counted(len(so_far), 'token')} so far at token {place}"
             bound = "the tokens so far, unchanged; a chat template may have removed reasoning or spaces"
             raise _rejected("rewritten", f"{self._path}.prompt_ids", found, bound)
         if len(prompt) > len(so_far):
@@ -226,9 +257,10 @@ class RolloutBuilder:
         *,
         rewards: Mapping[str, float] | None = None,
         advantage: float | None = None,
+        proof: bytes | None = None,
         **columns: Numbers,
     ) -> Self:
-        """Set the reward, its parts by name, and the advantage if you compute it: for all rollouts or none.
+        """Set the reward, its parts by name, and the advantage or `proof` if you have them: for all rollouts or none.
 
         `columns`: `ref_logprobs`, `old_logprobs`, `teacher_logprobs` or `token_advantages`, one value per token.
         """
@@ -240,7 +272,7 @@ class RolloutBuilder:
             if name not in OPTIONAL_PER_TOKEN:
                 raise TypeError(f"{name} is not a column; the columns are {', '.join(OPTIONAL_PER_TOKEN)}")
             self.columns[name] = self._floats(name, values, len(self.piece))
-        self._reward, self.rewards, self.advantage = float(reward), dict(rewards or {}), advantage
+        self._reward, self.rewards, self.advantage, self.proof = float(reward), dict(rewards or {}), advantage, proof
         return self
 
     def checked(self) -> Self:
@@ -249,8 +281,6 @@ class RolloutBuilder:
             self._same_length(name, len(column), len(self.piece))
         _ = self.prompt_ids, self.piece, self.reward
         return self
-
-    # ------------------------------------------------------------------
 
     def _append(self, later: Piece) -> Self:
         if self._piece is not None and self._piece.version_falls(later):
@@ -261,16 +291,16 @@ class RolloutBuilder:
             self._piece = later if self._piece is None else self._piece.followed_by(later)
         return self
 
-    def _mask(self, values: Numbers, tokens: int) -> Bools:
-        mask = _array(f"{self._path}.mask", values)
-        self._same_length("mask", len(mask), tokens)
-        _first(f"{self._path}.mask", mask, (mask != 0) & (mask != 1), "bad_mask", "0 or 1")
+    def _mask(self, name: str, values: Numbers, tokens: int) -> Bools:
+        mask = _array(f"{self._path}.{name}", values)
+        self._same_length(name, len(mask), tokens)
+        _first(f"{self._path}.{name}", mask, (mask != 0) & (mask != 1), "bad_mask", "0 or 1")
         return mask.astype(np.bool_)
 
-    def _logprobs(self, values: Numbers, tokens: int, mask: Bools | None) -> Float32s:
-        logprobs = self._floats("logprobs", values, tokens, mask)
+    def _logprobs(self, name: str, values: Numbers, tokens: int, mask: Bools | None) -> Float32s:
+        logprobs = self._floats(name, values, tokens, mask)
         high = logprobs > LOGPROB_TOLERANCE
-        _first(f"{self._path}.logprobs", logprobs, high, "positive_logprobs", f"at most {LOGPROB_TOLERANCE}, in nats")
+        _first(f"{self._path}.{name}", logprobs, high, "positive_logprobs", f"at most {LOGPROB_TOLERANCE}, in nats")
         return logprobs
 
     def _floats(self, name: str, values: Numbers, tokens: int, mask: Bools | None = None) -> Float32s:
@@ -299,13 +329,13 @@ class RolloutBuilder:
                 raise _rejected("bad_version_spans", name, version, bound)
             end, newest = stop, version
         if end != tokens:
-            raise _rejected("bad_version_spans", name, f"spans end at token {end}", f"the end of all {tokens} tokens")
+            raise _rejected("bad_version_spans", name, f"spans end at token {end}", f"the end, which is token {tokens}")
         return np.array(spans, np.int32).reshape(-1, 3)
 
     def _same_length(self, name: str, found: int, tokens: int) -> None:
         if found != tokens:
-            bound = f"one per completion token, {tokens}"
-            raise _rejected("length_mismatch", f"{self._path}.{name}", f"{found} values", bound)
+            bound = f"one per {'prompt' if name.startswith('prompt') else 'completion'} token, {tokens}"
+            raise _rejected("length_mismatch", f"{self._path}.{name}", counted(found, "value"), bound)
 
     def _finite(self, reason: str, name: str, value: float) -> None:
         if isinstance(value, str) or not np.isfinite(value):
@@ -320,7 +350,7 @@ def _array(path: str, values: Numbers) -> npt.NDArray[Any]:
     """Convert to numbers in one dimension. Raises `GroupRejected`."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.dtype.kind not in "iufb" and array.size):
-        found = f"{array.ndim} dimensions of {array.dtype}"
+        found = f"{counted(array.ndim, 'dimension')} of {array.dtype}"
         raise _rejected("length_mismatch", path, found, "one list of numbers")
     return array if array.size else array.astype(np.float32)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.errors import RewardFault
+from replaybuf.errors import RewardFault, counted
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ def call_rewards(
     """
     factors = [1.0] * len(functions) if weights is None else list(weights)
     if len(factors) != len(functions):
-        raise _fault("weights", f"{len(factors)} weights", f"one per function, {len(functions)}")
+        raise _fault("weights", counted(len(factors), "weight"), f"one per function, {len(functions)}")
     fixed = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
     arguments = {"prompts": list(prompts), "completions": list(completions), "completion_ids": list(completion_ids)}
     given = {**columns, **fixed, **arguments}
@@ -63,7 +63,7 @@ def _values(name: str, result: Any, needed: int) -> list[float | None]:
     values = asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
     numbers = [None if value is None else float(value) for value in values]
     if len(numbers) != needed:
-        raise _fault(name, f"{len(numbers)} rewards", f"one per completion, {needed}")
+        raise _fault(name, counted(len(numbers), "reward"), f"one per completion, {needed}")
     for number, value in enumerate(numbers):
         if value is not None and not math.isfinite(value):
             raise _fault(name, f"{value} for completions[{number}]", "a finite number or None")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from replaybuf.client.producers.group_building import GroupBuilder, Versions
-from replaybuf.errors import GroupRejected
+from replaybuf.errors import GroupRejected, counted
 
 
 def add_trace(group: GroupBuilder, trace: Any, policy_version: Versions | None = None) -> int:
@@ -31,7 +31,8 @@ def add_trace(group: GroupBuilder, trace: Any, policy_version: Versions | None =
         for node in branch.nodes:  # `logprobs` of a branch would be 0 there
             if len(node.logprobs) != sum(node.mask):
                 name = f"branch {branch.index} of trace {trace.id}"
-                detail = f"{name} has {len(node.logprobs)} logprobs for {sum(node.mask)} sampled tokens of a message"
+                sampled = counted(sum(node.mask), "sampled token")
+                detail = f"{name} has {counted(len(node.logprobs), 'logprob')} for {sampled} of a message"
                 raise GroupRejected("length_mismatch", detail, name="trace.nodes.logprobs", value=len(node.logprobs))
         start = int(np.argmax(mask))
         reason = branch.calls[-1].finish_reason if branch.calls else None

@@ -2,6 +2,7 @@
 
 import { call, get, runPath } from "../api.js";
 import { dialog, h, pill, update } from "../dom.js";
+import { counted } from "../format.js";
 import { runView } from "./frame.js";
 
 // Parts of the configuration that a live run can change.
@@ -12,7 +13,7 @@ export function openActions({ refreshNow }, run) {
   const editor = h("textarea", { id: "change", spellcheck: "false" });
   const older = h("p", { class: "warn", role: "status" });
   const [resume, pause] = [button("Resume", () => change({ state: "running" }, "Resume the run", "Producers get tickets again and trainers get batches.")), button("Pause", () => change({ state: "paused" }, "Pause the run", "Producers get no tickets and trainers no batches until you resume it. Nothing is lost."))];
-  const finish = button("Finish", () => change({ state: "finished" }, "Finish the run", "Trainers get the answer that the run is finished. Only a trainer that attaches at an earlier step could continue it."), "danger");
+  const finish = button("Finish", () => change({ state: "finished" }, "Finish the run", "Trainers get the answer that the run is finished. Only a trainer that attaches at an earlier step could continue it.", { danger: true }), "danger");
   const purge = button("Purge dead letters", purgeLetters, "danger");
   const remove = button("Delete the run", removeRun, "danger");
   const view = runView(
@@ -58,7 +59,7 @@ export function openActions({ refreshNow }, run) {
     const lines = differences(config, answer.config);
     if (!lines.length) return say("The service would change nothing: the values are the same.");
     const text = h("pre", { class: "change" }, lines.join("\n"));
-    await change(changed, "Change the run", "The change holds from the next batch that is not assembled yet. Groups that the new values forbid are evicted.", text, edited);
+    await change(changed, "Change the run", "The change holds from the next batch that is not assembled yet. Groups that the new values forbid are evicted.", { more: text, revision: edited });
   }
 
   function readChange() {
@@ -73,8 +74,8 @@ export function openActions({ refreshNow }, run) {
   }
 
   // The change holds only for the state that the operator saw when the dialog opened.
-  async function change(body, title, effect, more = null, revision = shown) {
-    if (!(await confirm(title, effect, more))) return;
+  async function change(body, title, effect, { more = null, revision = shown, danger = false } = {}) {
+    if (!(await confirm(title, effect, { more, danger }))) return;
     const answer = await attempt(() => call("PATCH", runPath(run), { body, query: { if_revision: revision } }));
     if (answer) {
       say(`${title}: done.`);
@@ -90,13 +91,13 @@ export function openActions({ refreshNow }, run) {
   }
 
   async function purgeLetters() {
-    if (!(await confirm("Purge dead letters", "Their bytes are deleted. The ledger keeps that they existed."))) return;
+    if (!(await confirm("Purge dead letters", "Their bytes are deleted. The ledger keeps that they existed.", { danger: true }))) return;
     const answer = await attempt(() => call("DELETE", runPath(run, "/dead-letters")));
-    if (answer) say(`${answer.purged} dead letters are purged.`);
+    if (answer) say(`Purged ${counted(answer.purged, "dead letter")}.`);
   }
 
   async function removeRun() {
-    if (!(await confirm("Delete the run", `All groups and the ledger of ${run} are deleted. Type the name of the run to confirm.`, null, run))) return;
+    if (!(await confirm("Delete the run", `All groups and the ledger of ${run} are deleted. Type the name of the run to confirm.`, { word: run, danger: true }))) return;
     if ((await attempt(() => call("DELETE", runPath(run)))) !== undefined) location.hash = "#/";
   }
 
@@ -123,9 +124,9 @@ function button(name, click, kind = "") {
   return h("button", { type: "button", class: kind, click }, name);
 }
 
-function confirm(title, effect, more = null, word = "") {
+function confirm(title, effect, { more = null, word = "", danger = false } = {}) {
   return dialog(title, (close) => {
-    const yes = h("button", { type: "submit", class: "main", disabled: Boolean(word) }, title);
+    const yes = h("button", { type: "submit", class: danger ? "main danger" : "main", disabled: Boolean(word) }, title);
     const field = word && h("input", { "aria-label": "Name of the run", autocomplete: "off", input: (event) => (yes.disabled = event.target.value !== word) });
     const submit = (event) => {
       event.preventDefault();

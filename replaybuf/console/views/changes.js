@@ -2,7 +2,7 @@
 
 import { h } from "../dom.js";
 import { FIGURES, mean, stepsOf } from "../figures.js";
-import { clockTime, count, decimal } from "../format.js";
+import { clockTime, count, counted, decimal } from "../format.js";
 import { runLink } from "./frame.js";
 
 const MOST_CHANGES = 8;
@@ -14,7 +14,7 @@ export function describeChanges(history, run) {
   if (!shown.length) return null;
   const items = shown.map((change, back) => describeChange(history, changes, changes.length - 1 - back, run));
   const left = changes.length - shown.length;
-  return [h("h2", {}, "Changes, newest first"), h("ol", { class: "changes" }, items), left > 0 && h("p", { class: "quiet" }, `${left} older ones are in the `, h("a", { href: runLink(run, "/ledger") }, "ledger"), ".")];
+  return [h("h2", {}, "Changes, newest first"), h("ol", { class: "changes" }, items), left > 0 && h("p", { class: "quiet" }, `${counted(left, "older change")} in the `, h("a", { href: runLink(run, "/ledger") }, "ledger"), ".")];
 }
 
 function describeChange(history, changes, place, run) {
@@ -34,4 +34,4 @@ function between({ step, steps: sizes }, first, end) {
   return step.map((_, place) => place).filter((place) => step[place] >= first && step[place] + sizes[place] <= end);
 }
 
-const steps = (columns, places) => `${stepsOf(columns, places)} steps`;
+const steps = (columns, places) => counted(stepsOf(columns, places), "step");

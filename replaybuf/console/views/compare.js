@@ -41,6 +41,7 @@ export function openCompare({ query, refreshNow }) {
   const axis = h("select", { "aria-label": "Axis", change: showAll }, h("option", { value: "step" }, "over steps"), h("option", { value: "hours" }, "over hours since the first batch"));
   const reset = h("button", { type: "button", hidden: true, click: showAll }, "Whole runs");
   const bar = h("div", { class: "bar" }, axis, reset, h("span", { class: "quiet" }, "Drag over a chart for a range."));
+  const heading = h("h2", {}, "Steps");
   const grid = h("div", { class: "charts" }, charts.map((chart) => chart.node));
 
   function zoom(low, high) {
@@ -86,7 +87,7 @@ export function openCompare({ query, refreshNow }) {
 
   function draw() {
     const drawn = shown();
-    [grid.hidden, bar.hidden] = [!drawn.length, !drawn.length];
+    for (const part of [heading, bar, grid]) part.hidden = !drawn.length;
     if (!drawn.length) return;
     for (const one of drawn) {
       const { step, at_s } = one.history.columns;
@@ -98,7 +99,7 @@ export function openCompare({ query, refreshNow }) {
 
   const title = "Runs side by side";
   const empty = names.length < 2 && h("p", { class: "empty" }, "Choose two or more in the ", h("a", { href: "#/" }, "list of runs"), ".");
-  const node = h("div", {}, h("h1", {}, title), empty, missing, settings, newest, h("h2", {}, "Steps"), bar, grid);
+  const node = h("div", {}, h("h1", {}, title), empty, missing, settings, newest, heading, bar, grid);
   const close = () => charts.forEach((chart) => chart.close());
   const repaint = () => charts.forEach((chart) => chart.repaint());
   return { title, crumbs: [["runs", "#/"], ["side by side", null]], node, refresh, period_ms: 5000, close, repaint };

@@ -2,7 +2,7 @@
 
 import { get, runPath } from "../api.js";
 import { facts, h, pill, update } from "../dom.js";
-import { count, decimal, shorten } from "../format.js";
+import { count, counted, decimal, shorten } from "../format.js";
 import { describeMoments, isSettled } from "../group_life.js";
 import { runLink, runView } from "./frame.js";
 
@@ -74,15 +74,15 @@ function describeRollouts(group, mode) {
   const shown = group.rollouts.slice(0, MOST_ROLLOUTS);
   const first = shown[0];
   const samePrompt = shown.every((one) => one.prompt_ids.length === first.prompt_ids.length && one.prompt_ids.every((id, place) => id === first.prompt_ids[place]));
-  const prompt = samePrompt && [h("h2", {}, `Prompt, ${count(first.prompt_ids.length)} tokens`), block(first.prompt_text, first.prompt_ids)];
-  const note = first.completion_text === undefined ? h("p", { class: "quiet" }, "Token ids are shown. Start the service with --tokenizer FOLDER to see text.") : null;
+  const prompt = samePrompt && [h("h2", {}, `Prompt, ${counted(first.prompt_ids.length, "token")}`), block(first.prompt_text, first.prompt_ids)];
+  const note = first.completion_text === undefined ? h("p", { class: "quiet" }, "Token ids are shown. Start the service with ", h("code", {}, "--tokenizer FOLDER"), " to see text.") : null;
   const left = group.rollouts.length - shown.length;
   const cards = h("div", { class: "rollouts", tabindex: "0", role: "region", "aria-label": "Rollouts" }, shown.map((one, place) => card(one, place, mode, group, samePrompt)));
-  return [note, prompt, h("h2", {}, `${count(group.rollouts.length)} rollouts`), legend(mode), cards, left > 0 && h("p", { class: "quiet" }, `${left} more are not shown.`)].flat().filter(Boolean);
+  return [note, prompt, h("h2", {}, counted(group.rollouts.length, "rollout")), legend(mode), cards, left > 0 && h("p", { class: "quiet" }, `${counted(left, "more rollout")} not shown.`)].flat().filter(Boolean);
 }
 
 function card(rollout, place, mode, group, samePrompt) {
-  const scores = [`reward ${decimal(rollout.reward)}`, rollout.advantage === null || rollout.advantage === undefined ? null : `advantage ${decimal(rollout.advantage)}`, `${count(rollout.completion_ids.length)} tokens`, rollout.finish_reason && shorten(rollout.finish_reason, 100)];
+  const scores = [`reward ${decimal(rollout.reward)}`, rollout.advantage === null || rollout.advantage === undefined ? null : `advantage ${decimal(rollout.advantage)}`, counted(rollout.completion_ids.length, "token"), rollout.finish_reason && shorten(rollout.finish_reason, 100)];
   const parts = Object.entries(rollout.rewards ?? {}).map(([name, value]) => `${name} ${decimal(value)}`);
   return h(
     "article",
@@ -96,7 +96,7 @@ function card(rollout, place, mode, group, samePrompt) {
 
 function block(text, ids) {
   const left = ids.length - MOST_TOKENS;
-  const shown = text === undefined ? `${ids.slice(0, MOST_TOKENS).join(" ")}${left > 0 ? ` … (${count(left)} more tokens)` : ""}` : shorten(text);
+  const shown = text === undefined ? `${ids.slice(0, MOST_TOKENS).join(" ")}${left > 0 ? ` … (${counted(left, "more token")})` : ""}` : shorten(text);
   return h("pre", { class: "text", tabindex: "0" }, shown);
 }
 
@@ -109,7 +109,7 @@ function tokens(rollout, mode, group) {
     return h("span", { class: style, title: `token ${place}, id ${id}, ${about}` }, pieces[place] ?? `${id} `);
   });
   const left = ids.length - shown.length;
-  return h("pre", { class: "text", tabindex: "0" }, shown, left > 0 && ` … (${count(left)} more tokens)`);
+  return h("pre", { class: "text", tabindex: "0" }, shown, left > 0 && ` … (${counted(left, "more token")})`);
 }
 
 function byLogprob(rollout) {

@@ -2,7 +2,7 @@
 
 import { get, runPath } from "../api.js";
 import { h, update } from "../dom.js";
-import { clockTime, count, shorten } from "../format.js";
+import { clockTime, count, counted, shorten } from "../format.js";
 import { runLink, runView } from "./frame.js";
 
 const LIMIT = 100;
@@ -55,18 +55,18 @@ const sizes = (numbers) => Object.entries(numbers).map(([reason, list]) => `${co
 const who = (record) => (record.by ? ` by ${record.by}` : "");
 
 const TEXTS = {
-  BATCH: (r, run) => [h("a", { href: runLink(run, `/steps/${r.step}`) }, `step ${r.step}`), `: ${count(r.groups.length)} groups, ${count(r.tokens)} tokens for version ${r.version}${r.short ? `, short: ${r.short}` : ""}`],
+  BATCH: (r, run) => [h("a", { href: runLink(run, `/steps/${r.step}`) }, `step ${r.step}`), `: ${counted(r.groups.length, "group")}, ${counted(r.tokens, "token")} for version ${r.version}${r.short ? `, short: ${r.short}` : ""}`],
   ACK: (r, run) => [h("a", { href: runLink(run, `/steps/${r.step}`) }, `step ${r.step}`), ` trained${r.feedback ? `: ${shorten(JSON.stringify(r.feedback), 200)}` : ""}`],
   POLICY: (r) => [`version ${r.version} published${r.adapter ? ` for ${r.adapter}` : ""}`, r.weights_uri ? `: ${r.weights_uri}` : ""],
-  CHECKPOINT: (r) => `at step ${r.step}, the newest ${r.keep} are kept`,
+  CHECKPOINT: (r) => `at step ${r.step}, kept: the newest ${r.keep}`,
   CONFIG: (r) => `${r.state ?? "running"}${r.reason ? ` (${r.reason})` : ""}${who(r)}, strategy ${r.config.strategy?.name ?? "default"}`,
-  ATTACH: (r) => `epoch ${r.epoch} at step ${r.step}, ${r.dp_world_size} ranks, ${count(r.seq_len)} tokens per row`,
+  ATTACH: (r) => `epoch ${r.epoch} at step ${r.step}, ${counted(r.dp_world_size, "rank")}, ${counted(r.seq_len, "token")} per row`,
   REWIND: (r) => `to step ${r.step}, ${r.on_resume}, generation ${r.generation}`,
   EVICT: (r) => `${sizes(r.numbers)}, before step ${r.step}`,
   DEAD_LETTER: (r) => sizes(r.numbers),
-  PURGE: (r) => `${count(r.numbers.length)} dead letters deleted${who(r)}`,
-  TICKET: (r) => `prompt ${r.prompt_index} failed after ${r.attempts} attempts: ${shorten(r.reason, 200)}`,
-  COLUMNS: (r) => `late columns for ${count(r.groups.length)} groups`,
+  PURGE: (r) => `${counted(r.numbers.length, "dead letter")} deleted${who(r)}`,
+  TICKET: (r) => `prompt ${r.prompt_index} failed after ${counted(r.attempts, "attempt")}: ${shorten(r.reason, 200)}`,
+  COLUMNS: (r) => `late columns for ${counted(r.groups.length, "group")}`,
   TRIM: (r) => `groups up to ${count(r.groups)}, records up to ${count(r.entries)}`,
 };
 

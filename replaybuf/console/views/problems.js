@@ -1,8 +1,8 @@
 // Producers, engines, dead letters and failed prompts: who, since when, why, and what to do.
 
-import { find, runPath } from "../api.js";
+import { find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
-import { age, clockTime, count, decimal, shorten } from "../format.js";
+import { age, clockTime, count, counted, decimal, shorten } from "../format.js";
 import { groupTable } from "./rollouts.js";
 import { runLink, runView } from "./frame.js";
 
@@ -13,8 +13,8 @@ export function openProblems(_, run) {
   const view = runView(run, "Problems", [producers, letters, prompts], { refresh, period_ms: 3000 });
 
   async function refresh() {
-    const [known, dead, failed] = await Promise.all([find(runPath(run, "/producers")), find(runPath(run, "/dead-letters"), { limit: LIMIT }), find(runPath(run, "/failed-prompts"), { limit: LIMIT })]);
-    update(producers, describeProducers(known?.producers ?? []));
+    const [known, dead, failed] = await Promise.all([get(runPath(run, "/producers")), find(runPath(run, "/dead-letters"), { limit: LIMIT }), find(runPath(run, "/failed-prompts"), { limit: LIMIT })]);
+    update(producers, describeProducers(known.producers));
     update(letters, describeLetters(run, dead?.dead_letters ?? []));
     update(prompts, describePrompts(failed ?? { failed: 0, failed_prompts: [] }));
   }
@@ -38,9 +38,27 @@ function describeProducers(producers) {
   const idle = producers.filter((one) => one.engines === 0).length;
   return [
     h("h2", {}, "Producers and their engines"),
-    gone > 0 && h("p", { class: "bad" }, `${gone} stopped sending heartbeats. Their tickets go to others. Look at their logs, then start them again.`),
-    idle > 0 && h("p", { class: "bad" }, `${idle} have no engine that takes requests. Check that the engines run and have the published weights.`),
+    gone > 0 && h("p", { class: "bad" }, `${counted(gone, "producer")} stopped sending heartbeats. Other producers get the tickets. Look at the logs, then start each again.`),
+    idle > 0 && h("p", { class: "bad" }, `${counted(idle, "producer")} ${idle === 1 ? "has" : "have"} no engine that takes requests. Check that the engines run and have the published weights.`),
     table("Producers", columns, producers, "No producer called within the last hour. Start one: replaybuf generate."),
+    ...describeFailures(producers.filter((one) => one.failure)),
+  ];
+}
+
+function describeFailures(producers) {
+  if (!producers.length) return [];
+  const where = ({ prompt_index: index }) => (index === null ? "" : ` at prompt ${count(index)}`);
+  const since = ({ lasts }) => (lasts ? "no group stored since" : "groups stored since");
+  return [
+    h("h3", {}, "Newest failure of each producer"),
+    producers.map(({ name, failure }) =>
+      h(
+        "details",
+        { class: "failure" },
+        h("summary", { class: failure.lasts ? "bad" : null }, `${name}: ${failure.reason}${where(failure)}, ${age(failure.age_s)} ago, ${since(failure)}`),
+        h("pre", { class: "change" }, failure.traceback),
+      ),
+    ),
   ];
 }
 
@@ -57,6 +75,6 @@ function describePrompts({ failed, failed_prompts: newest }) {
     ["Attempts", "number", (one) => count(one.attempts)],
     ["Reason", "name", (one) => shorten(one.reason, 300)],
   ];
-  const help = failed > 0 && h("p", {}, `${count(failed)} prompts failed tickets.max_attempts times and have no group. The reason names the part that failed: engine, environment or reward.`);
+  const help = failed > 0 && h("p", {}, `${counted(failed, "prompt")} failed tickets.max_attempts times and ${failed === 1 ? "has" : "have"} no group. The reason names the part that failed: engine, environment or reward.`);
   return [h("h2", {}, "Failed prompts"), help, table("Failed prompts", columns, [...newest].reverse(), "No prompt has failed.")];
 }

@@ -4,7 +4,7 @@ import { find, get, runPath } from "../api.js";
 import { CHARTS, Chart, saveCsv } from "../charts.js";
 import { diagnose, goneOf, problemsOf } from "../diagnosis.js";
 import { h, update } from "../dom.js";
-import { age, count, decimal, rate } from "../format.js";
+import { age, count, counted, decimal, rate } from "../format.js";
 import { REASON_CHARTS, ReasonChart, totals } from "../reason_charts.js";
 import { describeChanges } from "./changes.js";
 import { runLink, runView, showState } from "./frame.js";
@@ -25,7 +25,8 @@ export function openRun(_, run) {
   const bar = h("div", { class: "bar" }, axis, reset, all, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
   const grid = h("div", { class: "charts" }, [...charts, ...reasons].map((chart) => chart.node));
-  const view = runView(run, "Run", [state, h("h2", { class: "hidden" }, "Flow"), flow, h("div", { class: "columns" }, buffer, waits, drops), h("h2", {}, "Steps"), bar, empty, changes, grid], { refresh, period_ms: 2000, close, repaint });
+  const steps = h("div", { hidden: true }, h("h2", {}, "Steps"), bar, empty, changes, grid);
+  const view = runView(run, "Run", [state, h("h2", { class: "hidden" }, "Flow"), flow, h("div", { class: "columns" }, buffer, waits, drops), steps], { refresh, period_ms: 2000, close, repaint });
   let drawn = "";
 
   function zoom(low, high) {
@@ -67,11 +68,13 @@ export function openRun(_, run) {
   async function refreshHistory(now = "") {
     const history = await get(runPath(run, "/history"), { from_step: range.first, to_step: range.last, points: POINTS });
     [drawn, range.columns, range.history] = [now, history.columns, history];
+    steps.hidden = false; // first: a hidden chart has no width
     draw();
     update(changes, describeChanges(history, run));
-    const { steps } = history.columns;
-    const merged = steps.some((each) => each > 1) ? `, up to ${Math.max(...steps)} steps per point` : "";
-    note.textContent = steps.length ? `steps ${history.columns.step[0]} to ${history.columns.step.at(-1) + steps.at(-1) - 1}${merged}. Drag over a chart for a range, click for a step.` : "";
+    const { step, steps: sizes } = history.columns;
+    const merged = sizes.some((each) => each > 1) ? `, up to ${Math.max(...sizes)} steps per point` : "";
+    const last = step.at(-1) + sizes.at(-1) - 1;
+    note.textContent = sizes.length ? `${step[0] === last ? `step ${last}` : `steps ${step[0]} to ${last}`}${merged}. Drag over a chart for a range, click for a step.` : "";
   }
 
   function draw() {
@@ -121,7 +124,7 @@ function describeState(row, run, idle) {
     engines.map((line) => h("p", { class: "bad" }, line)),
     row.waiting?.detail && h("p", {}, row.waiting.detail),
     h("p", { class: "quiet" }, todo, page && " ", page && h("a", { href: runLink(run, page) }, page === "/act" ? "Act" : "Problems")),
-    problems > 0 && page !== "/problems" && h("p", {}, h("a", { class: "bad", href: runLink(run, "/problems") }, `${count(problems)} problems need a look`)),
+    problems > 0 && page !== "/problems" && h("p", {}, h("a", { class: "bad", href: runLink(run, "/problems") }, `${counted(problems, "problem")} ${problems === 1 ? "needs" : "need"} a look`)),
   );
 }
 
@@ -135,8 +138,8 @@ function describeFlow(flow, run) {
   return [
     card("Producers", count(row.producers_known), row.producers_last_seen_s === null ? "never seen" : `seen ${age(row.producers_last_seen_s)} ago`, goneOf(row) ? h("a", { class: "bad", href: runLink(run, "/problems") }, `${goneOf(row)} gone`) : rate(row.groups_per_s, "groups/s")),
     card("Tickets", `${count(flow.tickets_out)} out`, flow.group_s ? `${age(flow.group_s)} from ticket to group` : "no group came by ticket yet"),
-    card("Buffer", `${count(row.groups_live)} groups`, `${count(row.tokens_live)} tokens`, flow.stored_s === null ? "no group yet" : `newest ${age(flow.stored_s)} ago`),
-    card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${count(row.max_steps)} steps in all` : "", row.step > 0 && [h("a", { href: runLink(run, `/steps/${row.step - 1}`) }, `step ${count(row.step - 1)}`), ", ", h("a", { href: runLink(run, `/rollouts?step=${row.step - 1}&order=reward&desc=false`) }, "its worst rewards")]),
+    card("Buffer", counted(row.groups_live, "group"), counted(row.tokens_live, "token"), flow.stored_s === null ? "no group yet" : `newest ${age(flow.stored_s)} ago`),
+    card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${counted(row.max_steps, "step")} in all` : "", row.step > 0 && [h("a", { href: runLink(run, `/steps/${row.step - 1}`) }, `step ${count(row.step - 1)}`), ", ", h("a", { href: runLink(run, `/rollouts?step=${row.step - 1}&order=reward&desc=false`) }, "its worst rewards")]),
     card("Trainer", row.trainer_last_seen_s === null ? "none" : rate(row.tokens_per_s, "tok/s"), row.trainer_last_seen_s === null ? "no trainer has attached" : `seen ${age(row.trainer_last_seen_s)} ago`, flow.step_s ? `${age(flow.step_s)} work per step` : ""),
     card("Published version", count(row.published_version), row.staleness === null ? "" : `mean staleness ${decimal(row.staleness, 2)}`),
   ];

@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { diagnose, goneOf } from "../diagnosis.js";
 import { h, pill, sparkline, update, updateInTurns } from "../dom.js";
-import { age, count, decimal, rate } from "../format.js";
+import { age, count, counted, decimal, rate } from "../format.js";
 import { MOST_RUNS } from "./compare.js";
 import { runLink } from "./frame.js";
 
@@ -39,7 +39,7 @@ function name(row) {
 function reward(row) {
   const newest = row.rewards.at(-1);
   if (newest === undefined) return "–";
-  return [sparkline(row.rewards, `mean reward of the last ${row.rewards.length} steps`), h("span", {}, decimal(newest))];
+  return [sparkline(row.rewards, `mean reward of the last ${counted(row.rewards.length, "step")}`), h("span", {}, decimal(newest))];
 }
 
 function producers(row) {
@@ -125,7 +125,7 @@ export function openRuns({ refreshNow }) {
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");
     update(speed, ` · ${rate(overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0), "tokens/s")} trained`);
     const still = overview.runs.filter((row) => row.stands_still).length;
-    update(summary, `${rows.length} of ${overview.runs.length} runs`, still > 0 && h("span", { class: "bad" }, ` · ${count(still)} stand still`));
+    update(summary, `${count(rows.length)} of ${counted(overview.runs.length, "run")}`, still > 0 && h("span", { class: "bad" }, ` · ${count(still)} ${still === 1 ? "stands" : "stand"} still`));
     update(document.getElementById("server"), `${overview.version} · ${overview.durability}`);
   }
 

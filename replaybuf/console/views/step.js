@@ -2,7 +2,7 @@
 
 import { find, get, runPath } from "../api.js";
 import { facts, h, pill, table, update } from "../dom.js";
-import { clockTime, count, decimal } from "../format.js";
+import { clockTime, count, counted, decimal } from "../format.js";
 import { runLink, runView } from "./frame.js";
 
 const MOST = 500;
@@ -52,7 +52,7 @@ function describeRecord(record, columns) {
 
 const list = (counts) => Object.entries(counts ?? {}).map(([name, number]) => `${count(number)} ${name}`).join(", ") || "none";
 
-const spread = (counts) => Object.entries(counts).map(([value, number]) => `${value}: ${count(number)} groups`).join(", ");
+const spread = (counts) => Object.entries(counts).map(([value, number]) => `${value}: ${counted(number, "group")}`).join(", ");
 
 function describeWhy(answer) {
   if (!answer) return null;
@@ -72,9 +72,9 @@ function describeWhy(answer) {
 // One line per rank: its micro-batches, each as full as it is drawn.
 function describePacking(packing) {
   const ranks = packing.ranks.slice(0, MOST_RANKS);
-  const rows = (rank) => rank.rows.slice(0, MOST_ROWS).map((row) => h("span", { class: "track", title: `${row.rollouts} rollouts, ${count(row.tokens)} tokens` }, h("span", { class: "live", width: `${((100 * row.tokens) / packing.seq_len).toFixed(1)}%` })));
-  const lines = ranks.flatMap((rank) => [h("span", {}, `rank ${rank.dp_rank}`), h("span", { class: "packed" }, rows(rank)), h("span", { class: "number" }, `${count(rank.tokens)} tokens, ${decimal(100 * rank.fill, 0)} % full`)]);
-  return [h("h2", {}, `Packing: ${packing.micro_batches} micro-batches of ${count(packing.seq_len)} tokens per rank`), h("div", { class: "bars wide" }, lines), packing.ranks.length > ranks.length && h("p", { class: "quiet" }, `${packing.ranks.length - ranks.length} more ranks are not shown.`)];
+  const rows = (rank) => rank.rows.slice(0, MOST_ROWS).map((row) => h("span", { class: "track", title: `${counted(row.rollouts, "rollout")}, ${counted(row.tokens, "token")}` }, h("span", { class: "live", width: `${((100 * row.tokens) / packing.seq_len).toFixed(1)}%` })));
+  const lines = ranks.flatMap((rank) => [h("span", {}, `rank ${rank.dp_rank}`), h("span", { class: "packed" }, rows(rank)), h("span", { class: "number" }, `${counted(rank.tokens, "token")}, ${decimal(100 * rank.fill, 0)} % full`)]);
+  return [h("h2", {}, `Packing: ${counted(packing.micro_batches, "micro-batch", "micro-batches")} of ${counted(packing.seq_len, "token")} per rank`), h("div", { class: "bars wide" }, lines), packing.ranks.length > ranks.length && h("p", { class: "quiet" }, `${counted(packing.ranks.length - ranks.length, "more rank")} not shown.`)];
 }
 
 function describeGroups(record, run) {
@@ -89,5 +89,5 @@ function describeGroups(record, run) {
   ];
   const worst = h("a", { class: "button", href: runLink(run, `/rollouts?step=${record.step}&order=reward&desc=false`) }, "Worst rewards first");
   const left = record.groups.length - shown.length;
-  return [h("h2", {}, "Groups, in the order of the strategy"), h("div", { class: "bar" }, worst), table("Groups of the batch", columns, shown, "The batch has no groups."), left > 0 && h("p", { class: "quiet" }, `${count(left)} more are not shown.`)];
+  return [h("h2", {}, "Groups, in the order of the strategy"), h("div", { class: "bar" }, worst), table("Groups of the batch", columns, shown, "The batch has no groups."), left > 0 && h("p", { class: "quiet" }, `${counted(left, "more group")} not shown.`)];
 }

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from replaybuf.errors import counted
 from replaybuf.generator.engines.protocol import ABORTED
 from replaybuf.wire.group import Float32s, Int32s
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE
@@ -43,9 +44,11 @@ class Choice:
         if not tokens and self.finish_reason != ABORTED:
             raise ValueError("a choice without token_ids")
         if len(self.logprobs) != tokens:
-            raise ValueError(f"{len(self.logprobs)} logprobs for {tokens} tokens")
+            raise ValueError(f"{counted(len(self.logprobs), 'logprob')} for {counted(tokens, 'token')}")
         if tokens and self.spans is not None and not _cover(self.spans, tokens):
-            raise ValueError(f"weight_versions {[(span.start, span.end) for span in self.spans]} for {tokens} tokens")
+            raise ValueError(
+                f"weight_versions {[(span.start, span.end) for span in self.spans]} for {counted(tokens, 'token')}"
+            )
 
 
 class _Indexed(Protocol):
@@ -60,7 +63,7 @@ def in_order(choices: Sequence[I], n: int) -> list[I]:
     """Sort choices by index. Raises `ValueError` unless the indexes are 0 to n - 1."""
     ordered = sorted(choices, key=lambda choice: choice.index)
     if len(ordered) != n:
-        raise ValueError(f"{len(ordered)} choices; {n} were requested")
+        raise ValueError(f"{counted(len(ordered), 'choice')}; {n} were requested")
     indexes = [choice.index for choice in ordered]
     if indexes != list(range(n)):
         raise ValueError(f"choices of index {indexes}; {n} were requested")

@@ -15,6 +15,7 @@ import msgspec
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.tracing import spans
+from replaybuf.wire.prepared_types import prepared
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class Connection:
     def decode(self, reply: Reply, shape: type[T]) -> T:
         """Decode a JSON reply. Raises `EngineFault` where it has another shape."""
         try:
-            return msgspec.json.decode(reply.content, type=shape)
+            return msgspec.json.decode(reply.content, type=prepared(shape))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self.bad_answer(f"{error}; it starts with {reply.excerpt!r}") from error
 

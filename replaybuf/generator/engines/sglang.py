@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from replaybuf.errors import counted
 from replaybuf.generator.engines.choices import Choice, Span, TokenId
 from replaybuf.generator.engines.connection import NOT_FOUND
 from replaybuf.generator.engines.http import UNCHANGED_DISTRIBUTION, Answer, HttpEngine
@@ -79,7 +80,7 @@ class SglangEngine(HttpEngine):
         meta = output.meta_info
         if meta.prompt_tokens not in (None, prompt_tokens):
             raise self._connection.bad_answer(
-                f"completions of a prompt of {meta.prompt_tokens} tokens; the one sent has {prompt_tokens}"
+                f"completions of a prompt of {counted(meta.prompt_tokens, 'token')}; the one sent has {prompt_tokens}"
             )
         items = meta.output_token_logprobs or []
         # The token ids beside the logprobs are the sampled ones; `output_ids` may lack the stop token.

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from replaybuf.errors import EngineAway
+from replaybuf.errors import EngineAway, counted
 from replaybuf.generator.engines.choices import ABSENT_LOGPROB, Choice, Span, TokenId, in_order
 from replaybuf.generator.engines.connection import METHOD_NOT_ALLOWED, NOT_FOUND
 from replaybuf.generator.engines.http import UNCHANGED_DISTRIBUTION, Answer, HttpEngine
@@ -128,7 +128,9 @@ class VllmEngine(HttpEngine):
     def _prompt_logprobs(self, choice: _ScoredChoice, ids: Int32s) -> Float32s:
         entries = choice.prompt_logprobs or []
         if len(entries) != len(ids):
-            raise self._connection.bad_answer(f"{len(entries)} prompt_logprobs for {len(ids)} tokens")
+            raise self._connection.bad_answer(
+                f"{counted(len(entries), 'prompt_logprob')} for {counted(len(ids), 'token')}"
+            )
         found = [(entry or {}).get(token) for token, entry in zip(ids.tolist(), entries, strict=True)]
         values = np.array([np.nan if one is None else one.logprob for one in found], np.float64)
         usable = (values > ABSENT_LOGPROB) & (values <= LOGPROB_TOLERANCE)

@@ -10,7 +10,6 @@ from replaybuf.generator.environments.contract import (
 )
 from replaybuf.generator.environments.reasoning_gym import ReasoningGym
 from replaybuf.generator.environments.rewards import (
-    TASKSET,
     ExactMatch,
     Reward,
     check_prompts,
@@ -20,7 +19,6 @@ from replaybuf.generator.environments.rewards import (
 )
 
 __all__ = [
-    "TASKSET",
     "Environment",
     "Episode",
     "ExactMatch",

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CheckUse: TypeAlias = Callable[[int], None]
+CheckRest: TypeAlias = Callable[[int], None]
 _NextTurn: TypeAlias = Callable[[Piece], Awaitable[Piece]]
 
 LENGTH = "length"
@@ -78,17 +78,17 @@ class Episodes:
         engine: Sampler,
         prompt: Prompt,
         sampling: Sampling,
-        check_use: CheckUse = _any_version,
+        check_rest: CheckRest = _any_version,
         losses: Losses | None = None,
     ) -> tuple[Sample, Scores]:
         """Sample and score the `sampling.n` rollouts of one prompt, less those that `losses` allows to lose.
 
-        `check_use` runs before every turn with the version that began the rollout, and raises `EngineFault` if that
+        `check_rest` runs before every turn with the version that began the rollout, and raises `EngineFault` if that
         became too stale. Raises `RewardFault` for faults of the environment, `EngineFault` as `engine.generate`.
         """
 
         async def next_turn(rollout: int, piece: Piece) -> Piece:
-            check_use(int(piece.spans[0, 0]))
+            check_rest(int(piece.spans[0, 0]))
             so_far = np.concatenate([prompt.token_ids, piece.token_ids])
             (turn,) = pieces(await engine.generate(so_far, remainder(sampling, rollout, piece)))
             return turn

@@ -6,9 +6,10 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from replaybuf.errors import counted
 from replaybuf.generator.environments.scoring import Scores, reward_fault
 from replaybuf.generator.prompts import Encoder, Prompt
-from replaybuf.kernel.advantages import ProcessReward
+from replaybuf.kernel.strategy.advantages import ProcessReward
 from replaybuf.wire.group import TokenIds
 
 
@@ -19,7 +20,7 @@ def by_text(prompt: Prompt, scores: Scores, completions: Sequence[TokenIds], tok
     completion, including the end-of-sequence token. Raises `RewardFault` for an end outside the text.
     """
     texts = [_Prefixes(ids, tokenizer) for ids in completions]
-    return _convert(prompt, scores, [(text.characters, "characters", text.token) for text in texts])
+    return _convert(prompt, scores, [(text.characters, "character", text.token) for text in texts])
 
 
 def by_turn(prompt: Prompt, scores: Scores, turn_ends: Sequence[Sequence[int]]) -> Scores:
@@ -28,7 +29,7 @@ def by_turn(prompt: Prompt, scores: Scores, turn_ends: Sequence[Sequence[int]]) 
     Raises `RewardFault` for a turn that does not exist.
     """
     numbered = [[0, *ends] for ends in turn_ends]
-    return _convert(prompt, scores, [(len(ends) - 1, "turns", ends.__getitem__) for ends in numbered])
+    return _convert(prompt, scores, [(len(ends) - 1, "turn", ends.__getitem__) for ends in numbered])
 
 
 class _Prefixes:
@@ -56,7 +57,7 @@ def _convert(prompt: Prompt, scores: Scores, rollouts: Sequence[tuple[int, str, 
     for stretches, (bound, unit, token_of) in zip(scores.process_rewards, rollouts, strict=True):
         wrong = next((end for end, _ in stretches if not 1 <= end <= bound), None)
         if wrong is not None:
-            what = f"has a process reward that ends at {wrong}; the completion has {bound} {unit}"
+            what = f"has a process reward that ends at {wrong}; the completion has {counted(bound, unit)}"
             raise reward_fault("bad_end", prompt, what)
         converted.append(tuple((token_of(end), reward) for end, reward in stretches))
     return dataclasses.replace(scores, process_rewards=tuple(converted))

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.errors import ReplaybufError, RewardFault
+from replaybuf.errors import ReplaybufError, RewardFault, first_error
 from replaybuf.generator.child_process import ChildEnded, ChildProcess
 from replaybuf.generator.environments.scoring import Scores, reward_fault
 from replaybuf.generator.prompts import Prompt
@@ -39,13 +39,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of a group, or `reason` and `detail` of a `RewardFault`; the first one: the worker is ready, or unfit."""
+    """Scores of a group, or `reason`, `detail` and `traceback` of a `RewardFault`.
+
+    The first one: the worker is ready, or unfit.
+    """
 
     rewards: list[float] = []
     parts: dict[str, list[float]] = {}
     process_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
     reason: str | None = None
     detail: str = ""
+    traceback: str = ""
 
 
 class RewardPool:
@@ -68,7 +72,8 @@ class RewardPool:
                     tasks.create_task(self._add())
         except BaseExceptionGroup as group:
             await self.aclose()
-            raise group.exceptions[0] from None
+            error = first_error(group)
+            raise error from error.__cause__  # its traceback is shown to people
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -105,7 +110,9 @@ class RewardPool:
                 worker = None
             self._free.put_nowait(worker)
         if answer.reason is not None:
-            raise RewardFault(answer.reason, answer.detail, name="reward", value=prompt.prompt_id)
+            fault = RewardFault(answer.reason, answer.detail, name="reward", value=prompt.prompt_id)
+            fault.add_note(answer.traceback)
+            raise fault
         parts = {name: np.array(values, np.float64) for name, values in answer.parts.items()}
         return Scores(np.array(answer.rewards, np.float64), parts, answer.process_rewards)
 

@@ -13,17 +13,20 @@ import sys
 import threading
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 
+from replaybuf.client.producers.failures import render_traceback
 from replaybuf.errors import ReplaybufError, RewardFault
 from replaybuf.generator.environments import load_rewards
 from replaybuf.generator.environments.reward_pool import Answer, Job
 from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.prompts import Prompt
-from replaybuf.generator.taskset_worker.pipes import claim_pipes, received
+from replaybuf.wire.pipes import claim_pipes, received
 
 _UNLIMITED_S = 1e9
 """The pool enforces the time limit."""
+_JOBS = msgspec.msgpack.Decoder(Job)
 
 
 def main() -> None:
@@ -49,13 +52,14 @@ async def _answer(scorer: Scorer, job: Job) -> Answer:
     try:
         scores = await scorer.score(prompt, job.completions)
     except RewardFault as fault:
-        return Answer(reason=fault.reason, detail=fault.detail)
+        trace = render_traceback(fault.__cause__ or fault)
+        return Answer(reason=fault.reason, detail=fault.detail, traceback=trace)
     parts = {name: part.tolist() for name, part in scores.parts.items()}
     return Answer(rewards=scores.rewards.tolist(), parts=parts, process_rewards=scores.process_rewards)
 
 
 def _read(jobs: BinaryIO, waiting: queue.SimpleQueue[tuple[int, Job]]) -> None:
-    for numbered in received(jobs, Job):
+    for numbered in received(jobs, _JOBS):
         waiting.put(numbered)
     os._exit(0)  # the generator is gone
 

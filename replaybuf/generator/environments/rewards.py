@@ -15,10 +15,9 @@ from replaybuf.errors import Invalid
 from replaybuf.generator.environments.contract import Environment, MultiTurnEnvironment, Score, takes_turns
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.prompt import invalid_row
+from replaybuf.generator.prompts.tasksets import TASKSET
 from replaybuf.plugins import entry_points as plugins
 
-TASKSET = "verifiers:"
-"""Prefix of a verifiers taskset in `--prompts`."""
 _WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?")
 
 

@@ -11,12 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
-from replaybuf.errors import Invalid, RewardFault
+from replaybuf.client.producers.failures import redact
+from replaybuf.errors import Invalid, RewardFault, first_error
 from replaybuf.generator.environments.contract import Environment, Score, score_of, takes_turns
 from replaybuf.generator.environments.rewards import Reward, rewards_of
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.threads import LoopThread, Worker
-from replaybuf.kernel.advantages import ProcessReward
+from replaybuf.kernel.strategy.advantages import ProcessReward
 from replaybuf.wire.group import Float64s
 
 MAX_STUCK = 16
@@ -137,7 +138,8 @@ async def _gather(
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(scored(text)) for text in completions]
     except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+        error = first_error(group)
+        raise error from error.__cause__  # its traceback is shown to people
     return [task.result() for task in running]
 
 
@@ -158,7 +160,8 @@ def columns_of(prompt: Prompt, scores: Sequence[Score]) -> Scores:
 def episode_fault(what: str, kind: str, prompt: Prompt, detail: str) -> RewardFault:
     """Describe how `what`, environment or reward, failed; the reason is `<what>_<kind>`."""
     prompt_id = prompt.prompt_id
-    return RewardFault(f"{what}_{kind}", f"{what} of prompt {prompt_id!r} {detail}", name=what, value=prompt_id)
+    # Redacted before the error shortens it: a cut would leave a part of a secret.
+    return RewardFault(f"{what}_{kind}", redact(f"{what} of prompt {prompt_id!r} {detail}"), name=what, value=prompt_id)
 
 
 def reward_fault(kind: str, prompt: Prompt, detail: str) -> RewardFault:

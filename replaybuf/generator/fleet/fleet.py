@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, GroupAborted, counted
 from replaybuf.generator.engines import Load, Sample, Sampling, Server
 from replaybuf.generator.fleet.member import STALE, Member, ServerStatus, Shared, stale_fault
 from replaybuf.generator.fleet.publication import (
@@ -113,6 +113,10 @@ class Fleet:
         answered = await asyncio.gather(*(member.read_load() for member in members))
         return [member.load for member, usable in zip(members, answered, strict=True) if usable]
 
+    async def check_idle(self, within_s: float) -> None:
+        """Check all servers without requests at the same time, each for at most `within_s` seconds."""
+        await asyncio.gather(*(member.check_idle(within_s) for member in self._members))
+
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, losses: Losses | None = None) -> Sample:
         """Sample whole completions on the least loaded server; see `Engine.generate`.
 
@@ -176,9 +180,16 @@ class Fleet:
 
     def check_use(self, oldest: int) -> None:
         """Raise `EngineFault` (`superseded`) where a token of version `oldest` is too old for every batch to come."""
+        self._check_age(oldest, EngineFault)
+
+    def check_rest(self, oldest: int) -> None:
+        """Do the same before more tokens are sampled; the fault is `GroupAborted`."""
+        self._check_age(oldest, GroupAborted)
+
+    def _check_age(self, oldest: int, fault: type[EngineFault]) -> None:
         published = self._shared.published
         if too_old(oldest, published, self.max_staleness):
-            raise EngineFault(
+            raise fault(
                 SUPERSEDED,
                 f"tokens of version {oldest} are too old: published is {published}, max_staleness of the run is "
                 f"{self.max_staleness}",
@@ -266,10 +277,12 @@ class Fleet:
         requests = empty = 0
         while unfinished(piece, sampling):
             if empty >= TRIES:
-                detail = f"engine {member.server.url} aborted a rollout {empty} times without a token between"
+                detail = (
+                    f"engine {member.server.url} aborted a rollout {counted(empty, 'time')} without a token between"
+                )
                 raise EngineAway("engine_aborted", detail, name="engine", value=member.server.url, bound=TRIES)
             if len(piece):
-                self.check_use(int(piece.spans[0, 0]))
+                self.check_rest(int(piece.spans[0, 0]))
             so_far = np.concatenate([prompt_ids, piece.token_ids])
             sample, member = await self._sample(so_far, remainder(sampling, rollout, piece), avoid=member)
             (later,) = pieces(sample)

@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from replaybuf.errors import EngineAway, EngineFault
+from replaybuf.errors import EngineAway, EngineFault, counted
 from replaybuf.generator.engines import Load, Server
 from replaybuf.generator.fleet.publication import ahead, stale
 
@@ -188,13 +188,30 @@ class Member:
         self.fault, self.was_up = error, True
         self.retries += 1
         logger.warning(
-            "engine %s is suspended after %d failures in a row, next probe in %g s: %s",
+            "engine %s is suspended after %s in a row, next probe in %g s: %s",
             self.server.url,
-            self.failures,
+            counted(self.failures, "failure"),
             self.pause_s,
             error,
         )
         self.watch = asyncio.create_task(self._probe_until_up(self.pause_s))
+
+    async def check_idle(self, within_s: float) -> None:
+        """Suspend a server without requests that refuses `healthy`: no request would show that it is away.
+
+        One that does not answer in time is left alone: it may be busy with the requests of others. So is one whose
+        last request failed: a retry is on its way.
+        """
+        if self.fault is not None or self.requests or self.failures:
+            return
+        try:
+            async with asyncio.timeout(within_s):
+                healthy = await self.server.healthy()
+        except TimeoutError:
+            return
+        if not healthy and not self.requests:
+            url = self.server.url
+            self.suspend(EngineAway("engine_away", f"engine {url} is not healthy while idle", name="engine", value=url))
 
     async def _probe_until_up(self, pause_s: float) -> None:
         up = False

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from replaybuf.errors import EngineFault
+from replaybuf.errors import GroupAborted
 from replaybuf.generator.engines.protocol import ABORTED, Sample, Sampling, derived_seed
 from replaybuf.wire.pieces import Piece, join_pieces, merge_spans
 
@@ -70,10 +70,10 @@ def too_old(oldest: int, published: int | None, max_staleness: int | None) -> bo
 def continued(piece: Piece, later: Piece) -> Piece:
     """Join a piece with the tokens sampled next.
 
-    Raises `EngineFault` (`superseded`) where the version falls: a rewind took back the weights of this piece.
+    Raises `GroupAborted` (`superseded`) where the version falls: a rewind took back the weights of this piece.
     """
     if piece.version_falls(later):
-        raise EngineFault(
+        raise GroupAborted(
             SUPERSEDED,
             f"version {later.spans[0, 0]} would continue tokens of version {piece.spans[-1, 0]}",
             name="policy_version",

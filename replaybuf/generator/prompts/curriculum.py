@@ -39,10 +39,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import Invalid
-from replaybuf.generator.environments import TASKSET
+from replaybuf.errors import Invalid, counted
+from replaybuf.generator.prompts.filters import PromptFilter, PromptFilterOptions
 from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptOrder, Prompts, duplicate_id
 from replaybuf.generator.prompts.sources import GYM, Endless, Source, open_source
+from replaybuf.generator.prompts.tasksets import TASKSET
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.wire.prepared_types import prepared
 
 logger = logging.getLogger(__name__)
 
@@ -147,19 +150,29 @@ class Curriculum:
             logger.error("curriculum unchanged; %s is ignored: %s", self._file, error.detail)
             return
         self._plan, self._schedule = plan, schedule
-        logger.info("curriculum changed: %d stages from %s", len(schedule.stages), self._file)
+        logger.info("curriculum changed: %s from %s", counted(len(schedule.stages), "stage"), self._file)
 
 
 class Supply:
-    """The prompts of `--prompts`: one source, or a curriculum file of several. Raises as `open_source` does."""
+    """The prompts of `--prompts`: one source, or a curriculum file of several. Raises as `open_source` does.
 
-    def __init__(self, prompts: str, encoder: Encoder) -> None:
+    `filters` apply to all sources; `dropped`: the prompts that they dropped, by reason.
+    """
+
+    def __init__(self, prompts: str, encoder: Encoder, filters: PromptFilterOptions | None = None) -> None:
         self._file = Path(prompts) if prompts.endswith(".toml") else None
         name = prompts.partition(":")[2] if prompts.startswith((GYM, TASKSET)) else Path(prompts).stem
         self._plan = read_plan(self._file) if self._file else Plan(sources=[Source(prompts=prompts, name=name)])
         folder = self._file.parent if self._file else Path()
-        self._sources = {source.name: open_source(source, encoder, folder) for source in self._plan.sources}
+        prompt_filter = PromptFilter(filters or PromptFilterOptions())
+        self._sources = {
+            source.name: open_source(source, encoder, folder, prompt_filter) for source in self._plan.sources
+        }
+        self.dropped = prompt_filter.dropped
         self._check_ids()
+        if prompt_filter.active:
+            counts = " ".join(f"{reason}={number}" for reason, number in sorted(self.dropped.items())) or "nothing"
+            logger.info("prompts: %d stay; the filters dropped %s", len(self.loaded), counts)
 
     @property
     def finite(self) -> bool:
@@ -192,7 +205,7 @@ class Supply:
 def read_plan(file: Path) -> Plan:
     """Read a curriculum file. Raises `Invalid` naming file and field."""
     try:
-        plan = msgspec.toml.decode(file.read_bytes(), type=Plan)
+        plan = msgspec.toml.decode(read_bounded(file, CONFIG_BYTES), type=prepared(Plan))
         names = [source.name for source in plan.sources]
         if not names or "" in names or len(set(names)) < len(names):
             detail = f"names of the sources are {names}; each source needs a name of its own"

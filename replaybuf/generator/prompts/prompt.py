@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,7 +60,7 @@ class PromptOrder(Protocol):
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that prompts need; `replaybuf.wire.tokenizer.Tokenizer` has it."""
+    """The part of a tokenizer that prompts need; `replaybuf.wire.model_tokenizer.Tokenizer` has it."""
 
     vocab_size: int
 
@@ -106,21 +106,6 @@ class Prompts:
         return np.argsort(keys, kind="stable")
 
 
-def new_prompts(name: str, rows: Iterable[tuple[str, PromptLine]], encoder: Encoder, source: str) -> list[Prompt]:
-    """Convert (where, row) pairs to the prompts of a finite source called `name`.
-
-    Raises `Invalid` naming the row that cannot become a prompt, or the second row with the same `prompt_id`.
-    """
-    prompts: dict[str, Prompt] = {}
-    for where, line in rows:
-        prompt = new_prompt(name, where, line, encoder)
-        if (first := prompts.setdefault(prompt.prompt_id, prompt)) is not prompt:
-            raise duplicate_id(prompt, first, generated=not line.prompt_id)
-    if not prompts:
-        raise Invalid(f"{source} holds no prompt", name="prompts", value=source, bound="at least 1 row")
-    return list(prompts.values())
-
-
 def new_prompt(name: str, where: str, line: PromptLine, encoder: Encoder) -> Prompt:
     """Tokenise one row. The default of `prompt_id` is `<name>/<hash of the content>`. Raises `Invalid`."""
     try:
@@ -146,7 +131,8 @@ def invalid_row(where: str, what: str) -> Invalid:
 def duplicate_id(prompt: Prompt, first: Prompt, *, generated: bool = False) -> Invalid:
     """Describe two rows with one `prompt_id`; `generated`: made from the content, which is then the same."""
     made = ", made from its content," if generated else ""
-    return invalid_row(prompt.where, f"prompt_id {prompt.prompt_id!r}{made} is already used in {first.where}")
+    remedy = "; --drop-duplicate-prompts keeps the first" if generated else ""
+    return invalid_row(prompt.where, f"prompt_id {prompt.prompt_id!r}{made} is already used in {first.where}{remedy}")
 
 
 def _check_form(line: PromptLine) -> None:

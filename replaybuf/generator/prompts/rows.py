@@ -6,6 +6,7 @@ gets the same prompt.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +15,11 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.errors import Invalid, MissingExtra, counted
 from replaybuf.generator.prompts.prompt import invalid_row
 from replaybuf.plugins.entry_points import load_object
+from replaybuf.wire.files import CONFIG_BYTES, PROMPT_LINE_BYTES, read_bounded
+from replaybuf.wire.prepared_types import prepared
 
 EXTRA = "prompts"
 MAX_ROWS = 50_000_000
@@ -37,12 +40,16 @@ def json_rows(file: Path) -> Iterator[Row]:
     """Read the lines of a JSON-lines file that are not blank. Raises `Invalid` naming file and line."""
     try:
         with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
+            lines = iter(functools.partial(stream.readline, PROMPT_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > PROMPT_LINE_BYTES:
+                    detail = f"prompts file {file}, line {number} has more than {PROMPT_LINE_BYTES} bytes"
+                    raise Invalid(f"{detail}; end each row with a line break", name="prompts", value=str(file))
                 if line.strip():
                     where = f"prompts file {file}, line {number}"
                     try:
                         yield where, msgspec.json.decode(line)
-                    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                         raise invalid_row(where, str(error)) from error
     except OSError as error:
         raise _bad_file(file, error.strerror) from error
@@ -91,7 +98,9 @@ class _Replay:
             try:
                 self._cache[self._next] = next(self._rows)
             except StopIteration:
-                raise Invalid(f"endless is true, but the rows ended after {self._next} rows", name="endless") from None
+                raise Invalid(
+                    f"endless is true, but the rows ended after {counted(self._next, 'row')}", name="endless"
+                ) from None
             self._next += 1
             if len(self._cache) > _CACHED_ROWS:
                 self._cache.popitem(last=False)
@@ -140,8 +149,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _described(file: Path, kind: type[_Described]) -> _Described | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind) if file.is_file() else None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(read_bounded(file, CONFIG_BYTES), type=prepared(kind)) if file.is_file() else None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _bad_file(file, error) from None
 
 

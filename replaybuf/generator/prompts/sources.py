@@ -13,13 +13,15 @@ from typing import Any
 
 import msgspec
 
+from replaybuf.client.producers.failures import redact
 from replaybuf.errors import Invalid, PromptFault, ReplaybufError
 from replaybuf.generator.environments.reasoning_gym import gym_row
-from replaybuf.generator.environments.rewards import TASKSET
-from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptLine, invalid_row, new_prompt, new_prompts
+from replaybuf.generator.prompts.filters import PromptFilter, PromptFilterOptions, nothing_left
+from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptLine, duplicate_id, invalid_row, new_prompt
 from replaybuf.generator.prompts.rows import Row, file_rows, json_rows, object_rows, object_rows_by_number
-from replaybuf.generator.tasksets.tasks import Tasks
+from replaybuf.generator.prompts.tasksets import TASKSET, open_taskset
 from replaybuf.plugins.entry_points import is_object_path
+from replaybuf.wire.prepared_types import prepared
 
 GYM = "reasoning-gym:"
 TRIED_ROWS = 16
@@ -75,7 +77,8 @@ class Endless:
         except Invalid as error:
             raise PromptFault("prompt_invalid", error.detail, name=error.name, value=error.value) from error
         except Exception as error:  # a source of the user may raise anything
-            raise PromptFault("prompt_raised", f"prompts {self._source.prompts} raised {error!r}") from error
+            detail = redact(f"prompts {self._source.prompts} raised {error!r}")
+            raise PromptFault("prompt_raised", detail) from error
         return prompt
 
     def _make(self, place: int) -> Prompt:
@@ -83,18 +86,21 @@ class Endless:
         return new_prompt(self._source.name, where, _to_line(self._source, where, self._row_at(place)), self._encoder)
 
 
-def open_source(source: Source, encoder: Encoder, folder: Path = Path()) -> list[Prompt] | Endless:
+def open_source(
+    source: Source, encoder: Encoder, folder: Path = Path(), prompt_filter: PromptFilter | None = None
+) -> list[Prompt] | Endless:
     """Read a finite source, or prepare an endless one. Files are relative to `folder`.
 
-    Raises `Invalid` naming the row that cannot become a prompt; `MissingExtra`.
+    Raises `Invalid` naming the row that cannot become a prompt, and for filters that keep none or have no finite
+    source; `MissingExtra`.
     """
     spec, path = source.prompts, folder / source.prompts
     rows: Iterator[Row]
     row_at: Callable[[int], dict[str, Any]] | None = None
     strict = False
     if spec.startswith(TASKSET):
-        tasks = Tasks(spec.removeprefix(TASKSET), source.options, encoder.folder)
-        rows, row_at = tasks.rows(), tasks.row if tasks.infinite else None
+        taskset = open_taskset(spec.removeprefix(TASKSET), source.options, encoder.folder)
+        rows, row_at = taskset.rows(), taskset.row if taskset.infinite else None
     elif spec.startswith(GYM):
         rows = _gym_rows(spec, source.options)
         if source.endless or "size" not in source.options:
@@ -104,22 +110,46 @@ def open_source(source: Source, encoder: Encoder, folder: Path = Path()) -> list
         row_at = object_rows_by_number(spec, source.options) if source.endless else None
     else:
         rows, strict = file_rows(path), path.suffix != ".parquet" and not path.is_dir() and not source.columns
+    prompt_filter = prompt_filter or PromptFilter(PromptFilterOptions())
     if row_at is not None:
+        if prompt_filter.active:
+            detail = (
+                f"prompts {spec} never end, and filters need finite prompts; give the source a size, or filter in "
+                "the function that makes them"
+            )
+            raise Invalid(detail, name="prompts", value=spec, bound="a finite source")
         return Endless(source, row_at, encoder)
     if source.endless:
         raise Invalid(f"prompts {spec} is finite; endless needs {GYM}DATASET or MODULE:FUNCTION", name="endless")
-    return _read(source, rows, encoder, f"prompts {spec}", strict=strict)
+    return _read(source, rows, encoder, f"prompts {spec}", prompt_filter, strict=strict)
 
 
 def read_prompts(file: Path, encoder: Encoder) -> list[Prompt]:
     """Read a JSON-lines file. Raises `Invalid` naming file and line that cannot become a prompt."""
     source = Source(prompts=str(file), name=file.stem)
-    return _read(source, json_rows(file), encoder, f"prompts file {file}", strict=True)
+    return _read(
+        source, json_rows(file), encoder, f"prompts file {file}", PromptFilter(PromptFilterOptions()), strict=True
+    )
 
 
-def _read(source: Source, rows: Iterator[Row], encoder: Encoder, described: str, *, strict: bool) -> list[Prompt]:
-    lines = ((where, _to_line(source, where, row, strict=strict)) for where, row in rows)
-    return new_prompts(source.name, lines, encoder, described)
+def _read(
+    source: Source, rows: Iterator[Row], encoder: Encoder, described: str, prompt_filter: PromptFilter, *, strict: bool
+) -> list[Prompt]:
+    """Make the prompts of a finite source. Raises `Invalid` as `open_source`, and for two rows with one `prompt_id`."""
+    prompts: dict[str, Prompt] = {}
+    dropped = prompt_filter.dropped.copy()
+    for where, row in rows:
+        line = _to_line(source, where, row, strict=strict)
+        prompt = new_prompt(source.name, where, line, encoder)
+        if not prompt_filter.keeps(prompt):
+            continue
+        if (first := prompts.setdefault(prompt.prompt_id, prompt)) is not prompt:
+            raise duplicate_id(prompt, first, generated=not line.prompt_id)
+    if not prompts and prompt_filter.dropped != dropped:
+        raise nothing_left(described, prompt_filter.dropped - dropped)
+    if not prompts:
+        raise Invalid(f"{described} holds no prompt", name="prompts", value=described, bound="at least 1 row")
+    return list(prompts.values())
 
 
 def _to_line(source: Source, where: str, row: Any, *, strict: bool = False) -> PromptLine:
@@ -136,7 +166,7 @@ def _to_line(source: Source, where: str, row: Any, *, strict: bool = False) -> P
     if rest and not strict:
         fields["metadata"], rest = {**rest, **(fields.get("metadata") or {})}, {}
     try:
-        line = msgspec.convert({**fields, **rest}, PromptLine)
+        line = msgspec.convert({**fields, **rest}, prepared(PromptLine))
     except msgspec.ValidationError as error:
         raise invalid_row(where, str(error)) from None
     if line.prompt and line.prompt.strip() and (source.chat or source.system is not None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from replaybuf.errors import counted
 from replaybuf.lab.demo.changes import MEASURED_ERRORS, points
 from replaybuf.lab.demo.report import Report
 from replaybuf.launch.text import clock, percent
@@ -36,7 +37,7 @@ def headline(report: Report, separator: str = ", ") -> str:
         f"{name} accuracy {percent(pair.before)} → {percent(pair.after)}{_verdict(report, name)}"
         for name, pair in (("sampled", report.accuracy.sampled), ("greedy", report.accuracy.greedy))
     ]
-    return f"{separator.join(parts)}, {report.steps} steps in {clock(report.wall_s)}"
+    return f"{separator.join(parts)}, {counted(report.steps, 'step')} in {clock(report.wall_s)}"
 
 
 def findings(report: Report) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ def _staleness(report: Report) -> str:
     allowed = "" if bound is None else f" The run allows at most {bound}."
     return (
         f"Staleness: of the trained tokens {', '.join(shares) or 'none were counted'}.{allowed} "
-        f"{stale:,} groups were dropped because they were too stale."
+        f"Dropped because too stale: {counted(stale, 'group', f'{stale:,}')}."
     )
 
 
@@ -121,8 +122,9 @@ def _conditions(report: Report) -> Iterator[str]:
     problems = report.evaluations[0]
     yield (
         f"Accuracy is the share of completions that get full marks from the environment's own scorer, on "
-        f"{problems.problems} held-out problems that are never trained on: {problems.samples} completions each, or the "
-        "greedy one. ± is one standard error over these problems, each compared with itself. "
+        f"{counted(problems.problems, 'held-out problem')} never trained on: "
+        f"{counted(problems.samples, 'completion')} each, or the greedy one. "
+        "± is one standard error over these problems, each compared with itself. "
         f"A change counts as measured from {MEASURED_ERRORS:g} standard errors on."
     )
     yield "This is one run with one seed: another seed gives other figures, and the errors do not cover that."

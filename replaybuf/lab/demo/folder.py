@@ -27,9 +27,10 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.types import Port
 
-from replaybuf.errors import Conflict, Invalid
+from replaybuf.errors import Conflict, Invalid, counted
 from replaybuf.launch.lock import lock_folder
 from replaybuf.program import command_line
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 DEFAULT_DATA_DIR = Path(".replaybuf/demo")
 CHARACTERS = Path(__file__).with_name("characters")
@@ -173,8 +174,8 @@ def _resumed_request(folder: Folder, options: DemoOptions) -> Request:
 
 def _read_request(folder: Folder) -> Request:
     try:
-        return msgspec.json.decode(folder.request.read_bytes(), type=Request)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(read_bounded(folder.request, CONFIG_BYTES), type=Request)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         example = msgspec.json.encode(Request(DEFAULT_SEED, DEFAULT_STEPS)).decode()
         raise Invalid(
             f"{folder.request} is broken: {error}; to resume, write seed and steps of that demo into it, as in "
@@ -195,7 +196,7 @@ def _check_unused(folder: Folder, options: DemoOptions) -> None:
     request = _read_request(folder)
     state = "a finished demo" if folder.report_json.is_file() else "an unfinished demo"
     raise Conflict(
-        f"{folder.root} holds {state} (seed {request.seed}, {request.steps} steps); "
+        f"{folder.root} holds {state} (seed {request.seed}, {counted(request.steps, 'step')}); "
         f"continue it: {demo_command(folder.root, '--resume')}; "
         f"delete it and start again: {demo_command(folder.root, '--overwrite', *options.as_words())}; "
         "or choose another --data-dir",

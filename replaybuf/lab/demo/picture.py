@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.errors import counted
 from replaybuf.lab.demo.findings import GENERATOR_WAITS, TRAINER_WAITS, headline
 from replaybuf.lab.demo.report import Report
 from replaybuf.launch.text import percent
@@ -126,7 +127,13 @@ def _staleness(axis: Any, report: Report) -> None:
     if shares:
         axis.stackplot(curve.step, *shares, labels=labels, colors=colors[: len(shares)], alpha=0.85, step="mid")
         axis.legend(loc="upper right", ncols=3, fontsize=9)
-    axis.text(0.02, 0.93, f"{stale:,} groups dropped as too stale", transform=axis.transAxes, fontsize=9)
+    axis.text(
+        0.02,
+        0.93,
+        f"{counted(stale, 'group', f'{stale:,}')} dropped as too stale",
+        transform=axis.transAxes,
+        fontsize=9,
+    )
     axis.set_ylim(0, 1.25)
     axis.set_yticks([0, 0.5, 1.0], ["0%", "50%", "100%"])
 

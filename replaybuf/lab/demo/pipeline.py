@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import ReplaybufError, counted
 from replaybuf.lab.demo.accuracy import HeldOutProblems
 from replaybuf.lab.demo.folder import Folder, Request
 from replaybuf.lab.demo.run_file import CHILD_ENVIRONMENT, TARGET_ACCURACY, TASK
@@ -97,7 +97,7 @@ class Demo(sessions.Session):
         """Create the model, unless an earlier session has completed it, and load the held-out problems."""
         if self._folder.prompts.is_file() and self._folder.held_out.is_file():
             done, total = self.progress.done_steps, self._request.steps
-            self._view.event(f"resuming: {done} of {total} steps are done; model and buffer are reused")
+            self._view.event(f"resuming: {done} of {counted(total, 'step')} are done; model and buffer are reused")
         else:
             await self._warm_start(supervisor)
         environment, max_tokens = self._generator["environment"], self._generator["max_tokens"]
@@ -159,7 +159,7 @@ class Demo(sessions.Session):
         self.progress.add_evaluation(evaluation)
         figures = f"sampled {percent(evaluation.sampled)}"
         figures += "" if evaluation.greedy is None else f", greedy {percent(evaluation.greedy)}"
-        self._view.event(f"accuracy on {evaluation.problems} held-out problems at step {step}: {figures}")
+        self._view.event(f"accuracy on {counted(evaluation.problems, 'held-out problem')} at step {step}: {figures}")
         async with self.client(HTTP_TIMEOUT_S) as client:
             for result in results:
                 await client.record_evaluation(result)

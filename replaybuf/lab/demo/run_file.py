@@ -17,6 +17,7 @@ from replaybuf.launch.machine import port_problems
 from replaybuf.launch.options import options_of
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.planning import Planner
+from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
 
 RUN = "demo"
 TASK = "spell_backward"
@@ -168,7 +169,10 @@ def _model_shape(folder: Folder) -> dict[str, Any]:
         return {}
     with safe_open(weights, framework="numpy") as tensors:
         count = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return {"architecture": msgspec.json.decode(config.read_bytes()).get("model_type"), "parameters": count}
+    return {
+        "architecture": msgspec.json.decode(read_bounded(config, MODEL_FILE_BYTES)).get("model_type"),
+        "parameters": count,
+    }
 
 
 def _quoted(text: str) -> str:

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.kernel.plugin_set import resolve_config
+from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.loop import simulate as run_simulation
 from replaybuf.lab.simulate.picture import draw
@@ -23,6 +23,7 @@ from replaybuf.launch.work_bar import Report, work_bar
 from replaybuf.plugins.entry_points import option_pairs
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.wire.decoding import decode_json
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 DEFAULT_GROUPS_PER_BATCH = 64
 MOST_STEPS = 10_000_000
@@ -129,7 +130,7 @@ def _recording(options: SimulateOptions) -> Recording | None:
 def _run_config(path: Path | None, recording: Recording | None) -> RunConfig:
     if path is not None:
         try:
-            body = path.read_bytes()
+            body = read_bounded(path, CONFIG_BYTES)
         except OSError as error:
             raise Invalid(f"run configuration {path} cannot be read: {error}", name="config-run") from error
         return decode_json(body, RunConfig)

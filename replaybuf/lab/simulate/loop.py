@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import StrategyFault
-from replaybuf.kernel.limits import Load
-from replaybuf.kernel.options import StrategyOptions
-from replaybuf.kernel.tickets import Ticket
-from replaybuf.kernel.waiting import BLOCKED_ON
+from replaybuf.errors import StrategyFault, counted
+from replaybuf.kernel.state.limits import Load
+from replaybuf.kernel.state.tickets import Ticket
+from replaybuf.kernel.strategy.options import StrategyOptions
+from replaybuf.kernel.strategy.waiting import BLOCKED_ON
 from replaybuf.lab.simulate.figures import Figures, Meter
 from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.lab.simulate.workload import Attempt, Supply
@@ -177,7 +177,7 @@ class Simulation:
         self._free += len(jobs)
         self._fruitless += len(jobs)
         if self._fruitless > self._most_fruitless:
-            self.ended = f"nothing usable in {self._fruitless} groups"
+            self.ended = f"nothing usable in {counted(self._fruitless, 'group')}"
         run, meter, arrived = self.run, self.meter, []
         for job in jobs:
             attempt = job.attempt

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.client.client import Client
-from replaybuf.errors import Invalid, Malformed, NotFound
-from replaybuf.kernel.index import ENTRY, NO_PROMPT_INDEX
+from replaybuf.errors import Invalid, Malformed, NotFound, counted
+from replaybuf.kernel.rows.index import ENTRY, NO_PROMPT_INDEX
 from replaybuf.lab.simulate.workload import BLOCK, DEFAULT_GROUP_SIZE, LONGEST_S, Block, Supply, Workload
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.files import RECORDING_BYTES, read_bounded
 
 PAGE = 1000
 _FEWEST_GROUPS = 8
@@ -87,8 +88,8 @@ def _pages(client: Client, kind: str) -> Iterator[dict[str, Any]]:
 def read_file(path: Path) -> Recording:
     """Read a saved recording. Raises `Invalid` if the file is not a recording."""
     try:
-        return _checked(msgspec.json.decode(path.read_bytes(), type=Recording))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return _checked(msgspec.json.decode(read_bounded(path, RECORDING_BYTES), type=Recording))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Invalid(f"recording {path} cannot be read: {error}", name="from", value=str(path)) from error
 
 
@@ -105,8 +106,8 @@ def save(recording: Recording, path: Path) -> None:
 def _checked(recording: Recording) -> Recording:
     if len(recording.groups) < _FEWEST_GROUPS:
         raise NotFound(
-            f"run {recording.run} has {len(recording.groups)} groups; at least {_FEWEST_GROUPS} are needed to learn "
-            "from them",
+            f"run {recording.run} has {counted(len(recording.groups), 'group')}; at least {_FEWEST_GROUPS} are "
+            "needed to learn from them",
             name="groups",
             value=len(recording.groups),
             bound=_FEWEST_GROUPS,

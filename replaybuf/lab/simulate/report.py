@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from replaybuf.errors import counted
 from replaybuf.lab.simulate.figures import Figures, Lengths
 from replaybuf.lab.simulate.workload import Workload
 
@@ -59,7 +60,7 @@ def rows(runs: Sequence[Figures]) -> list[tuple[str, list[str]]]:
         ("groups live", lambda f: f"mean {f.live_mean:,.0f}, max {f.live_max:,}"),
         (
             "tokens live",
-            lambda f: f"max {f.tokens_live_max:,}{f'; {f.held_groups:,} groups held' * bool(f.held_groups)}",
+            lambda f: f"max {f.tokens_live_max:,}{f'; {_groups(f.held_groups)} held' * bool(f.held_groups)}",
         ),
         ("prompts used", lambda f: f"{percent(f.coverage.share)} of finished ones"),
         ("length: generated", lambda f: _length(f.generated_lengths)),
@@ -69,6 +70,10 @@ def rows(runs: Sequence[Figures]) -> list[tuple[str, list[str]]]:
         ("rows unused", lambda f: percent(f.packing.unused_share)),
     ]
     return [(name, [write(figures) for figures in runs]) for name, write in table]
+
+
+def _groups(number: int) -> str:
+    return counted(number, "group", f"{number:,}")
 
 
 def _reasons(runs: Sequence[Figures]) -> list[str]:
@@ -82,7 +87,7 @@ def _wait_row(reason: str) -> tuple[str, Callable[[Figures], str]]:
 def _waste_row(reason: str) -> tuple[str, Callable[[Figures], str]]:
     def write(figures: Figures) -> str:
         waste = figures.waste.get(reason)
-        return f"{waste.groups:,} groups, {waste.tokens / 1e6:,.1f}M tokens" if waste else "0"
+        return f"{_groups(waste.groups)}, {waste.tokens / 1e6:,.1f}M tokens" if waste else "0"
 
     return f"  {reason}", write
 

@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.decide import (
+from replaybuf.kernel.decide.config import decide_create, decide_end
+from replaybuf.kernel.decide.eviction import decide_removals
+from replaybuf.kernel.decide.records import (
     GroupLabel,
     decide_ack,
     decide_attach,
@@ -21,17 +23,15 @@ from replaybuf.kernel.decide import (
     decide_policy,
     draft_batch,
 )
-from replaybuf.kernel.decide_admission import decide_room, decide_tickets
-from replaybuf.kernel.decide_config import decide_create, decide_end
-from replaybuf.kernel.eviction import decide_removals
-from replaybuf.kernel.failed_rule import decide_failed
-from replaybuf.kernel.index import Numbers
-from replaybuf.kernel.limits import Load
-from replaybuf.kernel.rates import Rates
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.state import RunState
-from replaybuf.kernel.step_wait import StepWait
-from replaybuf.kernel.tickets import Ticket, TicketBook, TicketChange, prompt_key
+from replaybuf.kernel.decide.tickets import decide_room, decide_tickets
+from replaybuf.kernel.rows.index import Numbers
+from replaybuf.kernel.state.limits import Load
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.tickets import Ticket, TicketBook, TicketChange, prompt_key
+from replaybuf.kernel.strategy.failed_rule import decide_failed
+from replaybuf.kernel.strategy.rates import Rates
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.kernel.strategy.waiting import StepWait
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.group_check import GroupLimits, Rejection, check_token_limits

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.advantages import advantages
-from replaybuf.kernel.index import ENTRY
+from replaybuf.kernel.rows.index import ENTRY
+from replaybuf.kernel.strategy.advantages import advantages
 from replaybuf.wire.config import MAX_RANKS, RunConfig
 
 Lengths = npt.NDArray[np.int32]

@@ -14,16 +14,16 @@ from typing import Literal
 
 import msgspec
 
-from replaybuf import __version__
 from replaybuf.errors import BrokenFrame, Gone
-from replaybuf.kernel.column_table import ColumnTable
-from replaybuf.kernel.decide import BatchDraft, GroupLabel
-from replaybuf.kernel.pool import BAD_INDEX_ENTRY
-from replaybuf.kernel.state import Attachment
+from replaybuf.kernel.decide.records import BatchDraft, GroupLabel
+from replaybuf.kernel.rows.column_table import ColumnTable
+from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
+from replaybuf.kernel.state.run_state import Attachment
 from replaybuf.packing.batches import PackedGroups
 from replaybuf.service.bodies.release import SMALL, drop, release
 from replaybuf.store import IndexEntry, Store
 from replaybuf.store.keys import late_column
+from replaybuf.version import __version__
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group, hash_name
 from replaybuf.wire.ledger import BatchRecord, encode_record

@@ -10,7 +10,7 @@ import msgspec
 from replaybuf.packing.batches import PackedGroups, completed
 from replaybuf.wire.browse import StepRecord, UsedGroup
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
-from replaybuf.wire.shapes import prepared
+from replaybuf.wire.prepared_types import prepared
 
 
 def describe_batch(

@@ -17,19 +17,19 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from replaybuf.errors import NotFound, ReplaybufError
+from replaybuf.errors import Forbidden, NotFound, ReplaybufError, Unauthorized
 from replaybuf.logs import RequestIds, request_id
 from replaybuf.service.host import Service
-from replaybuf.service.http.auth import Caller, Tokens
-from replaybuf.service.http.body_budget import BodyBudget
-from replaybuf.service.http.call_guard import Guard
-from replaybuf.service.http.calls import CALLS, OPEN_CALLS, Call
-from replaybuf.service.http.decoders import DecoderPool
-from replaybuf.service.http.metrics import Exposition
-from replaybuf.service.http.openapi import describe
-from replaybuf.service.http.problems import document_response, error_response
-from replaybuf.service.http.requests import check_query
-from replaybuf.service.http.start_gate import StartGate
+from replaybuf.service.http.body.body_budget import BodyBudget
+from replaybuf.service.http.body.decoders import DecoderPool
+from replaybuf.service.http.body.requests import check_query
+from replaybuf.service.http.call.call_guard import Guard
+from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
+from replaybuf.service.http.call.metrics import Exposition
+from replaybuf.service.http.call.openapi import describe
+from replaybuf.service.http.guard.auth import Caller, Tokens
+from replaybuf.service.http.guard.start_gate import StartGate
+from replaybuf.service.http.reply.problems import document_response, error_response
 from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.traffic import started
 from replaybuf.tracing import spans
@@ -104,20 +104,25 @@ class Application:
         """Authorise, handle and count a call."""
         watch, status = started(), 500
         request_id.set(_request_id(request) or self._request_ids.new())
-        share = request.state.body_share = self._bodies.share()
+        share = request.state.body_share = self._bodies.share(*_holders(request))
         request.state.caller = Caller()
+        permission = request.state.permission = self._guard.permission(request, call)
         try:
             request.state.caller = self._guard.check(request, call)
             if call.query is not None:
                 check_query(request, call.query)
             with share, spans.answer(call.method, call.path, request.headers, request.path_params.get("run", "")):
                 response = await call.handler(request)
+            if call.method == "GET":
+                permission.check()  # the answer may be of the turn in which the permission ended
             status = response.status_code
         except ClientDisconnect:
             status = 499
             return Response(status_code=status)  # the caller is gone
         except ReplaybufError as error:
             status = error.status
+            if isinstance(error, Unauthorized | Forbidden):
+                self._guard.log_refusal(request, error)
             raise
         else:
             return response
@@ -150,6 +155,12 @@ def _section(path: str) -> str:
     """Return the part of a path behind the name of a run, "" without one: few routes have the same."""
     parts = path.split("/", 5)
     return parts[4] if len(parts) > 4 else ""
+
+
+def _holders(request: Request) -> list[str]:
+    """Name who holds the memory of a body: the address and the run. No name of a run has a dot or a colon."""
+    address = [request.client.host] if request.client else []
+    return [*address, request.path_params.get("run", "")]
 
 
 def _request_id(request: Request) -> str:

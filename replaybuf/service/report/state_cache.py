@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.state import RunState
-from replaybuf.kernel.tickets import TicketBook
-from replaybuf.kernel.wait_since import WaitSince
+from replaybuf.kernel.figures.waits import WaitSince
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.tickets import TicketBook
+from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.clock import Clock
 from replaybuf.service.presence import Presence
 from replaybuf.service.report.status import IndexSummary, render_run_state, summarize_index
@@ -56,7 +56,7 @@ class StateCache:
             rejected=rejected,
             presence=presence,
             spill=spill,
-            waits=waits.run,
+            waits=waits.run and presence.explain(waits.run),
             waiting_s=self.waiting_s(),
             adapters_wait=waits.adapters,
         )

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.kernel.adapter_counts import AdapterCounts
-from replaybuf.kernel.failed_rule import explain_exceeded, read_share
-from replaybuf.kernel.histograms import KINDS, GroupHistograms, Histogram
-from replaybuf.kernel.index import EVICTED, IN_BATCHES, LIVE
-from replaybuf.kernel.state import RunState
-from replaybuf.kernel.tickets import TicketBook
+from replaybuf.kernel.figures.adapter_counts import AdapterCounts
+from replaybuf.kernel.figures.histograms import KINDS, GroupHistograms, Histogram
+from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.tickets import TicketBook
+from replaybuf.kernel.strategy.failed_rule import explain_exceeded, read_share
 from replaybuf.service.presence import Presence
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import hash_name

@@ -6,10 +6,10 @@ import contextlib
 
 import msgspec
 
-from replaybuf.errors import GroupRejected, Invalid, NotFound, TooLarge
-from replaybuf.kernel.advantages import group_advantages
-from replaybuf.kernel.history import lost_version_since
-from replaybuf.kernel.tickets import TicketBook, parse_ticket, prompt_key
+from replaybuf.errors import GroupRejected, Invalid, NotFound, TooLarge, counted
+from replaybuf.kernel.state.history import lost_version_since
+from replaybuf.kernel.state.tickets import TicketBook, parse_ticket, prompt_key
+from replaybuf.kernel.strategy.advantages import group_advantages
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import PendingGroup
 from replaybuf.wire.frame import encode_frame, is_compressed, stored_checksum
@@ -18,6 +18,8 @@ from replaybuf.wire.group_check import GroupLimits, check_group, truncate
 
 LARGE_GROUP_BYTES = 1 << 20
 """A larger group is decoded and checked in a thread: at 64 MiB that takes up to a second."""
+RUN_FINISHED = "run_finished"
+"""Reason of a group that comes after the end of its run: nobody would train on it."""
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -39,10 +41,9 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class AdmissionCheck:
-    """Checks the groups of one run. `truncated` counts groups with rollouts cut to `batch.seq_len`."""
+    """Checks the groups of one run."""
 
     def __init__(self, journal: Journal, book: TicketBook) -> None:
-        self.truncated = 0
         self._journal = journal
         self._book = book
 
@@ -58,13 +59,14 @@ class AdmissionCheck:
         """Return the group with advantages, frame and checksum. Raises `GroupRejected`."""
         if item.rejection or item.group is None:
             raise item.rejection or GroupRejected("malformed", "the group does not decode")
+        if self._journal.state.state == "finished":
+            raise GroupRejected(RUN_FINISHED, f"run {self._journal.name} is finished and takes no groups")
         config = self._journal.config
         frame = item.frame
         group_id, key, group = self._identify(item.group)
         if config.batch.overlong == "truncate":
             cut = truncate(group, config.batch.seq_len)
             if cut is not group:
-                self.truncated += 1
                 group, frame = cut, None
         rejection = check_group(group, self._limits(group.adapter))
         if rejection:
@@ -81,7 +83,7 @@ class AdmissionCheck:
         if len(frame) > largest:
             raise GroupRejected(
                 "too_large",
-                f"the group has {len(frame)} bytes; limits.max_group_bytes is {largest}",
+                f"the group has {counted(len(frame), 'byte')}; limits.max_group_bytes is {largest}",
                 name="limits.max_group_bytes",
                 value=len(frame),
                 bound=largest,

@@ -1,4 +1,8 @@
-"""Appends of one run: check groups, store them, read them into the index."""
+"""Appends of one run: check groups, store them, read them into the index.
+
+Admission plug-ins take long, so they are asked before the history lock is taken: cheap checks, plug-ins, and under the
+lock the cheap checks again, because a rewind or a change may have come meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from msgspec import UNSET
 
-from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, TooLarge
-from replaybuf.kernel.decide_admission import NO_LOAD, decide_room
-from replaybuf.kernel.limits import Load
-from replaybuf.kernel.selection import Selector
-from replaybuf.service.run.admission import LARGE_GROUP_BYTES, AdmissionCheck, Incoming
+from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, RunFinished, TooLarge
+from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room
+from replaybuf.kernel.state.limits import Load
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.service.run.admission import LARGE_GROUP_BYTES, RUN_FINISHED, AdmissionCheck, Incoming
+from replaybuf.service.run.admissions import Admissions, PluginTime
 from replaybuf.service.run.arrivals import Arrivals
 from replaybuf.service.run.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.service.run.history_lock import HistoryLock
@@ -25,6 +30,7 @@ from replaybuf.store import AppendResult, PendingGroup
 from replaybuf.store.chunks import Chunk
 from replaybuf.tracing import spans
 from replaybuf.wire import contract
+from replaybuf.wire.config import AdmissionSpec
 
 
 class Appends:
@@ -39,8 +45,10 @@ class Appends:
         arrivals: Arrivals,
         history_lock: HistoryLock,
         spill: Spill,
+        admissions: Admissions,
     ) -> None:
         self._journal = journal
+        self._admissions = admissions
         self._side_state = side_state
         self._selector = selector
         self._admission = admission
@@ -51,6 +59,8 @@ class Appends:
         self._commit = GroupCommit(self._publish)
         self.used = False
         """Whether a group came this way since the server started."""
+        self.truncated = 0
+        """Groups with rollouts cut to `batch.seq_len`."""
 
     @property
     def idle(self) -> bool:
@@ -60,17 +70,17 @@ class Appends:
     async def append(self, incoming: AsyncIterator[Incoming]) -> list[contract.AppendResult]:
         """Store groups in chunks, as they arrive; return one result each.
 
-        Raises `TooLarge` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be stored, and what
-        `incoming` raises.
+        Raises `TooLarge`, `RunFinished` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be
+        stored, and what `incoming` raises.
         """
         results: list[contract.AppendResult] = []
-        chunk = Chunk[Incoming](APPEND_CHUNK)
+        chunk, plugin_time = Chunk[Incoming](APPEND_CHUNK), PluginTime()
         async for item in incoming:
             if not chunk.fits(needed := item.nbytes):
-                results += await self._append(chunk.take())
+                results += await self._append(chunk.take(), plugin_time)
             chunk.add(item, needed)
         if chunk.items:
-            results += await self._append(chunk.items)
+            results += await self._append(chunk.items, plugin_time)
         # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
         reasons = Counter(result.reason or "" for result in results if result.status == "rejected")
         await self._side_state.count_rejected(reasons)
@@ -78,14 +88,19 @@ class Appends:
             raise _refusal(results)
         return results
 
-    async def _append(self, chunk: Sequence[Incoming]) -> list[contract.AppendResult]:
+    async def _append(self, chunk: Sequence[Incoming], plugin_time: PluginTime) -> list[contract.AppendResult]:
         results: dict[int, contract.AppendResult] = {}
+        specs = self._journal.config.admissions
+        verdicts, overdue = await self._ask_plugins(chunk, specs, plugin_time) if specs else ([None] * len(chunk), None)
+        chunk = chunk[: len(verdicts)]
         taken, appended, began_ns = Load(), [], time.time_ns()
         await self._spill.make_room(self._entering.in_memory + sum(item.nbytes for item in chunk))
         try:
             async with self._history_lock.shared():
                 token = self._journal.check_leading()
-                ready = await self._check(chunk, results)
+                if self._journal.config.admissions != specs:
+                    raise NoRoom("the admission plug-ins have changed; send the groups again", name="admissions")
+                ready = await self._check(chunk, verdicts, results)
                 fits, refusal = await self._fitting([item for _, item in ready])
                 entering = [item for _, item in ready[:fits]]
                 # Reserve what they take until they are in the index.
@@ -100,20 +115,50 @@ class Appends:
             self._entering -= taken
         for (position, _), outcome in zip(ready, appended, strict=False):
             results[position] = _result(outcome)
-        if refusal:
-            raise refusal
+        if overdue := refusal or overdue:
+            raise overdue
         return [results[position] for position in range(len(chunk))]
 
+    async def _ask_plugins(
+        self, chunk: Sequence[Incoming], specs: Sequence[AdmissionSpec], plugin_time: PluginTime
+    ) -> tuple[list[GroupRejected | None], NoRoom | None]:
+        """Return what the admission plug-ins say about the first groups, and why the next one was not asked about.
+
+        They see no group that is rejected without them, and no repeat of a stored one.
+        """
+        journal, verdicts = self._journal, list[GroupRejected | None]()
+        identities = [self._admission.identity(item) for item in chunk]
+        numbers = await journal.store.groups.find_numbers(journal.name, [name for pair in identities for name in pair])
+        for item, by_id, by_prompt in zip(chunk, numbers[::2], numbers[1::2], strict=True):
+            verdict = None
+            if by_id is None and by_prompt is None:
+                try:
+                    pending = await self._check_one(item)
+                    verdict = await self._admissions.check(pending, specs, plugin_time.until_s)
+                except GroupRejected:
+                    pass  # for a reason that is found again under the lock
+                except NoRoom as error:
+                    return verdicts, error
+            verdicts.append(verdict)
+        return verdicts, None
+
     async def _check(
-        self, chunk: Sequence[Incoming], results: dict[int, contract.AppendResult]
+        self,
+        chunk: Sequence[Incoming],
+        verdicts: Sequence[GroupRejected | None],
+        results: dict[int, contract.AppendResult],
     ) -> list[tuple[int, PendingGroup]]:
         """Return accepted groups with their position; write the results of the others to `results`."""
         ready: list[tuple[int, PendingGroup]] = []
         refused: dict[int, GroupRejected] = {}
         turn = Turn()
-        for position, item in enumerate(chunk):
+        for position, (item, verdict) in enumerate(zip(chunk, verdicts, strict=True)):
             try:
-                ready.append((position, await self._check_one(item)))
+                pending = await self._check_one(item)
+                if verdict:
+                    raise verdict
+                ready.append((position, pending))
+                self.truncated += item.group is not None and item.group.tokens > pending.group.tokens
             except GroupRejected as rejection:
                 refused[position] = rejection
             await turn.pause()
@@ -178,13 +223,16 @@ class Appends:
         return not self._side_state.book.awaits(prompt) and prompt not in self._journal.state.failed.prompts
 
 
-def _refusal(results: list[contract.AppendResult]) -> Invalid | TooLarge:
+def _refusal(results: list[contract.AppendResult]) -> Invalid | TooLarge | RunFinished:
     if not results:
         return Invalid("groups is empty; send at least 1 group", name="groups", value=0, bound=1)
     first = results[0]
     detail = first.detail or ""
     if all(result.reason == "too_large" for result in results):
         return TooLarge(detail, name=first.name, value=first.value, bound=first.bound)
+    if all(result.reason == RUN_FINISHED for result in results):
+        how = 'PATCH {"state": "running"} opens a run again that did not reach max_steps'
+        return RunFinished(f"{detail}; {how}", name="groups", value=RUN_FINISHED)
     which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
     return InvalidGroups(f"{which}: {first.reason}: {detail}", results, name="groups", value=first.reason)
 

@@ -7,7 +7,7 @@ import logging
 
 import numpy as np
 
-from replaybuf.kernel.rates import Rates
+from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.tickets import Tickets

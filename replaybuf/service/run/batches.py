@@ -13,15 +13,14 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import Conflict, Invalid, StrategyFault
-from replaybuf.kernel.candidates import count_candidates
-from replaybuf.kernel.decide import check_requestable, decide_dead_letters, decide_evict, draft_batch
-from replaybuf.kernel.decide_config import decide_end
-from replaybuf.kernel.history import BatchState
-from replaybuf.kernel.queries import entry_of_batch, find_batch_status, find_group_state
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.step_wait import StepWait
-from replaybuf.kernel.trainer_waits import TrainerWaits
-from replaybuf.kernel.waiting import BLOCKED_ON
+from replaybuf.kernel.decide.candidates import count_candidates
+from replaybuf.kernel.decide.config import decide_end
+from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_evict, draft_batch
+from replaybuf.kernel.figures.waits import TrainerWaits
+from replaybuf.kernel.state.history import BatchState
+from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status, find_group_state
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.kernel.strategy.waiting import BLOCKED_ON, StepWait
 from replaybuf.service.bodies.assembly import (
     FetchedGroups,
     PackedBatch,
@@ -30,8 +29,8 @@ from replaybuf.service.bodies.assembly import (
     join_fetched,
     pack_batch,
 )
-from replaybuf.service.bodies.bodies import Bodies, Part
 from replaybuf.service.bodies.record import describe_batch
+from replaybuf.service.bodies.writer import Bodies, Part
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Iterable
 
 import msgspec
 
 from replaybuf.errors import NotFound, NotLeader
-from replaybuf.kernel.cursors import (
+from replaybuf.kernel.state.cursors import (
     Cursor,
     Kept,
     Page,
     Position,
     check_kind,
-    check_room,
     describe,
     find_kept,
     find_page,
+    find_superfluous,
     new_cursor,
     parse_position,
 )
@@ -26,14 +27,20 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.wire.cursors import CursorGap, CursorKind, CursorList, CursorState
 
+logger = logging.getLogger(__name__)
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Cursor).decode
+
+LONGEST_TICK_S = 5.0
+"""A longer time between two looks does not count: the server was stopped, and nobody could use a cursor."""
 
 
 class Cursors:
     """Named cursors of readers. They change nothing in the run, but a checkpoint keeps bytes for them.
 
     Redis changes first, then memory. If the outcome of a write is unknown, the next call reads all of them again.
+    Time without use is counted by the leader alone, from its takeover on: never too much, whatever clocks do.
     `missed` counts what readers missed since this process started: groups and steps that are trimmed, freed groups.
     """
 
@@ -42,23 +49,34 @@ class Cursors:
         self._journal = journal
         self._cursors: dict[str, Cursor] | None = None
         self._missed_at: dict[str, Position] = {}
+        self._idle_s: dict[str, float] = {}
+        self._looked_s = journal.clock.monotonic()
         self._changing = asyncio.Lock()
         self._polls = LongPolls(journal)
 
-    def forget(self) -> None:
-        """Read the cursors again before the next use: another server may have changed them."""
-        self._cursors = None
+    async def take_over(self) -> None:
+        """Read the cursors again: another server may have changed them. Called while taking over."""
+        self._cursors, self._idle_s = None, {}
+        await self._loaded()
 
     async def _loaded(self) -> dict[str, Cursor]:
         if self._cursors is None:
-            found = map(_decode, await self._journal.store.cursors.read(self._journal.name))
-            self._cursors = {cursor.name: cursor for cursor in found}
+            read = map(self._decode, await self._journal.store.cursors.read(self._journal.name))
+            self._cursors = {cursor.name: cursor for cursor in read if cursor}
         return self._cursors
+
+    def _decode(self, raw: bytes) -> Cursor | None:
+        try:
+            return _decode(raw)
+        except (msgspec.MsgspecError, ValueError) as error:
+            logger.warning("a cursor that does not decode is left out run=%s: %s", self._journal.name, error)
+            return None
 
     async def _find(self, name: str) -> Cursor:
         cursor = (await self._loaded()).get(name)
         if cursor is None:
             raise NotFound(f"run {self._journal.name} has no cursor {name!r}", name="name", value=name)
+        self._idle_s[name] = 0.0
         return cursor
 
     async def _write(self, name: str, cursor: Cursor | None) -> None:
@@ -71,26 +89,47 @@ class Cursors:
             journal.follow(None)
             raise
         cursors.pop(name, None)
+        self._idle_s.pop(name, None)
         self._cursors = cursors if cursor is None else cursors | {name: cursor}
+
+    async def expire(self) -> None:
+        """Forget the cursors that nobody has used within their lifetime."""
+        now_s = self._journal.clock.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, LONGEST_TICK_S), now_s
+        async with self._changing:
+            for name, cursor in (await self._loaded()).items():
+                if cursor.lifetime_s is not None:
+                    self._idle_s[name] = self._idle_s.get(name, 0.0) + passed_s
+                    if self._idle_s[name] > cursor.lifetime_s:
+                        await self._forget(name, f"unused for its lifetime of {cursor.lifetime_s} s")
+                        return
+
+    async def _forget(self, name: str, why: str) -> None:
+        await self._write(name, None)
+        self._missed_at.pop(name, None)
+        logger.info("cursor forgotten run=%s cursor=%s: %s", self._journal.name, name, why)
 
     # ------------------------------------------------------------------ calls
 
-    async def open(self, name: str, kind: CursorKind | None) -> None:
-        """Create a cursor unless it exists. Raises `Conflict` for another kind, and for too many cursors."""
+    async def open(self, name: str, kind: CursorKind | None, lifetime_s: int | None = None) -> None:
+        """Create a cursor unless it exists. Raises `Conflict` for another kind, and what `find_superfluous` raises."""
         async with self._changing:
             self._journal.check_leading()
             cursors = await self._loaded()
             if name in cursors:
                 check_kind(cursors[name], kind)
                 return
-            check_room(len(cursors))
-            await self._write(name, new_cursor(self._journal.state, name, kind or "stored"))
+            if superfluous := find_superfluous(cursors.values(), lambda other: self._idle_s.get(other, 0.0)):
+                await self._forget(superfluous.name, f"it gave way to {name}")
+            await self._write(name, new_cursor(self._journal.state, name, kind or "stored", lifetime_s))
 
     async def page(self, name: str, limit: int, wait_s: float, gone: Gone | None = None) -> Page:
         """Return what follows a cursor; wait up to `wait_s` for the first group. Raises `NotFound`."""
         serve, state = functools.partial(self._serve, name), self._journal.state
         question = self._polls.question(name, serve, lambda: (state.stored, state.entries, self._cursors))
-        return await question.answer(limit, wait_s, gone)
+        page = await question.answer(limit, wait_s, gone)
+        self._idle_s[name] = 0.0  # it may have waited for most of the lifetime
+        return page
 
     async def _serve(self, name: str, waiters: Iterable[Waiter[int, Page]]) -> Round[int, Page]:
         cursor = await self._find(name)
@@ -125,8 +164,7 @@ class Cursors:
         async with self._changing:
             self._journal.check_leading()
             if name in await self._loaded():
-                await self._write(name, None)
-                self._missed_at.pop(name, None)
+                await self._forget(name, "its reader deleted it")
 
     async def list_all(self) -> CursorList:
         """List the cursors by name."""

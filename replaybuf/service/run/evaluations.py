@@ -7,9 +7,10 @@ import math
 import msgspec
 
 from replaybuf.errors import Invalid
-from replaybuf.kernel.decide import check_adapter
-from replaybuf.service.run.run import Run
+from replaybuf.kernel.decide.records import check_adapter
+from replaybuf.service.run.served_run import Run
 from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
+from replaybuf.wire.prepared_types import prepared
 
 
 async def record_evaluation(run: Run, asked: EvaluationRequest) -> Evaluation:
@@ -30,7 +31,7 @@ async def list_evaluations(run: Run, limit: int) -> Evaluations:
     """Return the newest results, oldest first; the last one per adapter, set and version."""
     found: dict[tuple[str, str, int], Evaluation] = {}
     for raw in await run.journal.store.evaluations.read_newest(run.name, limit):
-        kept = msgspec.json.decode(raw, type=Evaluation)
+        kept = msgspec.json.decode(raw, type=prepared(Evaluation))
         key = (kept.adapter, kept.name, kept.version)
         found.pop(key, None)
         found[key] = kept

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.eviction import decide_removals
-from replaybuf.kernel.index import Numbers
-from replaybuf.kernel.selection import Selector
+from replaybuf.kernel.decide.eviction import decide_removals
+from replaybuf.kernel.rows.index import Numbers
+from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.turns import in_turns
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from replaybuf.service.run.run import Run
-from replaybuf.wire.contract import Heartbeat, HeartbeatRequest, ProducerList, ProducerStatus
+from replaybuf.kernel.state.producers import Failure
+from replaybuf.service.run.served_run import Run
+from replaybuf.wire.contract import Heartbeat, HeartbeatRequest, ProducerList, ProducerStatus, ReportedFailure
 
 
 def record_heartbeat(run: Run, name: str, report: HeartbeatRequest) -> Heartbeat:
     """Record that a producer is at work; an unknown one becomes known."""
     journal = run.journal
     journal.presence.record_producer(name)
-    producer = journal.presence.producers.see(name, journal.clock.monotonic())
+    producers, now_s = journal.presence.producers, journal.clock.monotonic()
+    producer = producers.see(name, now_s)
     producer.announced = True
     producer.in_flight, producer.engines, producer.held_back_by = report.in_flight, report.engines, report.held_back_by
+    if report.failure is not None:
+        producers.record_failure(producer, report.failure, now_s)
     return Heartbeat(
         published_version=run.state.published[""],
         state=run.state.state,
@@ -36,7 +40,18 @@ def list_producers(run: Run) -> ProducerList:
                 in_flight=one.in_flight,
                 engines=one.engines,
                 held_back_by=one.held_back_by,
+                failure=None if one.failure is None else _describe(one.failure, now_s),
             )
             for one in run.journal.presence.producers.list_known(now_s)
         ]
+    )
+
+
+def _describe(failure: Failure, now_s: float) -> ReportedFailure:
+    return ReportedFailure(
+        reason=failure.report.reason,
+        prompt_index=failure.report.prompt_index,
+        traceback=failure.report.traceback,
+        age_s=round(now_s - failure.at_s, 3),
+        lasts=failure.lasts,
     )

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 from replaybuf.errors import (
     DataLost,
@@ -26,16 +27,16 @@ from replaybuf.errors import (
     ServiceUnavailable,
     StrategyFault,
 )
-from replaybuf.kernel.decide_config import RunStatus, decide_status
-from replaybuf.kernel.index import Numbers
-from replaybuf.kernel.snapshot import Snapshot, decode_snapshot, restore
-from replaybuf.kernel.state import RunState
+from replaybuf.kernel.decide.config import RunStatus, decide_status
+from replaybuf.kernel.rows.index import Numbers
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
 from replaybuf.store import AppendResult, Ends, IndexChunk, IndexEntry, Store
 from replaybuf.store.entries import build_chunk
 from replaybuf.store.ledger import NewColumn
-from replaybuf.wire.collector import collector_paused
+from replaybuf.wire.collector_pause import collector_paused
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.explain import Candidates
 from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord
@@ -78,7 +79,9 @@ class Journal:
         self._reading = asyncio.Lock()
         self._uncertain = False
         self._newest_key = ""
+        self._incarnation = 0
         self._to_free: deque[tuple[int, Numbers]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def config(self) -> RunConfig:
@@ -123,6 +126,8 @@ class Journal:
         The token fences every older leader, so what is read first is everything.
         """
         async with self._deciding:
+            if not self.state.entries:  # a new run, under the name of one that may have been deleted
+                self._note_incarnation()
             self.terms += 1
             self.token = token
             try:
@@ -135,8 +140,17 @@ class Journal:
                     self.token = ""
 
     def follow(self, leader_url: str | None) -> None:
-        """Stop deciding."""
+        """Stop deciding, and cancel what was started as the leader."""
         self.token, self.leading, self.leader_url = "", False, leader_url
+        for task in self._tasks:
+            task.cancel()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start background work of the leader. It is cancelled when the lead is lost, so it must catch its errors."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def lose(self, error: DataLost) -> None:
         """Record that Redis lost data, until `check_ends` finds all of it again."""
@@ -162,7 +176,11 @@ class Journal:
     @property
     def ends(self) -> Ends:
         """How far both streams are folded."""
-        return Ends(self.state.entries, self.state.stored, self._newest_key)
+        return Ends(self.state.entries, self.state.stored, self._newest_key, self._incarnation)
+
+    def _note_incarnation(self) -> None:
+        """Note which run of this name the state begins with. `known` may be of a later one while this state ends."""
+        self._incarnation = self.store.connection.known.of(self.name).incarnation
 
     def _record_ends(self) -> None:
         """Let the store compare later Redis servers with what is folded now."""
@@ -172,6 +190,7 @@ class Journal:
 
     async def load(self) -> None:
         """Rebuild the state from the snapshot and both streams."""
+        self._note_incarnation()
         async with self._reading:
             ends = await self.store.streams.read_confirmed_end(self.name)
             await self._load_snapshot(ends.group if ends else None)
@@ -335,7 +354,7 @@ class Journal:
                 await forget_spilled(entries)
                 columns = self.state.pool.columns.late_names
                 await groups.free_payloads(self.name, self.token, payload_keys, through, columns)
-            self._to_free.popleft()
+            self.mark_freed(through)  # a reload of the counters may have marked it meanwhile
 
     def mark_freed(self, through: int) -> None:
         """Skip payloads freed up to ledger entry `through`: a leader has deleted them."""

@@ -1,7 +1,8 @@
 """Late columns of one run: check what a stage sends for a stored group, and publish it with a ledger record.
 
 A group gets a column once. The same values again change nothing; other values, and a group that a batch has drawn, are
-a conflict. The frames and the record that names them become durable in one step.
+a conflict. The frames and the record that names them become durable in one step. They count as bytes in memory until
+they move to the spill folder, as frames do.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from replaybuf.errors import Conflict, Gone, NotFound, ReplaybufError, StrategyFault
-from replaybuf.kernel.advantages import group_advantages
-from replaybuf.kernel.index import summarize_scores
-from replaybuf.kernel.late_columns import ADDED_AT_ONCE, check_open, check_parts, decide_columns, holds_any
+from replaybuf.kernel.decide.late_columns import ADDED_AT_ONCE, check_open, check_parts, decide_columns, holds_any
+from replaybuf.kernel.rows.index import summarize_scores
+from replaybuf.kernel.strategy.advantages import group_advantages
 from replaybuf.service.bodies.assembly import fetch_groups
 from replaybuf.service.run.arrivals import Arrivals
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.spill import Spill
 from replaybuf.store.ledger import NewColumn
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group
@@ -48,8 +50,9 @@ class _Ready:
 class LateColumnWriter:
     """Adds columns to stored groups of one run. `added` counts columns since this process started."""
 
-    def __init__(self, journal: Journal, arrivals: Arrivals, eviction: Eviction) -> None:
+    def __init__(self, journal: Journal, arrivals: Arrivals, eviction: Eviction, spill: Spill) -> None:
         self.added = 0
+        self._spill = spill
         self._journal = journal
         self._arrivals = arrivals
         self._eviction = eviction
@@ -59,7 +62,7 @@ class LateColumnWriter:
         """Add columns to a group; return how many of them are new when all of them are durable.
 
         Raises `Invalid` for values that do not fit the group, `Conflict` for other values than those stored and for a
-        group that was drawn or dropped, `NotFound`, and `Gone` for a group whose bytes are deleted.
+        group that was drawn or dropped, `NotFound`, `Gone` for a group whose bytes are deleted, and `NoRoom`.
         """
         self._journal.check_leading()
         number = await self._find(late.group_id)
@@ -104,6 +107,7 @@ class LateColumnWriter:
         """Write columns to the ledger, with those of other callers: the first one to decide writes for all of them."""
         self._waiting.append(ready)
         try:
+            await self._spill.make_room_for_columns(sum(one.added.frame_bytes for one in self._waiting))
             with contextlib.suppress(StrategyFault):  # a filter failed: the columns are stored, and the run is paused
                 async with self._journal.decision():
                     if ready.state == "waiting":

@@ -216,8 +216,8 @@ class Question(Generic[R, T]):
         return self._kept
 
     def _unanswered(self) -> Iterator[Waiter[R, T]]:
-        # Not a generator expression: that begins to iterate at once, and requests come and go during the decision.
-        for waiter in self._waiters:
+        # A copy, taken when the iteration begins: requests come and go during the decision and between two answers.
+        for waiter in list(self._waiters):
             if not waiter.answer.done():
                 yield waiter
 

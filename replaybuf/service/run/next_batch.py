@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.kernel.decide import draft_batch
-from replaybuf.kernel.selection import BatchSelection, Selector
+from replaybuf.kernel.decide.records import draft_batch
+from replaybuf.kernel.strategy.selection import BatchSelection, Selector
 from replaybuf.service.bodies.assembly import (
     FetchedGroups,
     PackedBatch,
@@ -30,8 +30,8 @@ from replaybuf.service.bodies.assembly import (
     hash_content,
     pack_batch,
 )
-from replaybuf.service.bodies.bodies import Bodies
 from replaybuf.service.bodies.release import release
+from replaybuf.service.bodies.writer import Bodies
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Pace
 from replaybuf.service.turns import call_beside

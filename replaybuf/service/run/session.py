@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from replaybuf.errors import Conflict, StrategyFault
-from replaybuf.kernel.decide import (
+from replaybuf.errors import Conflict, StrategyFault, counted
+from replaybuf.kernel.decide.records import (
     check_adapter,
     decide_ack,
     decide_attach,
@@ -18,8 +18,8 @@ from replaybuf.kernel.decide import (
     needs_rewind,
     read_priorities,
 )
-from replaybuf.kernel.rates import Rates
-from replaybuf.kernel.selection import Selector
+from replaybuf.kernel.strategy.rates import Rates
+from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.eviction import Eviction
@@ -98,7 +98,8 @@ class Session:
                 what, longest = "prompt with one completion token", 1 + await self._batches.longest_prompt(kept)
             if longest > seq_len:
                 raise Conflict(
-                    f"seq_len is {seq_len}; batch {kept}, to be redelivered, holds a {what} of {longest} tokens",
+                    f"seq_len is {seq_len}; batch {kept}, to be redelivered, holds a {what} of "
+                    f"{counted(longest, 'token')}",
                     name="seq_len",
                     value=seq_len,
                     bound=longest,

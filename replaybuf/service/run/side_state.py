@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from replaybuf.errors import NotLeader
-from replaybuf.kernel.tickets import TicketBook, TicketChange
+from replaybuf.kernel.state.tickets import TicketBook, TicketChange
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import RunTickets
 

@@ -1,11 +1,12 @@
 """Spill of one run: moves frames out of Redis while they exceed `limits.max_bytes_in_memory`.
 
-The leader moves, in one background task per run, so a folder that hangs delays nobody else. `kernel.spill` chooses the
-groups, `store.spill` has the order of writes. What the folder cannot take stays in Redis: moving is tried again every
-`RETRY_S`, the state shows why, and appends beyond the limit get 429 meanwhile.
+The leader moves, in one background task per run, so a folder that hangs delays nobody else. `kernel.decide.spill`
+chooses the groups, `store.spill` has the order of writes. What the folder cannot take stays in Redis: moving is tried
+again every `RETRY_S`, the state shows why, and appends beyond the limit get 429 meanwhile.
 
-Files that nothing names are left by a crash, or by a folder that was away when their groups were freed. They are
-deleted when this server starts to lead, and when the folder is back.
+A crash may leave files that nothing names. They are deleted when their group is freed, never before: a group that is
+freed is freed in every continuation of this history, but a file that this Redis does not name may be named by another
+one. This Redis may be an older copy that was opened for a moment, and another server may lead by now.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable, SpillAway, StrategyFault
-from replaybuf.kernel.groups import Groups
-from replaybuf.kernel.index import SPILLED, Numbers
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.spill import START, SpillState, choose_moves, list_movable
+from replaybuf.errors import Invalid, NoRoom, ReplaybufError, ServiceUnavailable, SpillAway, StrategyFault, counted
+from replaybuf.kernel.decide.spill import START, SpillState, choose_moves, list_movable
+from replaybuf.kernel.rows.groups import Groups
+from replaybuf.kernel.rows.index import Numbers
+from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
 from replaybuf.store.chunks import split_chunks
-from replaybuf.store.spill import SpillFiles
+from replaybuf.store.groups import with_columns
+from replaybuf.store.keys import late_column
+from replaybuf.store.spill import Move, SpillFiles
 from replaybuf.wire.run_status import SpillStatus
-from replaybuf.wire.spill import number_in, path_of, stub_path
+from replaybuf.wire.spill import is_stub, is_unfinished, number_in, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ MOVED_AT_ONCE = 256
 """Groups of one chunk, which has at most 8 MiB of frames."""
 DELETED_AT_ONCE = 1_000
 MOST_DOOMED = 100_000
-"""Files waiting to be deleted. Beyond, all files are compared with the spilled groups instead."""
+"""Groups whose files wait to be deleted. Beyond, all files are compared with the freed groups instead."""
 RETRY_S = 1.0
 CHECK_S = 10.0
 """A folder without work is checked so often, so that its loss is known before a batch needs it."""
@@ -55,7 +58,8 @@ class Spill:
         spec, frames = journal.config.spill, journal.store.groups.spilled
         self.files = frames.open(journal.name, spec.url) if spec else None
         self._folder: str | None = None
-        self._orphans = False
+        self._sweep = False
+        self._strays: dict[int, set[str]] = {}
         self._doomed: list[str] = []
         self._task: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
@@ -93,15 +97,15 @@ class Spill:
         if self.files is None:
             return
         store, run = self._journal.store.spill, self._journal.name
-        found = await store.read_folder(run)
-        self._folder = found[1] if found else None
-        numbers = await store.read_numbers(run)
-        self.state.load(numbers)
+        self._folder = await self._find_folder()
+        spilled = await store.read_spilled(run)
+        self.state.load(spilled)
         # An older leader may have died between a move and the check of what was freed during it.
-        freed = np.setdiff1d(numbers, self._journal.state.index["number"][self._held(numbers)])
-        if len(freed):
-            await store.forget(run, self._journal.token, freed.tolist())
-        self._orphans = found is not None
+        held = self.state.sizes_of(list(spilled))
+        freed = [number for number in spilled if number not in held]
+        if freed:
+            await store.forget(run, self._journal.token, freed)
+        self._doomed, self._strays, self._sweep = [], {}, self._folder is not None
 
     async def make_room(self, nbytes: int) -> None:
         """Start to move frames when they come near the limit; wait a moment for it if `nbytes` more would exceed it."""
@@ -114,17 +118,33 @@ class Spill:
                 while self._moving and not self.failing and self.state.use.in_memory + nbytes > limit:
                     await self._progress.wait()
 
+    async def make_room_for_columns(self, nbytes: int) -> None:
+        """Make room for late columns. Raises `NoRoom` if they do not fit below the limit."""
+        await self.make_room(nbytes)
+        limit, in_memory = self._journal.config.limits.max_bytes_in_memory, self.in_memory
+        if limit is not None and in_memory + nbytes > limit:
+            name, value = "limits.max_bytes_in_memory", in_memory + nbytes
+            detail = f"with these columns {counted(value, 'byte')} would be in memory; {name} is {limit}"
+            raise NoRoom(detail, name=name, value=value, bound=limit)
+
     async def forget(self, entries: Sequence[IndexEntry]) -> None:
         """Forget freed groups that are spilled, and delete their files in the background."""
         if self.files is None or self._folder is None:
             return
         store, journal = self._journal.store.spill, self._journal
-        keys = {entry.number: entry.strings.payload_key for entry in entries}
-        spilled = await store.find_spilled(journal.name, list(keys))
-        await store.forget(journal.name, journal.token, spilled)
-        self._doomed += [path_of(self._folder, number, keys[number]) for number in spilled]
-        if len(self._doomed) > MOST_DOOMED:
-            self._doomed, self._orphans = [], True
+        payload_keys = {entry.number: entry.strings.payload_key for entry in entries}
+        spilled = await store.find_spilled(journal.name, list(payload_keys))
+        token, columns = journal.check_leading(), journal.state.pool.columns.late_names
+        for number in spilled:
+            self._doomed += [
+                path_of(self._folder, number, key) for key in with_columns([payload_keys[number]], columns)
+            ]
+        for number in self._strays.keys() & payload_keys.keys():
+            self._doomed += self._strays.pop(number)
+        if len(self._doomed) > MOST_DOOMED * (1 + len(columns)):
+            self._doomed, self._strays, self._sweep = [], {}, True
+        # Last: after a lost answer the repeated call finds nothing spilled, and would keep the files.
+        await store.forget(journal.name, token, spilled)
 
     def start(self) -> None:
         """Do in the background what there is to do, unless that is going on."""
@@ -132,11 +152,11 @@ class Spill:
             return
         now_s = self._journal.clock.monotonic()
         rested = now_s >= self._next_s
-        if (self.failing and not rested) or not (rested or self._excess or self._orphans or self._doomed):
+        if (self.failing and not rested) or not (rested or self._excess or self._sweep or self._doomed):
             return
         self._next_s = now_s + (RETRY_S if self.failing else CHECK_S)
         self._progress.clear()
-        self._task = asyncio.create_task(self._work(self.files), name=f"spill {self._journal.name}")
+        self._task = self._journal.start(self._work(self.files), f"spill {self._journal.name}")
 
     @property
     def _moving(self) -> bool:
@@ -146,9 +166,6 @@ class Spill:
     def _excess(self) -> int:
         limit = self._journal.config.limits.max_bytes_in_memory
         return 0 if limit is None else self.state.excess(limit)
-
-    def _held(self, numbers: Sequence[int]) -> Numbers:
-        return self._journal.state.index.rows_of(numbers)
 
     # ------------------------------------------------------------------ background
 
@@ -185,20 +202,37 @@ class Spill:
         self._progress = asyncio.Event()
 
     async def _delete(self, files: SpillFiles) -> None:
-        while self._doomed:
-            await files.delete(self._doomed[:DELETED_AT_ONCE])
-            del self._doomed[:DELETED_AT_ONCE]
-        if self._orphans and self._folder:
-            deleted = await files.delete_some(self._folder, self._list_orphans)
-            logger.info("orphans deleted run=%s files=%d", self._journal.name, deleted)
-        self._orphans = False
+        """Delete doomed files, and sweep if that is due. A checkpoint may add paths or ask for a sweep meanwhile."""
+        while doomed := self._doomed:
+            paths = doomed[:DELETED_AT_ONCE]
+            await files.delete(paths)
+            del doomed[: len(paths)]  # not `self._doomed`: a sweep may have replaced the list
+        if self._sweep and self._folder:
+            self._sweep = False
+            try:
+                deleted = await files.delete_some(self._folder, self._list_freed)
+            except BaseException:
+                self._sweep = True
+                raise
+            logger.info("files of freed groups deleted run=%s files=%d", self._journal.name, deleted)
 
-    def _list_orphans(self, paths: Sequence[str]) -> list[str]:
-        """List the files of no spilled group, and those that were not written to their end."""
-        index, numbers = self._journal.state.index, [number_in(path) for path in paths]
-        rows = self._held([number for number in numbers if number is not None])
-        spilled = set(index["number"][rows[index[SPILLED][rows] != 0]].tolist())
-        return [path for path, number in zip(paths, numbers, strict=True) if number not in spilled]
+    def _list_freed(self, paths: Sequence[str]) -> list[str]:
+        """List the files of freed groups; remember those that nothing names until their groups are freed.
+
+        Groups above `stored` are unknown, not freed: another history may have them.
+        """
+        by_number: dict[int, list[str]] = {}
+        for path in paths:
+            number = number_in(path)
+            if number is not None and number <= self._journal.state.stored:
+                by_number.setdefault(number, []).append(path)
+        held = self.state.sizes_of(list(by_number)).keys()
+        spilled = self.state.list_spilled(list(held))
+        for number in held if len(self._strays) < MOST_DOOMED else ():
+            unnamed = {path for path in by_number[number] if is_unfinished(path) or number not in spilled}
+            if unnamed:
+                self._strays.setdefault(number, set()).update(unnamed)
+        return [path for number, own in by_number.items() if number not in held for path in own]
 
     async def _choose(self, excess: int) -> Numbers:
         movable = list_movable(self._journal.state, self._draw_order)
@@ -221,11 +255,17 @@ class Spill:
 
     async def _move_all(self, files: SpillFiles, numbers: Numbers) -> None:
         if self._folder is None:
-            self._folder = await self._create_folder(files)
+            self._folder = await self._find_folder() or await self._create_folder(files)
         entries = await self._journal.store.groups.read_entries(self._journal.name, numbers.tolist())
-        for chunk in split_chunks(entries, lambda entry: int(entry.values["frame_bytes"]), MOVED_AT_ONCE):
+        sizes = self.state.sizes_of(numbers)
+        for chunk in split_chunks(entries, lambda entry: sizes.get(entry.number, 0), MOVED_AT_ONCE):
             await self._move(files, self._folder, chunk)
             self._wake()
+
+    async def _find_folder(self) -> str | None:
+        """Return the run's folder, if Redis names it: the answer to its record may have been lost."""
+        recorded = await self._journal.store.spill.read_folder(self._journal.name)
+        return recorded[1] if recorded else None
 
     async def _create_folder(self, files: SpillFiles) -> str:
         """Create the run's folder and record it; a crash in between leaves an empty folder."""
@@ -236,26 +276,44 @@ class Spill:
         return folder
 
     async def _move(self, files: SpillFiles, folder: str, entries: Sequence[IndexEntry]) -> None:
-        """Move the frames of some groups: write files, then replace payloads by stubs."""
+        """Move frames and late columns of some groups: write files, then replace payloads by stubs."""
         journal, run = self._journal, self._journal.name
-        token, keys = journal.check_leading(), [entry.strings.payload_key for entry in entries]
+        token, numbers = journal.check_leading(), [entry.number for entry in entries]
+        sizes, late = self.state.sizes_of(numbers), journal.state.pool.columns.late_of(numbers)
+        numbers_by_key: dict[str, int] = {}
+        for entry in entries:
+            own = entry.strings.payload_key
+            columns = [late_column(own, name) for name in late.get(entry.number, ())]
+            numbers_by_key |= dict.fromkeys([own, *columns], entry.number)
         data: list[tuple[str, bytes]] = []
-        moves: list[tuple[str, int, str]] = []
-        for entry, payload in zip(entries, await journal.store.groups.read_payloads(run, keys), strict=True):
-            if payload is not None and stub_path(payload) is None:
-                path = path_of(folder, entry.number, entry.strings.payload_key)
+        moves: list[Move] = []
+        payloads = await journal.store.groups.read_payloads(run, list(numbers_by_key))
+        for (key, number), payload in zip(numbers_by_key.items(), payloads, strict=True):
+            if payload is not None and not is_stub(payload) and number in sizes:
+                path = path_of(folder, number, key)
                 data.append((path, payload))
-                moves.append((entry.strings.payload_key, entry.number, path))
-        await files.write(data)
-        await journal.store.spill.record(run, token, files.url, folder, moves)
-        numbers = [entry.number for entry in entries]
-        self.state.mark(numbers)  # missing payloads too: they take no memory
-        self.moved += len(moves)
-        held = set(journal.state.index["number"][self._held(numbers)].tolist())
-        freed = [(number, path) for _, number, path in moves if number not in held]
+                moves.append(Move(key, number, path, sizes[number]))
+        try:
+            await files.write(data)
+            await journal.store.spill.record(run, token, files.url, folder, moves)
+        except BaseException:
+            self._keep_unnamed(moves)
+            raise
+        held = self.state.sizes_of(numbers)
+        self.state.mark(sizes)  # missing payloads too: they take no memory
+        self.moved += len({move.number for move in moves})
+        freed = [move for move in moves if move.number not in held]
         if freed:  # a checkpoint freed them during the move, and did not know of their files
-            await journal.store.spill.forget(run, token, [number for number, _ in freed])
-            self._doomed += [path for _, path in freed]
+            self._doomed += [move.path for move in freed]
+            await journal.store.spill.forget(run, token, sorted({move.number for move in freed}))
+
+    def _keep_unnamed(self, moves: Sequence[Move]) -> None:
+        """Remember the files of a move that failed, to delete them with their groups: Redis may not name them."""
+        held = self.state.sizes_of([move.number for move in moves])
+        self._doomed += [move.path for move in moves if move.number not in held]
+        for move in moves:
+            if move.number in held:
+                self._strays.setdefault(move.number, set()).add(move.path)
 
 
 async def check_folder(url: str) -> None:

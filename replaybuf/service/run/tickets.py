@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import NamedTuple
 
 from replaybuf.errors import Invalid, StrategyFault
-from replaybuf.kernel.decide import check_adapter
-from replaybuf.kernel.decide_admission import decide_tickets, held
-from replaybuf.kernel.failed_rule import decide_failed, decide_failed_share
-from replaybuf.kernel.rates import Rates
-from replaybuf.kernel.selection import Selector
-from replaybuf.kernel.tickets import Ticket, TicketChange, is_failure, parse_ticket, prompt_key
-from replaybuf.kernel.waiting import waiting
+from replaybuf.kernel.decide.records import check_adapter
+from replaybuf.kernel.decide.tickets import decide_tickets, held
+from replaybuf.kernel.state.tickets import Ticket, TicketChange, is_failure, parse_ticket, prompt_key
+from replaybuf.kernel.strategy.failed_rule import decide_failed, decide_failed_share
+from replaybuf.kernel.strategy.rates import Rates
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.kernel.strategy.waiting import waiting
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.side_state import SideState
@@ -215,7 +215,7 @@ class Tickets:
         self._rates.record_durations(now_s - issued_s for issued_s in change.issue_times_s)
         for name, count in change.producers.items():
             if name in self._producers:
-                self._producers.see(name, now_s).groups.add(count, now_s)
+                self._producers.record_groups(name, count, now_s)
 
     def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
         change = self._book.complete(prompts)

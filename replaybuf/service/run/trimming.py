@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from replaybuf.kernel.retention import KEPT_GROUPS, trim_point
-from replaybuf.kernel.snapshot import Snapshot, encode_snapshot, freeze, thaw
+from replaybuf.kernel.state.retention import KEPT_GROUPS, trim_point
+from replaybuf.kernel.state.snapshot import Snapshot, encode_snapshot, freeze, thaw
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
 from replaybuf.store.entries import encode_entry

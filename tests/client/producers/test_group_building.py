@@ -91,10 +91,29 @@ def test_columns_of_other_models_and_advantages_per_token_arrive() -> None:
     assert group.token_advantages is not None and group.token_advantages.tolist() == [0.5, 0.0, -0.5] * 2
 
 
+def test_prompt_tokens_of_a_rollout_can_be_in_the_loss() -> None:
+    """Such as turns that the policy sampled before; the logprob of a token outside the mask does not matter."""
+    builder = started().add(*TWO, 1.0, prompt_mask=[0, 1], prompt_logprobs=[float("nan"), -0.5]).add(*TWO, 0.0)
+    group = builder.build()
+    assert group.prompt_mask is not None and group.prompt_mask.tolist() == [False, True, False, False]
+    assert group.prompt_logprobs is not None and group.prompt_logprobs.tolist() == [0.0, -0.5, 0.0, 0.0]
+    assert started().add(*TWO, 1.0, prompt_mask=[0, 0], prompt_logprobs=[0, 0]).build().prompt_mask is None
+
+
+def test_rollouts_have_a_proof_each_or_none_has() -> None:
+    group = started().add(*TWO, 1.0, proof=b"abc").add(*TWO, 0.0, proof=b"").build()
+    assert group.proofs is not None and group.proofs.tobytes() == b"abc"
+    assert group.proof_lengths is not None and group.proof_lengths.tolist() == [3, 0]
+    with pytest.raises(GroupRejected, match=r"rollouts\[0\].proof is missing"):
+        started().add(*TWO, 1.0).add(*TWO, 0.0, proof=b"abc").build()
+
+
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"logprobs": [-0.5]}, "length_mismatch", "rollouts[1].logprobs: 1 values; needed: one per completion token, 3"),
-    ({"mask": [1]}, "length_mismatch", "rollouts[1].mask: 1 values; needed: one per completion token, 3"),
+    ({"logprobs": [-0.5]}, "length_mismatch", "rollouts[1].logprobs: 1 value; needed: one per completion token, 3"),
+    ({"mask": [1]}, "length_mismatch", "rollouts[1].mask: 1 value; needed: one per completion token, 3"),
     ({"mask": [1, 2, 0]}, "bad_mask", "rollouts[1].mask[1]: 2; needed: 0 or 1"),
+    ({"prompt_mask": [1]}, "length_mismatch", "rollouts[1].prompt_mask: 1 value; needed: one per prompt token, 2"),
+    ({"prompt_mask": [0, 1]}, "length_mismatch", "rollouts[1].prompt_logprobs: 0 values; needed: one per prompt token"),
     ({"logprobs": [-0.5, float("nan"), 0]}, "non_finite_logprobs", "rollouts[1].logprobs[1]: nan; needed: a finite"),
     ({"logprobs": [-0.5, 0.7, 0]}, "positive_logprobs", "rollouts[1].logprobs[1]: 0.7; needed: at most 0.001, in nats"),
     ({"reward": float("inf")}, "non_finite_rewards", "rollouts[1].reward: inf; needed: a finite number"),
@@ -114,7 +133,7 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"policy_version": [(4, 0, 2)]}, "bad_version_spans", "rollouts[1].policy_version: spans end at token 2; needed"),
     ({"policy_version": [(4, 0, 1), (4, 2, 3)]}, "bad_version_spans", "a span from 2 to 3 after 1; needed: spans that"),
     ({"policy_version": [(4, 0, 1), (3, 1, 3)]}, "bad_version_spans", "rollouts[1].policy_version: 3; needed: 4 to"),
-    ({"ref_logprobs": [-0.5]}, "length_mismatch", "rollouts[1].ref_logprobs: 1 values; needed: one per completion"),
+    ({"ref_logprobs": [-0.5]}, "length_mismatch", "rollouts[1].ref_logprobs: 1 value; needed: one per completion"),
 ]
 
 

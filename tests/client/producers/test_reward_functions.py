@@ -39,7 +39,7 @@ def test_a_function_may_log_without_a_trainer() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1.0], "wrong: 1 rewards; needed: one per completion, 2"),
+        ([1.0], "wrong: 1 reward; needed: one per completion, 2"),
         ([1.0, float("nan")], r"wrong: nan for completions\[1\]; needed: a finite number or None"),
         ([1.0, None], r"completions\[1\]: None from every function; needed: a number from at least one"),
     ],

@@ -163,7 +163,7 @@ def test_a_server_that_stops_reporting_spans_costs_one_try() -> None:
         ({"token_ids": None}, "a choice without token_ids"),
         ({"token_ids": []}, "a choice without token_ids"),
         ({"logprobs": None}, "0 logprobs for 3 tokens"),
-        ({"logprobs": {"token_logprobs": [-0.5]}}, "1 logprobs for 3 tokens"),
+        ({"logprobs": {"token_logprobs": [-0.5]}}, "1 logprob for 3 tokens"),
         ({"logprobs": {"token_logprobs": [-0.5, None, -0.5]}}, "Expected `float`, got `null`"),
         ({"prompt_token_ids": [0, 1]}, "completions of another prompt"),
         ({"token_ids": [1, 0, 2**31]}, "Expected `int` <"),
@@ -182,7 +182,7 @@ def test_fewer_choices_than_requested_are_a_fault() -> None:
     async def one(request: dict[str, Any]) -> dict[str, Any]:
         return EngineDouble().answer(request | {"n": 1})
 
-    with pytest.raises(EngineFault, match="1 choices; 2 were requested"):
+    with pytest.raises(EngineFault, match="1 choice; 2 were requested"):
         sample(EngineDouble(), one)
 
 

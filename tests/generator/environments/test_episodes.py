@@ -67,7 +67,7 @@ def play(
             episodes = Episodes(environment, tokenizer, max_turns=max_turns, timeout_s=timeout_s)
             try:
                 sampling = Sampling(n=n, max_tokens=max_tokens, seed=5)
-                return await episodes.play(fleet, make_prompt("abc"), sampling, fleet.check_use)
+                return await episodes.play(fleet, make_prompt("abc"), sampling, fleet.check_rest)
             finally:
                 await fleet.aclose()
 
@@ -230,6 +230,7 @@ def test_faults_of_an_environment_fail_the_group_and_close_the_episode(
         play(tmp_path, Speaking("a", "b"), environment, timeout_s=0.3 if reason.endswith("timeout") else TIMEOUT_S)
     assert caught.value.reason == reason
     assert message in caught.value.detail
+    assert (caught.value.__cause__ is not None) == reason.endswith("_raised")  # the traceback of the environment
 
 
 def test_a_multi_turn_environment_must_be_the_only_reward() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from replaybuf.errors import ReplaybufError, RewardFault
 from replaybuf.generator.environments.reward_pool import Job, RewardPool
-from replaybuf.generator.taskset_worker.pipes import framed
+from replaybuf.wire.pipes import framed
 from tests.generator.doubles import TIMEOUT_S, make_prompt
 
 HERE = "tests.generator.reward_functions"

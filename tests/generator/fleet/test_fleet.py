@@ -102,6 +102,28 @@ def test_a_single_failure_does_not_suspend_a_server(quick: None) -> None:
     run(main())
 
 
+def test_an_idle_server_that_is_away_is_suspended_until_it_is_back(quick: None) -> None:
+    """A busy one is left alone: its requests show what it does."""
+
+    async def main() -> None:
+        idle, busy, gate = EngineDouble(), EngineDouble(), Gate()
+        async with fleet_of(idle, busy) as fleet:
+            idle.always = busy.always = gate
+            both = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING)) for _ in range(2)]
+            await gate.requests(2)
+            idle.healthy = busy.healthy = False
+            await fleet.check_idle(TIMEOUT_S)
+            assert [status.state for status in fleet.status()] == ["up", "up"]
+            gate.open.set()
+            await asyncio.gather(*both)
+            await fleet.check_idle(TIMEOUT_S)
+            assert [status.state for status in fleet.status()] == ["suspended", "suspended"]
+            idle.healthy = True
+            await until(lambda: [status.state for status in fleet.status()] == ["trial", "suspended"])
+
+    run(main())
+
+
 def test_a_failed_connection_suspends_a_server_until_it_is_back(quick: None) -> None:
     async def main() -> None:
         double = EngineDouble(model="qwen")

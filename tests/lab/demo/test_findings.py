@@ -84,7 +84,7 @@ def test_evaluations_of_an_older_demo_have_no_errors_and_no_verdict(
 def test_staleness_names_the_ages_the_bound_and_the_drops(report: Report) -> None:
     wanted = (
         "of the trained tokens 10.0% were 0 versions old, 90.0% were 1 version old. The run allows at most 1. "
-        "10 groups were dropped because they were too stale."
+        "Dropped because too stale: 10 groups."
     )
     assert wanted in text_of(report)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replaybuf.kernel.index import LIVE
+from replaybuf.kernel.rows.index import LIVE
 from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.loop import Simulation, simulate
 from replaybuf.lab.simulate.workload import Supply

@@ -13,8 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.index import LIVE
-from replaybuf.kernel.strategy import Budget, BufferView, Feedback, Flow, Groups, Selection, Strategy, Waiting, fill
+from replaybuf.kernel.rows.index import LIVE
+from replaybuf.kernel.strategy.contract import (
+    Budget,
+    BufferView,
+    Feedback,
+    Flow,
+    Groups,
+    Selection,
+    Strategy,
+    Waiting,
+    fill,
+)
 from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.loop import _ENDED, Simulation, simulate
 from replaybuf.lab.simulate.workload import Supply
@@ -191,7 +201,7 @@ def install(monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy[Any]]) -> N
     def load(group: str, name: str) -> type[Strategy[Any]]:
         return strategy
 
-    monkeypatch.setattr("replaybuf.kernel.plugin_set.load", load)
+    monkeypatch.setattr("replaybuf.kernel.strategy.plugin_set.load", load)
 
 
 class Greedy(Strategy[Any]):

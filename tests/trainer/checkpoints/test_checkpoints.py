@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +24,7 @@ from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.policy import Policy
+from replaybuf_trainer.ownership import Confirm
 from replaybuf_trainer.parallel.ranks import Ranks
 from tests.trainer.batches import packed, rollouts
 
@@ -35,16 +40,16 @@ def train(policy: Policy, steps: Sequence[int]) -> None:
         totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
         tokens = policy.forward(batch.micro_batches)
         torch.autograd.backward(load_objective("grpo").value(tokens, totals, Tally()))
-        policy.step(1e-3, 1.0, finite_loss=True)
+        policy.step(1e-3, 1.0, has_loss=True)
 
 
 class Saved:
     """Checkpoints of a run `r` that publishes after every step; `steps`: those that were reported as on disk."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, confirm: Confirm = lambda: None) -> None:
         self.folder = folder
         self.steps: list[int] = []
-        self.checkpoints = Checkpoints(folder, keep, Ranks(), self.steps.append)
+        self.checkpoints = Checkpoints(folder, keep, Ranks(), self.steps.append, confirm)
 
     def save(self, policy: Policy, step: int) -> Path:
         self.checkpoints.save(policy, TrainerState(run="r", step=step, version=step))
@@ -52,7 +57,7 @@ class Saved:
         return self.folder / f"step-{step:06d}"
 
     def load(self, checkpoint: Path, policy: Policy) -> None:
-        self.checkpoints.load(checkpoint, read_state(checkpoint), policy)
+        self.checkpoints.load(checkpoint, self.checkpoints.read_state(checkpoint), policy)
 
 
 def same_weights(one: Policy, other: Policy) -> None:
@@ -70,26 +75,6 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(models: Path, tmp_path
     train(resumed, range(2, 4))
     same_weights(whole, resumed)
     same_weights(first, policy_of(checkpoint / "model"))
-
-
-def test_training_continues_from_a_checkpoint_of_the_first_releases(models: Path, tmp_path: Path) -> None:
-    """It has the moments in one file and the weights in the model folder alone."""
-    whole, first = policy_of(models / "a"), policy_of(models / "a")
-    train(whole, range(4))
-    train(first, range(2))
-    old = tmp_path / "step-000002"
-    first.weights().save_weights(old / "model")
-    moments = {
-        f"{key}.{name}": value.clone()
-        for name, parameter in first.model.named_parameters()
-        for key, value in first.optimizer.state[parameter].items()
-    }
-    save_file(moments | {"random_state": torch.get_rng_state()}, old / "optimizer.safetensors")
-    (old / "state.json").write_bytes(b'{"run":"r","step":2,"version":2}')
-    resumed = policy_of(old / "model")
-    Saved(tmp_path).load(old, resumed)
-    train(resumed, range(2, 4))
-    same_weights(whole, resumed)
 
 
 def test_steps_taken_during_the_write_are_not_in_the_checkpoint(models: Path, tmp_path: Path) -> None:
@@ -122,7 +107,7 @@ def test_random_numbers_continue_from_a_checkpoint(models: Path, tmp_path: Path)
 
 
 def test_a_checkpoint_holds_no_pickle(models: Path, tmp_path: Path) -> None:
-    """Tensors are safetensors, the rest is JSON; state.json has the size of every other file."""
+    """Tensors are safetensors, the rest is JSON; state.json has size and digest of every other file."""
     policy = policy_of(models / "a")
     train(policy, [0])
     checkpoint = Saved(tmp_path).save(policy, 1)
@@ -130,7 +115,7 @@ def test_a_checkpoint_holds_no_pickle(models: Path, tmp_path: Path) -> None:
     assert {Path(path).suffix for path in paths} == {".safetensors", ".json"}
     state = read_state(checkpoint)
     assert (state.run, state.step, state.version, state.ranks) == ("r", 1, 1, 1)
-    assert state.files.keys() == paths - {"state.json"}
+    assert state.files.keys() == state.digests.keys() == paths - {"state.json"}
 
 
 def test_the_newest_checkpoint_is_picked_by_its_number(tmp_path: Path) -> None:
@@ -183,13 +168,13 @@ def test_the_error_for_a_broken_state_names_its_folder(tmp_path: Path, content: 
 
 
 def test_a_missing_or_broken_file_is_one_error(models: Path, tmp_path: Path) -> None:
-    """A missing or shorter file is found by the list of files, other bytes by their header."""
+    """A missing or shorter file is found by the list of files, other bytes by their digest."""
     whole = Saved(tmp_path).save(policy_of(models / "a"), 1)
     (name,) = (path.name for path in (whole / "state").iterdir())
     damages: list[tuple[Callable[[Path], object], str]] = [
         (lambda path: path.unlink(), f"state/{name} is missing"),
         (lambda path: path.write_bytes(b"short"), f"state/{name} has 5 bytes instead of"),
-        (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "header"),
+        (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), f"crc32c of state/{name} is"),
     ]
     for damage, error in damages:
         broken = tmp_path / "broken" / "step-000001"
@@ -200,6 +185,60 @@ def test_a_missing_or_broken_file_is_one_error(models: Path, tmp_path: Path) -> 
         shutil.rmtree(broken)
 
 
+def spoil(path: Path) -> None:
+    """Set eight numbers of a file to 1e30; it stays valid, and as long as it was."""
+    with path.open("r+b") as file:
+        file.seek(-32, os.SEEK_END)
+        file.write(struct.pack("<8f", *[1e30] * 8))
+
+
+@pytest.mark.parametrize("folder", ["state", "model"])
+def test_changed_weights_of_the_same_size_are_found_before_they_are_loaded(
+    folder: str, models: Path, tmp_path: Path
+) -> None:
+    """They would train on in silence, and a later error would blame the batch."""
+    checkpoint = Saved(tmp_path).save(policy_of(models / "a"), 1)
+    (path,) = (checkpoint / folder).glob("*.safetensors")
+    written = read_state(checkpoint).digests[f"{folder}/{path.name}"]
+    spoil(path)
+    with pytest.raises(Invalid, match=f"crc32c of {folder}/{path.name} is [0-9a-f]{{8}}; {written} .*; delete it"):
+        Saved(tmp_path).checkpoints.read_state(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["state/model-00002-of-00002.safetensors", "model/pytorch_model.bin"])
+def test_a_file_that_the_checkpoint_does_not_list_is_refused(name: str, models: Path, tmp_path: Path) -> None:
+    """Its loader reads all files of the folder, so a file without a digest would change what is loaded."""
+    checkpoint = Saved(tmp_path).save(policy_of(models / "a"), 1)
+    save_file({"model.lm_head.weight": torch.zeros(3)}, checkpoint / name)
+    with pytest.raises(Invalid, match=f"{name} is not one of its files"):
+        Saved(tmp_path).checkpoints.read_state(checkpoint)
+
+
+def test_a_checkpoint_with_sizes_alone_is_loaded_with_a_warning(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier releases wrote no digests."""
+    first, resumed = policy_of(models / "a"), policy_of(models / "b")
+    checkpoint = Saved(tmp_path).save(first, 1)
+    state = msgspec.json.decode((checkpoint / "state.json").read_bytes())
+    del state["digests"]
+    (checkpoint / "state.json").write_bytes(msgspec.json.encode(state))
+    Saved(tmp_path).load(checkpoint, resumed)
+    same_weights(first, resumed)
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert str(checkpoint) in warning.message
+
+
+def test_a_state_names_files_inside_its_checkpoint_alone(models: Path, tmp_path: Path) -> None:
+    checkpoint = Saved(tmp_path).save(policy_of(models / "a"), 1)
+    state = msgspec.json.decode((checkpoint / "state.json").read_bytes())
+    (tmp_path / "other").write_bytes(b"1")
+    for name in ("../other", str(tmp_path / "other")):
+        (checkpoint / "state.json").write_bytes(msgspec.json.encode(state | {"files": {name: 1}}))
+        with pytest.raises(Invalid, match="outside the checkpoint"):
+            read_state(checkpoint)
+
+
 def test_a_checkpoint_with_other_shapes_is_one_error(models: Path, tmp_path: Path) -> None:
     checkpoint = Saved(tmp_path).save(policy_of(models / "a"), 1)
     (path,) = (checkpoint / "state").iterdir()
@@ -207,3 +246,25 @@ def test_a_checkpoint_with_other_shapes_is_one_error(models: Path, tmp_path: Pat
     (checkpoint / "state.json").write_bytes(b'{"run":"r","step":1,"version":1}')
     with pytest.raises(Invalid, match="is broken"):
         Saved(tmp_path).load(checkpoint, policy_of(models / "a"))
+
+
+def test_versions_are_needed_while_a_checkpoint_is_written_and_as_long_as_it_stays(
+    models: Path, tmp_path: Path
+) -> None:
+    """A broken checkpoint needs none."""
+    permits = threading.Semaphore(1)
+
+    def confirm() -> None:
+        assert permits.acquire(timeout=60.0)
+
+    saved = Saved(tmp_path, keep=1, confirm=confirm).checkpoints
+    saved.save(policy_of(models / "a"), TrainerState(run="r", step=5, version=2, needed_versions={"": 2, "math": 1}))
+    assert (saved.needed_versions(""), saved.needed_versions("math")) == ({2}, {1})
+    permits.release(2)
+    saved.save(policy_of(models / "a"), TrainerState(run="r", step=7, version=3, needed_versions={"": 3}))
+    assert saved.needed_versions("") == {2, 3}
+    permits.release()
+    saved.wait()
+    assert (saved.needed_versions(""), saved.needed_versions("math")) == ({3}, set())
+    (tmp_path / "step-000007" / "state.json").write_text("{")
+    assert saved.needed_versions("") == set()

@@ -21,7 +21,7 @@ from tests.conftest import RunClient, ServeProcess
 from tests.trainer.scripted import STEPS, fill
 from tests.waiting import eventually
 
-CHANGING = ("time", "wait_reasons", "mfu", "train_mfu", "published_bytes")
+CHANGING = ("time", "wait_reasons", "mfu", "train_mfu", "published_bytes", "peak_memory_bytes")
 """Figures besides times that differ between two trainings of the same batches."""
 
 
@@ -131,4 +131,4 @@ def test_steps_with_freed_groups_are_left_out_with_a_warning(
     export_freed(run, tmp_path / "export", "g1")
     assert train(tmp_path, models, tmp_path / "offline.jsonl", from_export=tmp_path / "export") == STEPS - 2
     assert [line["step"] for line in figures(tmp_path / "offline.jsonl")] == [2, 3]
-    assert f"2 of {STEPS} steps are left out: the rollouts of group 'g0' of step 0" in caplog.text
+    assert f"left out: 2 of {STEPS} steps: the rollouts of group 'g0' of step 0" in caplog.text

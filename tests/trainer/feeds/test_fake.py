@@ -19,7 +19,7 @@ from replaybuf_trainer.feeds.opening import open_feed
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 250.0
 
 
 def batch(step: int = 3, rank: int = 0, ranks: int = 1, columns: tuple[str, ...] = (), **shapes: Any) -> Batch:

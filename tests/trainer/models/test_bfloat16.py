@@ -57,7 +57,7 @@ def test_weights_gradients_moments_and_logprobs_stay_float32(models: Path) -> No
         layer.mlp.down_proj.register_forward_hook(lambda _, given, made: seen.append(made.dtype))
     backward(trained, rollouts(6, seed=0))
     kept: dict[str, Any] = {"gradients": [parameter.grad for parameter in trained.model.parameters()]}
-    trained.step(1e-3, 1.0, finite_loss=True)
+    trained.step(1e-3, 1.0, has_loss=True)
     kept["weights"] = list(trained.model.parameters())
     kept["moments"] = [each for state in trained.optimizer.state.values() for each in state.values()]
     for name, tensors in kept.items():
@@ -76,7 +76,7 @@ def test_updates_below_the_resolution_of_bfloat16_add_up(models: Path) -> None:
     before = norm.detach().clone()
     for _ in range(3):
         backward(trained, rollouts(6, seed=0))
-        trained.step(small, 1.0, finite_loss=True)
+        trained.step(small, 1.0, has_loss=True)
     assert float((norm.detach() - before).abs().max()) > 2 * small
 
 
@@ -95,7 +95,7 @@ def test_training_lowers_the_loss_as_in_float32(models: Path) -> None:
             tokens = trained.forward(rows)
             means.append(float(tokens.logprobs.detach().mean()))
             torch.autograd.backward(-tokens.logprobs.mean())
-            trained.step(1e-3, 1.0, finite_loss=True)
+            trained.step(1e-3, 1.0, has_loss=True)
         rises.append(means[-1] - means[0])
     assert rises[0] > 0.5
     assert rises[1] == pytest.approx(rises[0], rel=0.05)

@@ -11,7 +11,7 @@ import pytest
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.run_status import BatchFacts, RunFacts
-from replaybuf_trainer.models.fit import check_fit, tokenizer_size
+from replaybuf_trainer.models.fit import attention_bytes, check_fit, tokenizer_size
 from replaybuf_trainer.options import TrainOptions
 from tests.trainer.models.families import tiny
 
@@ -23,6 +23,14 @@ def check(folder: Path, facts: RunFacts | None = None, family: str = "qwen3", at
 def write_tokenizer(folder: Path, vocabulary: object, added: list[int]) -> None:
     made = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": number} for number in added]}
     (folder / "tokenizer.json").write_text(json.dumps(made))
+
+
+@pytest.mark.parametrize(("option", "layers"), [(False, 5), (True, 1), (1, 1), (2, 3), (4, 4), (5, 5)])
+def test_checkpointed_layers_keep_no_attention_weights(option: bool | int, layers: int, tmp_path: Path) -> None:
+    """Five layers: those that are not checkpointed, and one that the backward pass computes again."""
+    options = TrainOptions(run="r", model=tmp_path, activation_checkpointing=option, rows_per_forward=1)
+    model = tiny("qwen3", "eager", num_hidden_layers=5)
+    assert attention_bytes(model, options, 10) == 100 * 4 * 4 * (layers + 2)  # float32, four heads
 
 
 def test_the_size_of_a_tokenizer_is_its_highest_id_and_one(models: Path, tmp_path: Path) -> None:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from replaybuf.errors import Invalid
-from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers
+from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers, decoder_layers
 from replaybuf_trainer.models.packed_forward import packed_forward
+from replaybuf_trainer.models.policy import load_trained_model
+from replaybuf_trainer.options import TrainOptions
 from tests.trainer.batches import packed, rollouts, trained_rows
-from tests.trainer.models.families import tiny
+from tests.trainer.models.families import tiny, write_tiny
 
 
 def capture_layers(model: Any) -> None:
     """Compile without inductor, which needs minutes on a CPU: the captured graphs run as they are."""
     compile_layers(model, "eager")
+
+
+def checkpoint_every_second(model: Any) -> None:
+    checkpoint_activations(model, 2)
 
 
 def value(model: Any, rows: list[list[int]]) -> torch.Tensor:
@@ -32,13 +39,14 @@ def value(model: Any, rows: list[list[int]]) -> torch.Tensor:
     [
         ("qwen3", [checkpoint_activations]),
         ("opt", [checkpoint_activations]),
+        ("qwen3", [checkpoint_every_second]),
         ("qwen3", [capture_layers, checkpoint_activations]),
     ],
-    ids=["checkpointed", "with dropout", "compiled and checkpointed"],
+    ids=["checkpointed", "with dropout", "every second", "compiled and checkpointed"],
 )
 def test_gradients_and_names_stay_the_same(family: str, changes: list[Callable[[Any], None]]) -> None:
     """For rows of several lengths. OPT has dropout between its layers, which must stay off."""
-    plain, changed = (tiny(family, num_hidden_layers=1) for _ in range(2))
+    plain, changed = (tiny(family, num_hidden_layers=2) for _ in range(2))
     for change in changes:
         change(changed)
     assert list(changed.state_dict()) == list(plain.state_dict())
@@ -49,12 +57,12 @@ def test_gradients_and_names_stay_the_same(family: str, changes: list[Callable[[
 
 
 def test_checkpointing_keeps_the_input_of_each_layer_only() -> None:
-    """Counted in bytes that the forward pass saves for the backward pass."""
+    """Counted in bytes that the forward pass saves for the backward pass: every second layer keeps what it kept."""
     sizes = []
-    for checkpointed in (False, True):
+    for interval in (None, 1, 2):
         model = tiny("qwen3", num_hidden_layers=4)
-        if checkpointed:
-            checkpoint_activations(model)
+        if interval:
+            checkpoint_activations(model, interval)
         saved: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
@@ -66,6 +74,18 @@ def test_checkpointing_keeps_the_input_of_each_layer_only() -> None:
             value(model, [[4, 0, 2], [1], [5, 3]])
         sizes.append(sum(size for place, size in saved.items() if place not in weights))
     assert sizes[1] < sizes[0] / 5
+    assert sizes[1] < sizes[2] < sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "wrapped"),
+    [(False, []), (True, [0, 1, 2, 3, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (5, [0]), (9, [0])],
+)
+def test_the_option_counts_layers_from_the_first(option: bool | int, wrapped: list[int], tmp_path: Path) -> None:
+    """A flag without a number is every layer."""
+    folder = write_tiny(tmp_path, "qwen3", num_hidden_layers=5)
+    model = load_trained_model(folder, TrainOptions(run="r", model=folder, activation_checkpointing=option))
+    assert [index for index, layer in enumerate(decoder_layers(model)) if "forward" in vars(layer)] == wrapped
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

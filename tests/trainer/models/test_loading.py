@@ -56,7 +56,7 @@ def test_missing_weights_are_rejected(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.layers.1.mlp.down_proj.weight")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(Invalid, match=r"lacks 1 weights of Qwen2ForCausalLM, such as model\.layers\.1\.mlp\.down"):
+    with pytest.raises(Invalid, match=r"lacks 1 weight of Qwen2ForCausalLM, such as model\.layers\.1\.mlp\.down"):
         load_model(tmp_path)
 
 

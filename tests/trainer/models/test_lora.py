@@ -99,11 +99,13 @@ def test_an_own_step_divides_the_gradients_of_several_batches_by_their_tokens(mo
     kept = gradients(split, "math")
     code = split.adapters["code"]
     assert (code.loss_tokens, code.rollouts) == (tokens, 4)
+    expected = gradients(whole, "code")
+    for key, summed in gradients(split, "code").items():
+        # Gradients, not weights after the step: Adam's first step is the sign of a gradient, also of a rounding error.
+        torch.testing.assert_close(summed / tokens, expected[key], rtol=0, atol=1e-5 * float(expected[key].norm()))
     norms = [one.adapters["code"].step(RATE, CLIP, div) for one, div in ((split, tokens), (whole, 1))]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert (code.steps, code.loss_tokens, code.rollouts) == (1, 0, 0)
-    expected = whole.adapters["code"].tensors()
-    assert all(torch.allclose(one, expected[key], atol=1e-5) for key, one in code.tensors().items())
     assert any(not torch.equal(one, split.initial_weights("code")[key]) for key, one in code.tensors().items())
     assert all(torch.equal(one, kept[key]) for key, one in gradients(split, "math").items())
     assert split.adapters["math"].steps == 0

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.batch import BatchGroup, Segment, encode_batch
+from replaybuf.wire.group import RolloutJson
 from replaybuf_trainer.losses import BatchTotals, LossTokens, Objective, Tally, load_objective
 from replaybuf_trainer.losses.policy import BUILT_IN
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.packed_forward import loss_token_states, packed_forward
-from replaybuf_trainer.reading import TensorBatch
+from replaybuf_trainer.reading import TensorBatch, read_tensors
+from tests import builders
 from tests.trainer.batches import Rollout, logprobs_alone, packed, rollouts, trained_rows
 from tests.trainer.models import varlen
 
@@ -43,6 +46,35 @@ def attending(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Mo
 def members() -> list[Rollout]:
     """Six rollouts of different lengths."""
     return rollouts(6, seed=0)
+
+
+def test_a_prompt_token_in_the_loss_trains_as_the_same_token_of_a_completion(attending: Any) -> None:
+    """The first 4 completion tokens of one body are the end of the prompt in the other: same loss, same gradient."""
+    ids, logprobs = list(range(10, 19)), [-4.0 - 0.25 * t for t in range(6)]
+    shared: dict[str, Any] = {"reward": 1.0, "advantage": 0.5}
+    apart = RolloutJson(prompt_ids=ids[:3], completion_ids=ids[3:], inference_logprobs=logprobs, **shared)
+    moved = RolloutJson(
+        prompt_ids=ids[:7],
+        prompt_mask=[0] * 3 + [1] * 4,
+        prompt_logprobs=[0.0] * 3 + logprobs[:4],
+        completion_ids=ids[7:],
+        inference_logprobs=logprobs[4:],
+        **shared,
+    )
+    found = []
+    for one in (apart, moved):
+        entry = BatchGroup(group=builders.group(one), index=0, staleness=0, times_sampled=1)
+        body = encode_batch(builders.batch_meta(micro_batches=1), [[Segment(entry, 0)]])
+        attending.zero_grad()
+        tokens = packed_forward(attending, read_tensors(bytes(body)).micro_batches)
+        loss = CLIPPED.value(tokens, BatchTotals(6, 1), Tally())
+        torch.autograd.backward(loss)
+        gradient = torch.cat([p.grad.flatten() for p in attending.parameters() if p.grad is not None])
+        found.append((len(tokens.logprobs), loss.detach(), gradient))
+    (count, loss, gradient), (other_count, other_loss, other_gradient) = found
+    assert count == other_count == 6 and gradient.any()
+    torch.testing.assert_close(loss, other_loss)
+    torch.testing.assert_close(gradient, other_gradient)
 
 
 def alone(model: Any, members: Sequence[Rollout], old: Sequence[float]) -> LossTokens:

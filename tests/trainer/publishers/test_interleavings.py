@@ -71,6 +71,10 @@ class NumberLoader:
     def __init__(self, version: int) -> None:
         self._version = version
 
+    def stage(self, engine: Engine) -> int | None:
+        """Return None."""
+        return None
+
     def send(self, engine: Engine) -> None:
         """Replace the weights."""
         engine.post("/collective_rpc", self._version)  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def test_a_plug_in_gets_its_own_options() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"publisher": "ftp"}, r"publisher is 'ftp'; installed: broken, bucket, folder, nccl, none, reload"),
+        ({"publisher": "ftp"}, r"publisher is 'ftp'; installed: broken, bucket, folder, http, nccl, none, reload"),
         ({"publisher": "broken"}, r"plug-in 'broken' is 7; it must be a class that inherits"),
         ({"publisher": "reload"}, r"publisher reload needs at least one --engine"),
         ({"publisher_options": "{"}, r"--publisher-options of folder is '\{': .* options none"),

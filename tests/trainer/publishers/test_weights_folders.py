@@ -40,7 +40,8 @@ def published(root: Path, *versions: int) -> list[str]:
     folders = WeightsFolders(root)
     for version in versions:
         folders.write(version, Empty())
-        folders.prune(version)
+        folders.complete(version, lambda: None)
+        folders.prune(version, lambda: None)
     return sorted(path.name for path in root.iterdir())
 
 
@@ -53,6 +54,15 @@ def test_a_resumed_trainer_keeps_what_it_publishes_and_deletes_the_lost_versions
     published(tmp_path, 8, 9, 10)
     assert published(tmp_path, 5) == ["v000005"]
     assert published(tmp_path, 6) == ["v000005", "v000006"]
+
+
+def test_a_version_that_was_staged_never_gets_another_name(tmp_path: Path) -> None:
+    folders = WeightsFolders(tmp_path)
+    folders.write(2, Empty())
+    folders.complete(1, lambda: None)
+    assert not folders.has(1)
+    folders.complete(2, lambda: None)
+    assert folders.has(2)
 
 
 def test_a_full_disk_is_named_and_older_versions_stay(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ WAIT = WaitingAnswer(
 def figures(step: int, reward: float, **fields: Any) -> dict[str, Any]:
     """Figures of a step of 2 s, half of it waiting."""
     filled = {"tokens": 1000, "tokens_per_s": 500.0, "mfu": 0.25, "step_s": 2.0, "wait_s": 1.0}
+    filled |= {"peak_memory_bytes": 3 * 2**29, "padding_share": 0.0625}
     return {"step": step, "reward_mean": reward, "phase_s": {"wait": 1.0, "backward": 1.0}} | filled | fields
 
 
@@ -41,7 +42,7 @@ def test_the_line_shows_step_reward_speed_waiting_and_the_end() -> None:
         session.add(figures(step, reward=0.2 + 0.2 * (step - 10)))
     shown = drawn(session)
     assert shown.startswith("step 12/40 ━")
-    assert "reward 0.300 · 500 tok/s · MFU 25.0% · waited 50% · 0:56 left · publish" in shown
+    assert "reward 0.300 · 500 tok/s · MFU 25.0% · waited 50% · 0:56 left · publish · 1.5 GiB · padding 6%" in shown
     assert "waits for producers: too_few_groups (3/8 groups)" in drawn(session, WAIT)
 
 

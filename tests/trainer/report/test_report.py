@@ -17,6 +17,7 @@ from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.report.sinks.json_lines import JsonLines
 from replaybuf_trainer.trainer import Trainer
+from tests.metric_push.receiver import Receiver
 from tests.trainer.scripted import STEPS, ScriptedService
 
 
@@ -49,11 +50,12 @@ def test_all_sinks_and_tables_work_beside_a_training_and_do_not_change_it(
 ) -> None:
     trained(tmp_path / "plain", models / "a")
     full = tmp_path / "full"
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO"), Receiver().up() as receiver:
         trained(
             full,
             models / "a",
             metrics_port=0,
+            push_metrics=f"http://{receiver.address}",
             tensorboard=full / "tb",
             tables=2,
             tables_dir=full / "tables",
@@ -70,6 +72,7 @@ def test_all_sinks_and_tables_work_beside_a_training_and_do_not_change_it(
     ]
     rows = pq.read_table(full / "tables" / f"step-{STEPS - 1:06d}" / "samples.parquet").to_pylist()
     assert len(rows) == 2 and all(row["ratio"] for row in rows)
+    assert receiver.came[-1].samples()["replaybuf_trainer_step,run=r"] == STEPS - 1
     assert "metrics on http://127.0.0.1:" in caplog.text and f"summary steps={STEPS} " in caplog.text
     assert "lost" not in caplog.text
 

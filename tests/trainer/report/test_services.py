@@ -20,14 +20,16 @@ from tensorboardX.proto import event_pb2
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf_trainer.options import TrainOptions
-from replaybuf_trainer.report.sinks.prometheus import BY_STALENESS, GAUGES, Prometheus
+from replaybuf_trainer.report.sinks.prometheus import BY_EPOCH, BY_STALENESS, GAUGES, Prometheus
 from replaybuf_trainer.report.sinks.tensorboard import TensorBoard
 from replaybuf_trainer.report.sinks.weights_and_biases import WeightsAndBiases
+from tests.metric_push.receiver import Receiver
 
 WAIT = WaitingAnswer(
     reason="too_few_groups", have=Amount(groups=3), need=Amount(groups=8), blocked_on="producers", retry_after_s=0.5
 )
 MEANS = {"loss_tokens": 40.0} | dict.fromkeys(BY_STALENESS, 0.5)
+EPOCH = dict.fromkeys(BY_EPOCH, 0.5)
 TIMEOUT_S = 60.0
 PAGE = (
     (Path(__file__).parents[3] / "docs" / "trainers.md")
@@ -58,10 +60,22 @@ def figures(step: int, **fields: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------------- Prometheus
 
 
+def test_metrics_are_pushed_without_a_port_and_at_the_end() -> None:
+    """The last push has the last step; the job is the trainer and the instance has the name of the run."""
+    with Receiver().up() as receiver:
+        made = Prometheus("r", lambda: None, dict)
+        made.push(f"http://{receiver.address}", 3600.0)
+        made.write(figures(4, reward_mean=0.5))
+        made.close()
+    (one,) = receiver.came
+    assert one.path.startswith("/metrics/job/replaybuf-trainer/instance/") and one.path.endswith("%3Ar")
+    assert one.samples()["replaybuf_trainer_reward_mean,run=r"] == 0.5
+
+
 @pytest.fixture
 def prometheus() -> Iterator[Prometheus]:
     """Metrics of the run r on a free port, of a trainer that waits for groups."""
-    made = Prometheus("r", "127.0.0.1", 0, lambda: WAIT, lambda: {"TensorBoard": 3})
+    made = Prometheus("r", lambda: WAIT, lambda: {"TensorBoard": 3})
     yield made
     made.close()
 
@@ -69,7 +83,7 @@ def prometheus() -> Iterator[Prometheus]:
 def scraped(made: Prometheus) -> dict[str, float]:
     """Scrape the samples by name and labels, without prefix and run."""
     found = {}
-    text = httpx.get(f"http://127.0.0.1:{made.port}/metrics", trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{made.listen('127.0.0.1', 0)}/metrics", trust_env=False).text
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             assert labels.pop("run") == "r" and name.startswith("replaybuf_trainer_")
@@ -106,9 +120,20 @@ def test_statistics_have_the_label_staleness_which_is_bounded(prometheus: Promet
     assert values["loss_tokens_by_staleness_total{staleness=8+}"] == 80
 
 
+def test_statistics_of_epochs_are_those_of_the_newest_batch(prometheus: Prometheus) -> None:
+    """A batch whose epochs ended early has fewer, and none are left of a training with one epoch per batch."""
+    prometheus.write(figures(0, by_epoch={"0": EPOCH, "1": EPOCH | {"loss": 0.25}}))
+    assert scraped(prometheus)["loss_by_epoch{epoch=1}"] == 0.25
+    prometheus.write(figures(1, by_epoch={"0": EPOCH | {"clip_fraction": 0.125}}))
+    values = scraped(prometheus)
+    assert values["clip_fraction_by_epoch{epoch=0}"] == 0.125 and "loss_by_epoch{epoch=1}" not in values
+    prometheus.write(figures(2))
+    assert not any("_by_epoch" in name for name in scraped(prometheus))
+
+
 def test_the_page_describes_every_metric_with_its_labels(prometheus: Prometheus) -> None:
     """The table has exactly the metrics that a scrape has."""
-    prometheus.write(dict.fromkeys(GAUGES, 0) | figures(0))
+    prometheus.write(dict.fromkeys(GAUGES, 0) | figures(0, by_epoch={"0": EPOCH}))
     described: dict[str, set[str]] = {}
     for names, labels in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]*)\|", PAGE, re.MULTILINE):
         described |= {name: set(re.findall(r"\w+", labels)) for name in re.findall(r"\w+", names)}
@@ -124,7 +149,7 @@ def test_a_taken_port_is_rejected_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(Invalid, match=rf"cannot listen on 127.0.0.1:{port}: .*choose another --metrics-port"):
-            Prometheus("r", "127.0.0.1", port, lambda: None, dict)
+            Prometheus("r", lambda: None, dict).listen("127.0.0.1", port)
 
 
 # ---------------------------------------------------------------------- TensorBoard
@@ -181,7 +206,8 @@ import sys
 from pathlib import Path
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.report.sinks.weights_and_biases import WeightsAndBiases
-sink = WeightsAndBiases("project", TrainOptions(run="r", model=Path("m"), token="SECRET"))
+secrets = {"token": "SECRET", "publish_token": "SECRET", "push_metrics": "http://me:SECRET@gateway"}
+sink = WeightsAndBiases("project", TrainOptions(run="r", model=Path("m"), **secrets))
 for step in range(2):
     sink.write({"step": step, "loss": 0.5, "phase_s": {"wait": 1.0}})
 sink.close()
@@ -202,7 +228,7 @@ def logged(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_wandb_writes_the_figures_to_a_folder_when_it_is_offline(tmp_path: Path) -> None:
-    """Without a network. The folder has both steps and the options, and not the token."""
+    """Without a network. The folder has both steps and the options, and no secret."""
     done = logged(tmp_path, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
     (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.errors import Fenced, Invalid, MissingExtra, ServiceUnavailable
 from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.packed_forward import packed_forward
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.ownership import Confirm
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.tables import page
 from replaybuf_trainer.report.tables.folder import RecordedStep, TableFolder
@@ -32,6 +33,10 @@ HOSTILE = '</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- {{
 def spelled(ids: Any) -> str:
     """Write ids as words."""
     return " ".join(f"t{token}" for token in ids)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def recorded(models: Path, batch: TensorBatch) -> tuple[TokenRecord, float]:
@@ -110,7 +115,7 @@ def test_a_folder_per_step_has_a_parquet_file_and_a_page(
 ) -> None:
     """One row per rollout, with lists that DuckDB and pandas read; texts come from the tokenizer of the model."""
     batch, record, _ = step
-    TableFolder(options(tmp_path, models / "a")).write(RecordedStep(batch, record))
+    TableFolder(options(tmp_path, models / "a"), lambda: None).write(RecordedStep(batch, record))
     (folder,) = (tmp_path / "tables").iterdir()
     assert folder.name == "step-000000"
     table = pq.read_table(folder / "samples.parquet")
@@ -132,7 +137,7 @@ def test_each_rollout_has_its_reward_parts_as_the_service_stores_them(
     for number, rollout in enumerate(stored["rollouts"]):
         rollout["rewards"] = {"format": number / 10, "answer": number}
     assert run.append(stored)[0]["status"] == "stored"
-    made = TableFolder(options(tmp_path, models / "a", url=str(run.http.base_url), run=run.run, tables=4))
+    made = TableFolder(options(tmp_path, models / "a", url=str(run.http.base_url), run=run.run, tables=4), lambda: None)
     made.write(RecordedStep(batch, record))
     made.close()
     rows = pq.read_table(tmp_path / "tables" / "step-000000" / "samples.parquet").to_pylist()
@@ -144,7 +149,7 @@ def test_the_newest_steps_stay_and_steps_after_a_resume_go(
     tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
 ) -> None:
     _, record, _ = step
-    folder = TableFolder(options(tmp_path, models / "a", keep_tables=2))
+    folder = TableFolder(options(tmp_path, models / "a", keep_tables=2), lambda: None)
     kept = []
     for number in (0, 1, 2, 3, 2):
         batch = packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=number)
@@ -153,11 +158,45 @@ def test_the_newest_steps_stay_and_steps_after_a_resume_go(
     assert kept == [[0], [0, 1], [1, 2], [2, 3], [2]]
 
 
+def test_a_fenced_trainer_leaves_the_tables_of_its_successor(
+    tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
+) -> None:
+    """It replaces no table of its step and deletes none, although all are of other steps than its own."""
+    _, record, _ = step
+
+    def fenced() -> None:
+        raise Fenced("another trainer has the run")
+
+    def away() -> None:
+        raise ServiceUnavailable("the service does not answer")
+
+    def write(number: int, confirm: Confirm) -> None:
+        batch = packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=number)
+        TableFolder(options(tmp_path, models / "a", keep_tables=2), confirm).write(RecordedStep(batch, record))
+
+    for number in (1, 2):
+        write(number, lambda: None)
+    unfinished = tmp_path / "tables" / ".step-000003" / "samples.parquet"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"half")
+    written = contents(tmp_path / "tables")
+    for number in (0, 1, 3):
+        with pytest.raises(Fenced):
+            write(number, fenced)
+    with pytest.raises(FileExistsError):
+        write(1, away)
+    assert contents(tmp_path / "tables") == written
+    write(3, away)
+    assert contents(tmp_path / "tables").items() > written.items()
+    write(3, lambda: None)
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["step-000002", "step-000003"]
+
+
 def test_a_model_without_a_tokenizer_shows_ids(
     tmp_path: Path, step: tuple[TensorBatch, TokenRecord, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     batch, record, _ = step
-    TableFolder(options(tmp_path, tmp_path)).write(RecordedStep(batch, record))
+    TableFolder(options(tmp_path, tmp_path), lambda: None).write(RecordedStep(batch, record))
     (row, _) = pq.read_table(tmp_path / "tables" / "step-000000" / "samples.parquet").to_pylist()
     assert row["token_texts"] == [str(token) for token in row["token_ids"]]
     assert "tables show token ids instead of text" in caplog.text
@@ -166,7 +205,7 @@ def test_a_model_without_a_tokenizer_shows_ids(
 def test_a_folder_that_cannot_be_written_is_rejected_at_once(tmp_path: Path, models: Path) -> None:
     (tmp_path / "tables").touch()
     with pytest.raises(Invalid, match=r"folder \S+/tables of --tables-dir cannot be written"):
-        TableFolder(options(tmp_path, models / "a"))
+        TableFolder(options(tmp_path, models / "a"), lambda: None)
 
 
 def test_without_pyarrow_the_error_names_the_extra(
@@ -174,7 +213,7 @@ def test_without_pyarrow_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[tables\]'"):
-        TableFolder(options(tmp_path, models / "a"))
+        TableFolder(options(tmp_path, models / "a"), lambda: None)
 
 
 # ---------------------------------------------------------------------- the page

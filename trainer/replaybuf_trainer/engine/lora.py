@@ -22,6 +22,8 @@ import torch
 from msgspec import Meta
 
 from replaybuf.errors import Invalid, NotFound
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_trainer.engine.weight_files import read_tensors
 
 CONFIG_FILE = "adapter_config.json"
@@ -87,8 +89,8 @@ def read_lora(model: Any, folder: Path) -> Lora:
 def _read_config(folder: Path) -> _Config:
     path = folder / CONFIG_FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        config = msgspec.convert(found, _Config)
+        found = msgspec.json.decode(read_bounded(path, CONFIG_BYTES), type=dict[str, Any])
+        config = msgspec.convert(found, prepared(_Config))
     except FileNotFoundError:
         raise NotFound(f"adapter folder {folder} has no {CONFIG_FILE}", name="lora_path", value=str(folder)) from None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -9,6 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.prepared_types import prepared
 
 LARGEST_N = 1024
 LONGEST_NAME = 255
@@ -112,7 +113,7 @@ class FinishUpdate(msgspec.Struct, frozen=True):
 async def read(request: Request, shape: type[Any]) -> Any:
     """Decode the JSON body of a request. Raises `Invalid`."""
     try:
-        return msgspec.json.decode(await request.body(), type=shape)
+        return msgspec.json.decode(await request.body(), type=prepared(shape))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Invalid(f"body: {error}", name="body") from error
 

@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from transformers import AutoTokenizer
 
-from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable, counted
 from replaybuf_trainer.engine.answers import answer, error_response, reject, version_spans
 from replaybuf_trainer.engine.loading import load_engine_model
 from replaybuf_trainer.engine.requests import (
@@ -119,7 +119,8 @@ class Engine:
         count = len(prompts) * asked.n
         if count > LARGEST_N:
             raise Invalid(
-                f"the request has {len(prompts)} prompts with {asked.n} completions each; the maximum is {LARGEST_N}",
+                f"the request has {counted(len(prompts), 'prompt')} with {counted(asked.n, 'completion')} each; "
+                f"the maximum is {LARGEST_N}",
                 name="n",
                 value=count,
                 bound=LARGEST_N,
@@ -158,8 +159,8 @@ class Engine:
         most, vocabulary = self._context_tokens - max_tokens, len(self._tokenizer)
         if not prompt or len(prompt) > most:
             raise Invalid(
-                f"prompt has {len(prompt)} tokens; with max_tokens {max_tokens} it may have 1 to {most}, the "
-                f"model's context is {self._context_tokens}",
+                f"prompt has {counted(len(prompt), 'token')}; with max_tokens {max_tokens} it may have 1 to "
+                f"{most}, the model's context is {self._context_tokens}",
                 name="prompt",
                 value=len(prompt),
                 bound=most,

@@ -6,11 +6,9 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from replaybuf.client.exports.folder import ExportReader
+from replaybuf.client.exports.reader import ExportReader
 from replaybuf.client.exports.steps import RecordedSteps, stored_batches
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
 from replaybuf.wire.run_status import RunFacts
 
 logger = logging.getLogger(__name__)
@@ -31,11 +29,13 @@ class ExportedBatches:
         if not recorded.steps and not (manifest.rows["rollouts"] and not manifest.steps):
             raise Invalid(f"{folder} has no batch to train on: {self._lack()}", name="from_export", value=str(folder))
         if recorded.missing:
-            logger.warning("%d of %d steps are left out: %s", len(recorded.missing), len(manifest.steps), self._lack())
+            logger.warning(
+                "left out: %d of %s: %s", len(recorded.missing), counted(len(manifest.steps), "step"), self._lack()
+            )
 
     def facts(self) -> RunFacts:
         """Return the facts of the exported run."""
-        return msgspec.convert(self._reader.manifest.config, RunFacts)
+        return self._reader.config(RunFacts)
 
     def bodies(self, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Iterator[memoryview]:
         """Yield the bodies of one rank; `step`: number of batches to skip."""

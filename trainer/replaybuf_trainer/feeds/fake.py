@@ -11,8 +11,10 @@ import numpy as np
 from msgspec import Meta
 
 from replaybuf.client.offline import Layout, batch_of_groups
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
+from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
 from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, Group, Int32s
+from replaybuf.wire.prepared_types import prepared
 from replaybuf.wire.run_status import BatchFacts, RunFacts
 
 FAKE_RUN = "fake-data"
@@ -49,7 +51,7 @@ class FakeShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         longest = self.prompt_tokens + self.prompt_tokens // 2
         if longest >= self.seq_len:
             raise Invalid(
-                f"prompts have up to {longest} tokens, and seq_len is {self.seq_len}: no completion fits; "
+                f"prompts have up to {counted(longest, 'token')}, and seq_len is {self.seq_len}: no completion fits; "
                 "set a smaller prompt_tokens or a larger seq_len",
                 name="prompt_tokens",
                 value=self.prompt_tokens,
@@ -60,7 +62,7 @@ class FakeShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def read_shapes(text: str, model: Path) -> FakeShapes:
     """Read `--fake-shapes` (JSON), with the vocabulary of the model folder. Raises `Invalid`."""
     try:
-        shapes = msgspec.json.decode(text, type=FakeShapes)
+        shapes = msgspec.json.decode(text, type=prepared(FakeShapes))
     except (msgspec.MsgspecError, UnicodeEncodeError) as error:
         known = ", ".join(FakeShapes.__struct_fields__)
         raise Invalid(
@@ -147,9 +149,9 @@ class FakeBatches:
 def _vocab_size(config: Path) -> int:
     """Return the number of token ids of a model folder. Raises `Invalid`."""
     try:
-        found: Any = msgspec.json.decode(config.read_bytes())
+        found: Any = msgspec.json.decode(read_bounded(config, MODEL_FILE_BYTES))
         size = found.get("vocab_size") or found["text_config"]["vocab_size"]
-        return msgspec.convert(size, _Count)
+        return msgspec.convert(size, prepared(_Count))
     except (OSError, msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
         raise Invalid(
             f"{config} has no vocab_size: {error}; check --model, or give vocab_size in --fake-shapes",

@@ -22,7 +22,13 @@ class Feed(Protocol):
         """Return the facts of the run that a trainer needs, in any thread."""
 
     def attach(self, step: int, cost: Cost) -> None:
-        """Take the run over at `step`; `cost`: of a rollout, by its length."""
+        """Take the run over at the checkpoint of `step`, 0 = none, and report that checkpoint.
+
+        `cost`: of a rollout, by its length.
+        """
+
+    def settle(self, step: int) -> None:
+        """Report the checkpoint of `step`, after which nothing is left to train, if the report was lost."""
 
     def batches(self) -> AbstractContextManager[Iterator[TensorBatch]]:
         """Open the batches from the attached step on; they end with the run and with `stop`."""
@@ -36,8 +42,8 @@ class Feed(Protocol):
     def confirm(self) -> None:
         """Ask once, without retries, whether this trainer has the run, in any thread. Raises `Fenced` if not."""
 
-    def save(self, step: int, keep: int) -> None:
-        """Report that the checkpoint of `step` is on disk and the `keep` newest stay."""
+    def save(self, step: int) -> None:
+        """Report that the checkpoint of `step` is on disk."""
 
     def waiting(self) -> WaitingAnswer | None:
         """Return why there is no batch yet, from any thread; None while the trainer does not wait."""

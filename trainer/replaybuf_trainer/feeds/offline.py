@@ -41,6 +41,9 @@ class OfflineFeed:
         """Begin after `step` batches; the cost is that of the recorded layout."""
         self._step = step
 
+    def settle(self, step: int) -> None:
+        """Do nothing."""
+
     @contextlib.contextmanager
     def batches(self) -> Iterator[Iterator[TensorBatch]]:
         """Open the batches; they end with the source and with `stop`."""
@@ -61,7 +64,7 @@ class OfflineFeed:
     def confirm(self) -> None:
         """Do nothing: no other trainer can have the run."""
 
-    def save(self, step: int, keep: int) -> None:
+    def save(self, step: int) -> None:
         """Do nothing."""
 
     def waiting(self) -> WaitingAnswer | None:

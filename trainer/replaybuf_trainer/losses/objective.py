@@ -10,6 +10,7 @@ import torch
 
 from replaybuf.errors import Invalid
 from replaybuf.plugins import entry_points as plugins
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_trainer.losses.correction import Correction
 from replaybuf_trainer.losses.normalisation import BatchTotals, Normalisation, token_factors
 from replaybuf_trainer.losses.policy import BUILT_IN, PolicyLoss
@@ -96,7 +97,7 @@ def load_objective(
     given = _decode(options)
     shared = {key: given.pop(key) for key in Terms.__struct_fields__ if key in given}
     try:
-        loss, terms = msgspec.convert(given, kind), msgspec.convert(shared, Terms)
+        loss, terms = msgspec.convert(given, prepared(kind)), msgspec.convert(shared, prepared(Terms))
     except msgspec.ValidationError as error:
         known = ", ".join([*kind.__struct_fields__, *Terms.__struct_fields__])
         raise Invalid(

@@ -18,17 +18,18 @@ def adam(parameters: Iterable[torch.nn.Parameter], learning_rate: float) -> torc
 
 
 def descend(
-    optimizer: torch.optim.Optimizer, learning_rate: float, clip_norm: float, *, finite_loss: bool = True
+    optimizer: torch.optim.Optimizer, learning_rate: float, clip_norm: float, *, has_loss: bool = True
 ) -> float:
     """Take a step with the gradients that have added up, and clear them; return their norm.
 
-    Without a finite loss and norm the weights stay as they are.
+    Without a finite loss of at least one token, and a finite norm, the weights stay as they are: AdamW's moments would
+    move them without a gradient too.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, clip_norm)))
-    if finite_loss and math.isfinite(norm):
+    if has_loss and math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

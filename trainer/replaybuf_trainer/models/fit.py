@@ -69,9 +69,12 @@ def attention_bytes(model: Any, options: TrainOptions, seq_len: int) -> int:
     """Estimate the memory of masks and attention weights of one forward pass over full rows, of any rollouts.
 
     With eager attention each layer keeps its weights for the backward pass, and one layer has two more copies.
+    A checkpointed layer keeps none, but has them again while the backward pass computes it.
     """
     pairs = options.rows_per_forward * seq_len**2
     config = model.config.get_text_config()
-    layers = 1 if options.activation_checkpointing else config.num_hidden_layers
+    layers = config.num_hidden_layers
+    if interval := int(options.activation_checkpointing):
+        layers -= len(range(0, layers, interval)) - 1
     factors = {"sdpa": SDPA_BYTES, "eager": 4 * config.num_attention_heads * (layers + 2)}
     return int(pairs * factors.get(attention_of(model), 0))

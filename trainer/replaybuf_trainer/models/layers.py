@@ -50,12 +50,13 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
-def checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any, interval: int = 1) -> None:
     """Keep only the inputs of each layer for the backward pass, which runs the layer again (arXiv:1604.06174).
 
+    `interval` n: of the first layer and of every n-th after it. 1 or more.
     transformers has the same as an option, but only for models in training mode, with their dropout.
     """
-    for layer in decoder_layers(model):
+    for layer in decoder_layers(model)[::interval]:
         layer.forward = functools.partial(_checkpointed, layer.forward)
 
 

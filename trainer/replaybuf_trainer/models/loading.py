@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils import logging as transformers_logging
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, counted
+from replaybuf.wire.files import MODEL_FILE_BYTES, check_size, read_bounded
 
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
 
@@ -53,6 +54,8 @@ def load_model(
     device = device or torch.device("cpu")
     transformers_logging.disable_progress_bar()
     try:
+        for file in folder.glob("*.json"):  # transformers reads the index of the weights, and others
+            check_size(file, file.stat().st_size, MODEL_FILE_BYTES)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -68,7 +71,7 @@ def load_model(
     if missing := sorted(report["missing_keys"]):  # transformers draws them at random
         shown = ", ".join(missing[:3])
         raise Invalid(
-            f"model folder {folder} lacks {len(missing)} weights of {type(model).__name__}, such as {shown}",
+            f"model folder {folder} lacks {counted(len(missing), 'weight')} of {type(model).__name__}, such as {shown}",
             name=name,
             value=shown,
         )
@@ -105,7 +108,7 @@ def check_same_shape(folder: Path, other: Path) -> None:
 def read_config(config: Path) -> dict[str, Any]:
     """Decode a config.json. Raises `Invalid`."""
     try:
-        found = msgspec.json.decode(config.read_bytes())
+        found = msgspec.json.decode(read_bounded(config, MODEL_FILE_BYTES))
     except (OSError, msgspec.DecodeError) as error:
         raise Invalid(f"{config} does not decode: {error}", name="model", value=str(config)) from None
     return found if isinstance(found, dict) else {}

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.errors import Invalid, MissingExtra, counted
+from replaybuf_trainer.folders import whole_folder
 from replaybuf_trainer.losses import LossTokens, Row
 from replaybuf_trainer.losses.normalisation import Normalisation
 from replaybuf_trainer.models.descent import Tensors, adam, descend, make_moments, parameter_state
 from replaybuf_trainer.models.policy import Policy, WholeWeights
 from replaybuf_trainer.publishers.publisher import Weights
 from replaybuf_trainer.schedules import learning_rate_factor
-from replaybuf_trainer.weights import whole_folder
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -93,12 +93,12 @@ class Adapter:
         self.loss_tokens += sum(int(row["loss_mask"].sum()) for row in rows)
         self.rollouts += sum(len(row["rewards"]) for row in rows)
 
-    def step(self, learning_rate: float, clip_norm: float, divisor: int, *, finite_loss: bool = True) -> float:
+    def step(self, learning_rate: float, clip_norm: float, divisor: int, *, has_loss: bool = True) -> float:
         """Take the own step with the gradients so far, divided by `divisor`; return their norm."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad /= max(1, divisor)
-        norm = descend(self.optimizer, learning_rate, clip_norm, finite_loss=finite_loss)
+        norm = descend(self.optimizer, learning_rate, clip_norm, has_loss=has_loss)
         self.steps += 1
         self.loss_tokens = self.rollouts = 0
         return norm
@@ -162,11 +162,11 @@ class LoraPolicy(Policy):
         return tensors
 
     def own_steps(self, step: int) -> Mapping[str, int]:
-        """Return the own steps done of each adapter that has trained."""
-        return {name: adapter.steps for name, adapter in self.adapters.items()}
+        """Return the own steps done of each adapter that has trained; all are those of "" in a run without adapters."""
+        return {name: adapter.steps if name else step for name, adapter in self.adapters.items()}
 
     def step(
-        self, learning_rate: float, clip_norm: float, *, finite_loss: bool, completed: Mapping[str, int] | None = None
+        self, learning_rate: float, clip_norm: float, *, has_loss: bool, completed: Mapping[str, int] | None = None
     ) -> float:
         """Take the own steps of `completed`; the others keep their gradients. Return the largest norm.
 
@@ -174,7 +174,7 @@ class LoraPolicy(Policy):
         step that is not the next one.
         """
         if completed is None:
-            return self.add("").step(learning_rate, clip_norm, 1, finite_loss=finite_loss)
+            return self.add("").step(learning_rate, clip_norm, 1, has_loss=has_loss)
         norms = [self._own_step(name, step, learning_rate, clip_norm) for name, step in sorted(completed.items())]
         return next((norm for norm in norms if not math.isfinite(norm)), max(norms, default=0.0))
 
@@ -182,15 +182,16 @@ class LoraPolicy(Policy):
         adapter, options = self.add(name), self.options
         if step != adapter.steps:
             raise Invalid(
-                f"the batch completes step {step} of adapter {name!r}; the checkpoint has {adapter.steps} steps of it; "
-                "use the --checkpoint-dir of this run",
+                f"the batch completes step {step} of adapter {name!r}; the checkpoint has "
+                f"{counted(adapter.steps, 'step')} of it; use the --checkpoint-dir of this run",
                 name="adapters_completed",
                 value=step,
                 bound=adapter.steps,
             )
         warm_up = learning_rate_factor("constant", adapter.steps, options.warm_up_steps, None)
         divisor = adapter.loss_tokens if options.mean == "token" else adapter.rollouts
-        return adapter.step(min(learning_rate, warm_up * options.learning_rate), clip_norm, divisor)
+        rate = min(learning_rate, warm_up * options.learning_rate)
+        return adapter.step(rate, clip_norm, divisor, has_loss=adapter.loss_tokens > 0)
 
     def weights(self, adapter: str = "") -> Weights:
         """Return a PEFT folder for an adapter of the run, and for "" the model with the adapter merged into it.

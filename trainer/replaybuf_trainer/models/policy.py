@@ -15,6 +15,7 @@ from replaybuf_trainer.models.cost import model_cost
 from replaybuf_trainer.models.descent import Tensors, adam, descend, make_moments, parameter_state
 from replaybuf_trainer.models.isolation import check_isolation
 from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers
+from replaybuf_trainer.models.liger import liger_kernels
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.packed_forward import packed_logprobs
 from replaybuf_trainer.options import TrainOptions
@@ -74,14 +75,14 @@ class Policy:
         return loss_tokens(rows, logprobs, entropies)
 
     def step(
-        self, learning_rate: float, clip_norm: float, *, finite_loss: bool, completed: Mapping[str, int] | None = None
+        self, learning_rate: float, clip_norm: float, *, has_loss: bool, completed: Mapping[str, int] | None = None
     ) -> float:
         """Take an optimizer step with the gradients that have added up, and clear them; return their norm.
 
-        Without a finite loss and norm the weights stay as they are. `completed`: adapters whose own step this is, with
-        its number; None = the run has no adapters.
+        Without a finite loss and norm the weights stay as they are. `has_loss`: the loss is finite, and at least one
+        token is in it. `completed`: adapters whose own step this is, with its number; None = the run has no adapters.
         """
-        return descend(self.optimizer, learning_rate, clip_norm, finite_loss=finite_loss)
+        return descend(self.optimizer, learning_rate, clip_norm, has_loss=has_loss)
 
     def weights(self, adapter: str = "") -> Weights:
         """Return the current weights, which the first rank may write; gather them there if they are sharded."""
@@ -143,13 +144,17 @@ def load_policy(folder: Path, options: TrainOptions, ranks: Ranks | None = None)
 def load_trained_model(folder: Path, options: TrainOptions, ranks: Ranks | None = None) -> Any:
     """Load a model onto the GPU of this process, if there is one.
 
-    Raises `Invalid` as `load_model`, and for a model that computes packed rows wrong.
+    Raises `Invalid` as `load_model` and `liger_kernels`, and for a model that computes packed rows wrong;
+    `MissingExtra`.
     """
     device = ranks.device if ranks and ranks.sharded else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, flash = dtype_of(options), options.attention == "flash"
     if flash and dtype != torch.bfloat16:
         raise Invalid("--attention flash needs --dtype bfloat16", name="dtype", value=options.dtype, bound="bfloat16")
+    put_kernels = liger_kernels(device) if options.liger else None
     model = load_model(folder, options.attention, device)
+    if put_kernels:
+        put_kernels(model)
     # Other attention is tested without autocast: in float32 the test is more exact.
     with autocast(device, dtype if flash else torch.float32):
         what = f"model folder {folder} ({type(model).__name__}, --attention {options.attention})"
@@ -157,7 +162,7 @@ def load_trained_model(folder: Path, options: TrainOptions, ranks: Ranks | None 
     if options.compile:
         compile_layers(model)
     if options.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, int(options.activation_checkpointing))
     return model
 
 

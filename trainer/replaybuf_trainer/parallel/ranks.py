@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from replaybuf import errors
+from replaybuf.client.retries import Stopped
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_trainer.faults import TrainingFault
-from replaybuf_trainer.retries import Stopped
 
 T = TypeVar("T")
 
@@ -97,14 +98,16 @@ class TorchRanks(Ranks):
         outcome, error = _Outcome(), None
         if self.is_first:
             outcome, error = _try(call)
-        value: T = self._settle(msgspec.convert(self.exchange(msgspec.to_builtins(outcome))[0], _Outcome), error)
+        value: T = self._settle(
+            msgspec.convert(self.exchange(msgspec.to_builtins(outcome))[0], prepared(_Outcome)), error
+        )
         return value
 
     def together(self, call: Callable[[], T]) -> T:
         """Make a call on every rank; if it fails on some, raise the error of the lowest such rank on every rank."""
         mine, error = _try(call)
         told = _Outcome(error=mine.error, detail=mine.detail)  # the value stays here: it may be a batch
-        outcomes = [msgspec.convert(one, _Outcome) for one in self.exchange(msgspec.to_builtins(told))]
+        outcomes = [msgspec.convert(one, prepared(_Outcome)) for one in self.exchange(msgspec.to_builtins(told))]
         failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error is not None]
         if failed:
             rank, outcome = failed[0]

@@ -2,9 +2,9 @@
 
 A load changes an engine in this order::
 
-    confirm ──► pause ──► send weights ──► confirm ──► label ──► resume
-                            │    └──────────────────────┴── fault: in doubt, stays paused, completions aborted
-                            └── rejected with 4xx: nothing has changed ──► resume
+    stage ──► confirm ──► pause ──► send weights ──► confirm ──► label ──► resume
+                                      │    └──────────────────────┴── fault: in doubt, stays paused, completions aborted
+                                      └── rejected with 4xx: nothing has changed ──► resume
 
 - An engine that samples has the weights of its label. After a fault nobody knows its weights, so it samples nothing
   until a load succeeds.
@@ -25,13 +25,16 @@ import httpx
 import msgspec
 
 from replaybuf.errors import Fenced, ServiceUnavailable
-from replaybuf.wire.shapes import prepared
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_trainer.publishers.publisher import Confirm
 
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 2.0
 VERSION_TIMEOUT_S = 5.0
+STAGE_POLL_S = 0.05
+SHOWN_CHARACTERS = 600
+"""Of an answer that is an error."""
 RETRY_CEILING_S = 30.0
 """The pause before an engine that is behind is tried again doubles up to this."""
 FENCED_LABEL = "-1"
@@ -58,6 +61,12 @@ class Loader(Protocol):
     @property
     def adapter(self) -> str:
         """Name of the adapter."""
+
+    def stage(self, engine: Engine) -> int | None:
+        """Bring weights near the engine, which samples on; None = they are there, else the bytes so far.
+
+        Raises `ServiceUnavailable`.
+        """
 
     def send(self, engine: Engine) -> None:
         """Replace the weights of the engine. Raises `ServiceUnavailable`."""
@@ -93,6 +102,8 @@ class Engine:
     def load(self, loader: Loader, version: int, confirm: Confirm) -> None:
         """Load weights as `version`; record in `behind` whether that worked. Raises `Fenced`."""
         try:
+            if (staged := loader.stage(self)) is not None:
+                raise self._fault(f"still downloads the weights, {staged} bytes so far")
             confirm()
             self._loaded.discard(loader.adapter)
             self.post(f"/pause?mode={self._pause_mode}")
@@ -160,10 +171,10 @@ class Engine:
 
     def post(
         self, path: str, body: dict[str, Any] | None = None, *, attempts: int = 2, timeout_s: float | None = None
-    ) -> None:
+    ) -> bytes:
         """Post once, and again after an error: an engine resets kept-alive connections and may fail once.
 
-        Raises `ServiceUnavailable`.
+        Returns the body of the answer. Raises `ServiceUnavailable`.
         """
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
         for attempt in range(1, attempts + 1):
@@ -174,12 +185,13 @@ class Engine:
                     raise self._fault(f"does not answer {path}: {error or type(error).__name__}") from error
                 continue
             if response.is_success:
-                return
+                return response.content
             if response.is_client_error:
                 raise self._rejected(path, response)
             if attempt == attempts:
-                raise self._fault(f"answered {path} with {response.status_code}: {response.text[:300]}")
+                raise self._fault(f"answered {path} with {response.status_code}: {response.text[:SHOWN_CHARACTERS]}")
             logger.warning("engine %s answered %s with %d, retrying", self.url, path, response.status_code)
+        raise ValueError(f"attempts is {attempts}; it must be at least 1")
 
     def get(self, path: str) -> bytes:
         """Return the answer to a GET. Raises `ServiceUnavailable`."""
@@ -191,7 +203,7 @@ class Engine:
         return response.content
 
     def _rejected(self, path: str, response: httpx.Response) -> Rejected:
-        what = f"engine {self.url} answered {path} with {response.status_code}: {response.text[:300]}"
+        what = f"engine {self.url} answered {path} with {response.status_code}: {response.text[:SHOWN_CHARACTERS]}"
         if response.status_code != httpx.codes.NOT_FOUND:
             return Rejected(what, name="engine", value=self.url)
         return Unknown(f"{what}; start vLLM with {_NEEDS.get(path, _DEV_MODE)}", name="engine", value=self.url)
@@ -205,6 +217,24 @@ class Engine:
     def due(self) -> bool:
         """Whether it is time to check this engine."""
         return time.monotonic() >= self._next_check_s
+
+    def wait_staged(self, loader: Loader, version: int, timeout_s: float) -> ServiceUnavailable | None:
+        """Wait until a load can begin, while the engine samples on; return why it cannot.
+
+        After a fault, or `timeout_s` without progress, the engine is behind.
+        """
+        progress, deadline_s = -1, time.monotonic() + timeout_s
+        try:
+            while (staged := loader.stage(self)) is not None:
+                if staged > progress:
+                    progress, deadline_s = staged, time.monotonic() + timeout_s
+                elif time.monotonic() > deadline_s:
+                    raise self._fault(f"downloaded {staged} bytes of the weights and none for {timeout_s:g} s")
+                time.sleep(STAGE_POLL_S)
+        except ServiceUnavailable as error:
+            self.mark_behind(error, version)
+            return error
+        return None
 
     def mark_current(self) -> None:
         """Record that the engine has the published weights."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import logging
+import ssl
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -43,9 +44,18 @@ class Engines:
     completion. `reloads` counts loads between two publications.
     """
 
-    def __init__(self, urls: Sequence[str], timeout_s: float, on_publish: OnPublish = "in-flight") -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout_s: float,
+        on_publish: OnPublish = "in-flight",
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.reloads = 0
-        self._http = httpx.Client(timeout=timeout_s)
+        self._timeout_s = timeout_s
+        headers = {"authorization": f"Bearer {token}"} if token else None
+        self._http = httpx.Client(timeout=timeout_s, headers=headers, verify=True if tls is None else tls)
         self._engines = [Engine(url, self._http, _MODES[on_publish]) for url in urls]
         self._threads = concurrent.futures.ThreadPoolExecutor(LOADS_AT_ONCE, "engine-load")
         self._published: dict[str, tuple[Loader, int]] = {}
@@ -53,6 +63,17 @@ class Engines:
         self._loading = threading.Lock()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
+
+    def stage(self, loader: Loader, version: int) -> None:
+        """Bring weights near the engines that are current; those that fail are behind.
+
+        Raises `ServiceUnavailable` if all fail, with the reason of the first.
+        """
+        current = [engine for engine in self._engines if engine.behind is None] or self._engines
+        waits = [self._threads.submit(engine.wait_staged, loader, version, self._timeout_s) for engine in current]
+        faults = [wait.result() for wait in waits]
+        if faults[0] is not None and None not in faults:
+            raise faults[0]
 
     def switch(self, loader: Loader, version: int, confirm: Confirm) -> None:
         """Load weights into the engines, as `version`. The loader must work until the next call.
@@ -112,7 +133,7 @@ class Engines:
 
     def _watch_engines(self, confirm: Confirm, every_s: float) -> None:
         while not self._closing.wait(every_s):
-            for engine in self._engines:
+            for engine in self._engines if self._published else []:
                 if not engine.due or self._closing.is_set():
                     continue
                 try:
@@ -143,7 +164,5 @@ class Engines:
             return engine.behind is None
 
     def _served(self) -> list[str]:
-        if not self._published:
-            raise ReplaybufError("switch must come before watch", name="version")
         with self._loading:
             return [adapter for adapter in self._published if adapter not in self._retired]

@@ -19,7 +19,7 @@ class FolderPublisher(Publisher):
     def __init__(self, setup: PublisherSetup, options: Any) -> None:
         super().__init__(setup, options)
         self._adapter = ""
-        self._folders = WeightsFolders(setup.weights_dir)
+        self._folders = WeightsFolders(setup.weights_dir, setup.needed_versions)
         logger.warning(
             "weights are written to %s and announced before any engine has loaded them; "
             "your engines must load them from the announced weights_uri",
@@ -27,14 +27,19 @@ class FolderPublisher(Publisher):
         )
 
     def prepare(self, version: int, weights: Weights) -> None:
-        """Write the folder of a version. Raises `TrainingFault` for a full disk."""
+        """Stage the folder of a version. Raises `TrainingFault` for a full disk."""
         self._adapter = weights.adapter
         self._folders.write(version, weights)
 
     def commit(self, version: int, confirm: Confirm) -> str:
-        """Delete old folders; return the address of the new one. The announcement itself is fenced."""
-        self._folders.prune(version, self._adapter)
+        """Give the folder its name, and delete old ones; return its address. Raises `ServiceUnavailable`, `Fenced`."""
+        self._folders.complete(version, confirm, self._adapter)
+        self._folders.prune(version, confirm, self._adapter)
         return self._folders.uri(version, self._adapter)
+
+    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
+        """Return whether the folder of a version is still here; its address is announced already."""
+        return self._folders.has(version, adapter)
 
     def figures(self) -> dict[str, Any]:
         """Return the size of what was written."""

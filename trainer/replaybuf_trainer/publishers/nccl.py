@@ -21,6 +21,7 @@ import torch
 from msgspec import Meta
 
 from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_trainer.publishers.engine import Engine
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
@@ -67,6 +68,10 @@ class TensorLoader:
         self._options = options
         self._timeout_s = timeout_s
 
+    def stage(self, engine: Engine) -> int | None:
+        """Return None: the tensors are sent while the engine is paused."""
+        return None
+
     def send(self, engine: Engine) -> None:
         """Send all tensors to the workers of an engine. Raises `ServiceUnavailable`."""
         group = self._groups.pop(engine.url, None) or self._join(engine)
@@ -89,7 +94,9 @@ class TensorLoader:
 
     def _join(self, engine: Engine) -> TensorGroup:
         try:
-            workers = msgspec.json.decode(engine.get("/get_world_size?include_dp=true"), type=_WorldSize).world_size
+            workers = msgspec.json.decode(
+                engine.get("/get_world_size?include_dp=true"), type=prepared(_WorldSize)
+            ).world_size
         except msgspec.MsgspecError as error:
             raise ServiceUnavailable(f"engine {engine.url} reports no world size: {error}", name="engine") from error
         packed = {"packed": True, "packed_buffer_size_bytes": self._options.buffer_bytes, "packed_num_buffers": BUFFERS}

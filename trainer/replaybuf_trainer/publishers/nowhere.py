@@ -16,3 +16,7 @@ class NoPublisher(Publisher):
     def commit(self, version: int, confirm: Confirm) -> str | None:
         """Return no address."""
         return None
+
+    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
+        """Return True: no engine needs the weights."""
+        return True

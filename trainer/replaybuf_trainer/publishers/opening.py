@@ -8,22 +8,25 @@ import msgspec
 
 from replaybuf.errors import Invalid
 from replaybuf.plugins import entry_points as plugins
+from replaybuf.wire.prepared_types import prepared
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.publishers.folder import FolderPublisher
+from replaybuf_trainer.publishers.http import HttpPublisher
 from replaybuf_trainer.publishers.nccl import NcclPublisher
 from replaybuf_trainer.publishers.nowhere import NoPublisher
-from replaybuf_trainer.publishers.publisher import Publisher, PublisherSetup
+from replaybuf_trainer.publishers.publisher import NeededVersions, Publisher, PublisherSetup, no_versions
 from replaybuf_trainer.publishers.reload import ReloadPublisher
 
 BUILT_IN: dict[str, type[Publisher]] = {
     "folder": FolderPublisher,
+    "http": HttpPublisher,
     "nccl": NcclPublisher,
     "none": NoPublisher,
     "reload": ReloadPublisher,
 }
 
 
-def open_publisher(options: TrainOptions) -> Publisher:
+def open_publisher(options: TrainOptions, needed_versions: NeededVersions = no_versions) -> Publisher:
     """Return the publisher of `--publisher`; the default is reload with engines, none without a service, else folder.
 
     Raises `Invalid` for an unknown publisher, unknown options and values out of bounds.
@@ -33,6 +36,13 @@ def open_publisher(options: TrainOptions) -> Publisher:
         engines=options.engines,
         engine_timeout_s=options.engine_timeout_s,
         on_publish=options.on_publish,
+        publish_host=options.publish_host,
+        publish_port=options.publish_port,
+        publish_token=options.publish_token,
+        publish_tls_cert=options.publish_tls_cert,
+        publish_tls_key=options.publish_tls_key,
+        publish_tls_ca=options.publish_tls_ca,
+        needed_versions=needed_versions if options.keeps_checkpoints else no_versions,
     )
     without_engines = "none" if options.offline else "folder"
     name = options.publisher or ("reload" if options.engines else without_engines)
@@ -65,7 +75,7 @@ def _plugin(name: str) -> type[Publisher]:
 
 def _decode(name: str, options: str, kind: type[msgspec.Struct]) -> Any:
     try:
-        return msgspec.json.decode(options, type=kind)
+        return msgspec.json.decode(options, type=prepared(kind))
     except (msgspec.MsgspecError, UnicodeEncodeError) as error:
         known = ", ".join(kind.__struct_fields__) or "none"
         raise Invalid(

@@ -17,17 +17,28 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
-import torch
 
 from replaybuf_trainer.options import OnPublish
 
+if TYPE_CHECKING:
+    import torch  # the helper of an engine runs without it
+
 Confirm: TypeAlias = Callable[[], object]
 """Asks the service once. Raises `Fenced` if another trainer has the run, and `ServiceUnavailable`."""
+
+
+NeededVersions: TypeAlias = Callable[[str], Collection[int]]
+"""Returns the versions of an adapter, "" = the whole model, that `restore` may be called with after a resume."""
+
+
+def no_versions(_: str) -> Collection[int]:
+    """Return none: there are no checkpoints."""
+    return ()
 
 
 class Weights(Protocol):
@@ -49,12 +60,19 @@ class Weights(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublisherSetup:
-    """Options of `train` that all publishers share; see `TrainOptions`."""
+    """Options of `train` that all publishers share, see `TrainOptions`, and the versions that checkpoints need."""
 
     weights_dir: Path
     engines: tuple[str, ...] = ()
     engine_timeout_s: float = 60.0
     on_publish: OnPublish = "in-flight"
+    publish_host: str = "127.0.0.1"
+    publish_port: int = 0
+    publish_token: str | None = dataclasses.field(default=None, repr=False)
+    publish_tls_cert: Path | None = None
+    publish_tls_key: Path | None = None
+    publish_tls_ca: Path | None = None
+    needed_versions: NeededVersions = no_versions
 
 
 class NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +104,14 @@ class Publisher(abc.ABC):
 
         Raises `ServiceUnavailable` if no engine has it, and what `confirm` raises.
         """
+
+    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
+        """Switch the engines to a version that was published before, by its own weights; return whether they are kept.
+
+        Called instead of `prepare` and `commit` by a trainer that resumes between two publications: the present weights
+        are no published version. Raises as `commit`.
+        """
+        return False
 
     def watch(self, confirm: Confirm) -> None:  # noqa: B027 (a publisher without engines watches none)
         """Start to bring the published version to engines that lack it, until `close`."""

@@ -20,15 +20,19 @@ class FolderLoader:
 
     def __init__(self, folder: Path, adapter: str = "") -> None:
         self.adapter = adapter
-        self._folder = str(folder.resolve())
+        self._location = str(folder.resolve())
+
+    def stage(self, engine: Engine) -> int | None:
+        """Return None: the engine reads the folder itself."""
+        return None
 
     def send(self, engine: Engine) -> None:
         """Replace the weights by those of the folder."""
         if self.adapter:
-            named = {"lora_name": self.adapter, "lora_path": self._folder, "load_inplace": True}
+            named = {"lora_name": self.adapter, "lora_path": self._location, "load_inplace": True}
             engine.post("/v1/load_lora_adapter", named)
         else:
-            engine.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": self._folder}})
+            engine.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": self._location}})
 
     def label(self, engine: Engine, version: int) -> None:
         """Set the version of the engine's weights."""
@@ -46,20 +50,28 @@ class ReloadPublisher(Publisher):
         if not setup.engines:
             raise Invalid("publisher reload needs at least one --engine", name="engine", value=[])
         self._adapter = ""
-        self._folders = WeightsFolders(setup.weights_dir)
+        self._folders = WeightsFolders(setup.weights_dir, setup.needed_versions)
         self._engines = Engines(setup.engines, setup.engine_timeout_s, setup.on_publish)
 
     def prepare(self, version: int, weights: Weights) -> None:
-        """Write the folder of a version. Raises `TrainingFault` for a full disk."""
+        """Stage the folder of a version. Raises `TrainingFault` for a full disk."""
         self._adapter = weights.adapter
         self._folders.write(version, weights)
 
     def commit(self, version: int, confirm: Confirm) -> str:
         """Load the folder into the engines. Raises `ServiceUnavailable` if none takes it, and what `confirm` raises."""
         loader = FolderLoader(self._folders.path(version, self._adapter), self._adapter)
+        self._folders.complete(version, confirm, self._adapter)
         self._engines.switch(loader, version, confirm)
-        self._folders.prune(version, self._adapter)
+        self._folders.prune(version, confirm, self._adapter)
         return self._folders.uri(version, self._adapter)
+
+    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
+        """Load the folder of a version again, if it is still here. Raises as `commit`."""
+        self._adapter = adapter
+        if kept := self._folders.has(version, adapter):
+            self.commit(version, confirm)
+        return kept
 
     def watch(self, confirm: Confirm) -> None:
         """Load the published folder into engines that lack it, until `close`."""

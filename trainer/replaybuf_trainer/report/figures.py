@@ -11,32 +11,43 @@ from replaybuf.wire.config import Cost
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.flops import training_flops
+from replaybuf_trainer.report.memory import peak_memory_bytes
 from replaybuf_trainer.report.stopwatch import Phase
 
 TRAIN_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
 def step_figures(
-    batch: TensorBatch, seconds: dict[Phase, float], ranks: Ranks, cost: Cost, peak_flops_per_s: float
+    batch: TensorBatch,
+    seconds: dict[Phase, float],
+    ranks: Ranks,
+    cost: Cost,
+    peak_flops_per_s: float,
+    device: torch.device,
+    epochs: int = 1,
 ) -> dict[str, Any]:
     """Return the figures of a step over all ranks; `seconds` by phase, `cost` of a forward pass over a rollout.
 
-    `samples_per_s`: rollouts. Rates and `mfu` are over the whole step, with waits; `train_mfu` is over `train_s`.
+    `samples_per_s`: rollouts. Rates and `mfu` are over the whole step, with waits; `train_mfu` is over `train_s`. With
+    several `epochs` over the batch, tokens and rollouts count once. `padding_share`: padding / (tokens + padding).
+    `peak_memory_bytes`: of the rank with the most, see `peak_memory_bytes`.
     """
     rows = batch.micro_batches
     rewards, staleness = (
         ranks.gather(torch.cat([row[name] for row in rows])).double() for name in ("rewards", "staleness")
     )
-    flops = ranks.gather(torch.tensor([training_flops(batch.host.micro_batches, cost)], dtype=torch.float64))
+    own = [training_flops(batch.host.micro_batches, cost), batch.meta.padding, peak_memory_bytes(device)]
+    flops, padding, peaks = ranks.gather(torch.tensor(own, dtype=torch.float64)).view(-1, len(own)).T
     step_s = sum(seconds.values())
     train_s = sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES)
-    peak_s = float(flops.sum()) / (peak_flops_per_s * ranks.size)
+    peak_s = epochs * float(flops.sum()) / (peak_flops_per_s * ranks.size)
     return {
         "time": time.time(),
         "step": batch.meta.step,
         "version": batch.meta.version,
         "reward_mean": float(rewards.mean()),
         "tokens": batch.meta.batch_tokens,
+        "padding_share": float(padding.sum()) / (batch.meta.batch_tokens + float(padding.sum())),
         "rollouts": len(rewards),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),
@@ -44,6 +55,7 @@ def step_figures(
         "samples_per_s": len(rewards) / step_s,
         "mfu": peak_s / step_s,
         "train_mfu": peak_s / train_s if train_s else 0.0,
+        "peak_memory_bytes": int(peaks.max()),
         "step_s": step_s,
         "wait_s": seconds.get("wait", 0.0),
         "train_s": train_s,

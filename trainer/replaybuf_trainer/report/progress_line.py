@@ -87,6 +87,11 @@ def _figures(session: Session, waiting: WaitingAnswer | None, phase: Phase) -> s
     if (left := session.seconds_left) is not None:
         parts.append(f"{clock(left)} left")
     parts.append(phase if waiting is None else f"waits for {waiting.blocked_on}: {waiting.reason}{_missing(waiting)}")
+    if session.newest:
+        parts += [
+            f"{session.newest['peak_memory_bytes'] / 2**30:.1f} GiB",
+            f"padding {session.recent('padding_share'):.0%}",
+        ]
     return " · ".join(parts)
 
 

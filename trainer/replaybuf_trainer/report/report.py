@@ -11,6 +11,7 @@ from rich.console import Console
 from replaybuf_trainer.losses import Tally
 from replaybuf_trainer.models.policy import Policy
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.ownership import Confirm
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.figures import step_figures
@@ -35,11 +36,12 @@ QUEUED_BATCHES = 8
 class Report:
     """What people see of a training, by its first rank. Made -> `open` -> `begin` -> `tally`, `step` ... -> `close`.
 
-    A sink that fails later than `open` never stops the training.
+    A sink that fails later than `open` never stops the training. `confirm` is called before a table is deleted.
     """
 
-    def __init__(self, options: TrainOptions, ranks: Ranks) -> None:
+    def __init__(self, options: TrainOptions, ranks: Ranks, confirm: Confirm) -> None:
         self._options = options
+        self._confirm = confirm
         self._ranks = ranks
         self._sinks: list[Guard[Figures]] = []
         self._session: Session | None = None
@@ -57,6 +59,7 @@ class Report:
         self._waiting = waiting
         weight = next(iter(policy.model.parameters()))
         self._cost = policy.cost
+        self._device = weight.device
         self._peak = peak_of(weight.device, policy.dtype)
         self._session = Session(step, steps)
         if not self._ranks.is_first:
@@ -67,7 +70,7 @@ class Report:
             self._line = ProgressLine(console, self._session, waiting, phase)
 
     def tally(self) -> Tally:
-        """Return the sums that the next step's loss fills; with tables, also the values of its tokens."""
+        """Return the sums that the loss of the next epoch fills; with tables, also the values of its tokens."""
         self._record = TokenRecord() if self._tables else None
         return self._record or Tally()
 
@@ -75,13 +78,17 @@ class Report:
         """Report a step: `seconds` by phase, and other figures of the trainer."""
         if self._session is None:
             raise RuntimeError("begin comes before step")
-        figures = step_figures(batch, seconds, self._ranks, self._cost, self._peak.flops_per_s) | figures
+        figures = (
+            step_figures(
+                batch, seconds, self._ranks, self._cost, self._peak.flops_per_s, self._device, figures["epochs"]
+            )
+            | figures
+        )
         self._session.add(figures)
         if not self._ranks.is_first:
             return
-        shown = "step=%(step)d reward=%(reward_mean).3f loss=%(loss).4f staleness=%(staleness_max)d took=%(step_s).2fs"
         level = logging.DEBUG if self._line else logging.INFO
-        logger.log(level, shown % figures + " (%s)", shares(seconds))
+        logger.log(level, "%s (%s)", log_line(figures), shares(seconds))
         for sink in self._sinks:
             sink.write(figures)
         if self._tables and self._record:
@@ -101,16 +108,20 @@ class Report:
     def _open(self) -> None:
         self._sinks.extend(self._opened())
         if self._options.tables:
-            self._tables = Background(TableFolder(self._options), QUEUED_BATCHES)
+            self._tables = Background(TableFolder(self._options, self._confirm), QUEUED_BATCHES)
 
     def _opened(self) -> Iterator[Guard[Figures]]:
         options = self._options
         if options.metrics_file:
             # In the loop, not in a thread: the line of a step must be on disk before its checkpoint.
             yield Guard(JsonLines(options.metrics_file))
-        if options.metrics_port is not None:
-            address = (options.metrics_host, options.metrics_port)
-            yield Guard(Prometheus(options.source, *address, lambda: self._waiting(), self._lost))
+        if options.metrics_port is not None or options.push_metrics is not None:
+            metrics = Prometheus(options.source, lambda: self._waiting(), self._lost)
+            yield Guard(metrics)  # first: it closes what is open already if the rest fails
+            if options.metrics_port is not None:
+                metrics.listen(options.metrics_host, options.metrics_port)
+            if options.push_metrics is not None:
+                metrics.push(options.push_metrics, options.push_metrics_every_s)
         if options.tensorboard:
             yield Background(TensorBoard(options.tensorboard))
         if options.wandb is not None:
@@ -119,3 +130,10 @@ class Report:
     def _lost(self) -> dict[str, int]:
         lost = {sink.name: sink.lost for sink in self._sinks}
         return lost | ({self._tables.name: self._tables.lost} if self._tables else {})
+
+
+def log_line(figures: Figures) -> str:
+    """Format the figures of a step for the log."""
+    shown = "step=%(step)d reward=%(reward_mean).3f loss=%(loss).4f staleness=%(staleness_max)d took=%(step_s).2fs"
+    memory = f"memory={figures['peak_memory_bytes'] / 2**30:.2f}GiB padding={figures['padding_share']:.1%}"
+    return f"{shown % figures} {memory}"

@@ -13,7 +13,6 @@ from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.report.sinks.sink import Figures, flat
 
 EXTRA = "wandb"
-_SECRET = ("token",)
 
 
 class WeightsAndBiases:
@@ -29,7 +28,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise MissingExtra("replaybuf train --wandb", EXTRA) from None
-        config = {name: _plain(value) for name, value in _fields(options).items() if name not in _SECRET}
+        config = {name: _plain(value) for name, value in _fields(options).items()}
         try:
             # Its console capture would take the progress line apart.
             self._run = wandb.init(
@@ -52,7 +51,8 @@ class WeightsAndBiases:
 
 
 def _fields(options: TrainOptions) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    """Return the options that may be shown: those with a secret have no `repr`."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.repr}
 
 
 def _plain(value: Any) -> Any:

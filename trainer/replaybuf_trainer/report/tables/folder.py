@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import logging
 import shutil
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.group import TokenIds
-from replaybuf.wire.tokenizer import Tokenizer
+from replaybuf.wire.model_tokenizer import Tokenizer
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.ownership import Confirm, may_delete
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.tables.page import write_page
 from replaybuf_trainer.report.tables.parquet import pyarrow, write_parquet
@@ -22,6 +24,7 @@ from replaybuf_trainer.report.tables.stored_rewards import StoredRewards
 
 logger = logging.getLogger(__name__)
 
+UNFINISHED = ".step-"
 PARQUET, PAGE = "samples.parquet", "index.html"
 
 
@@ -40,9 +43,10 @@ class TableFolder:
 
     name = "tables"
 
-    def __init__(self, options: TrainOptions) -> None:
+    def __init__(self, options: TrainOptions, confirm: Confirm) -> None:
         pyarrow()
         self._options = options
+        self._confirm = confirm
         self._folder = options.tables_dir
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +63,11 @@ class TableFolder:
         self._rewards = StoredRewards(options)
 
     def write(self, item: RecordedStep) -> None:
-        """Draw the samples of a step, write their files and delete those of the oldest steps."""
+        """Draw the samples of a step, write their files and delete those of the oldest steps.
+
+        Raises `Fenced`. If the service cannot be asked who has the run, nothing is deleted, and a table of the same
+        step is a `FileExistsError`.
+        """
         options, meta = self._options, item.batch.meta
         samples = draw_samples(item.batch, item.record, options.tables, options.seed, self._text_of)
         stored = {group_id: self._rewards.parts_of(group_id) for group_id in {one.group_id for one in samples}}
@@ -79,14 +87,19 @@ class TableFolder:
             samples=samples,
         )
         folder = self._folder / f"step-{meta.step:06d}"
-        unfinished = folder.with_name(f".{folder.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        write_parquet(unfinished / PARQUET, step)
-        write_page(unfinished / PAGE, step)
-        shutil.rmtree(folder, ignore_errors=True)  # of the same step before a resume
-        unfinished.rename(folder)
-        self._delete_old(folder)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=self._folder) as scratch:
+            unfinished = Path(scratch) / folder.name
+            unfinished.mkdir()
+            write_parquet(unfinished / PARQUET, step)
+            write_page(unfinished / PAGE, step)
+            owns_run = may_delete(self._confirm)
+            if owns_run:
+                shutil.rmtree(folder, ignore_errors=True)  # of the same step before a resume
+            elif folder.exists():
+                raise FileExistsError(f"{folder} is there, and the service cannot be asked whether it may be replaced")
+            unfinished.rename(folder)
+        if owns_run:
+            self._delete_old(folder)
 
     def close(self) -> None:
         """Close the connection to the service; each step is written at once."""
@@ -99,6 +112,8 @@ class TableFolder:
         for folder in steps:
             if folder not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
+        for unfinished in self._folder.glob(f"{UNFINISHED}*"):  # of killed trainers
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def text_by_tokenizer(folder: Path) -> TextOf:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.errors import counted
 from replaybuf.wire.batch import MicroBatch
 from replaybuf.wire.group import TokenIds
 from replaybuf_trainer.reading import TensorBatch
@@ -67,7 +68,7 @@ def draw_samples(batch: TensorBatch, record: TokenRecord, count: int, seed: int,
     rows = _rows_in_order(batch)
     loss_tokens = sum(int(row.loss_mask.sum()) for _, row in rows)
     if loss_tokens != len(values["ratio"]):
-        raise ValueError(f"the batch has {loss_tokens} loss tokens, the record {len(values['ratio'])}")
+        raise ValueError(f"the batch has {counted(loss_tokens, 'loss token')}, the record {len(values['ratio'])}")
     places = list(_rollouts(rows))
     generator = np.random.default_rng((seed, batch.meta.step))
     chosen = np.sort(generator.choice(len(places), min(count, len(places)), replace=False))
@@ -95,6 +96,7 @@ def _sample(
     first, end = int(row.cu_seqlens[number]), int(row.cu_seqlens[number + 1])
     middle = first + _prompt_length(row, number, first, end)
     ids, mask = row.input_ids[middle:end], row.loss_mask[middle:end]
+    before += int(row.loss_mask[first:middle].sum())  # prompt tokens in the loss
     tokens: dict[str, Column] = {"token_id": ids, "loss_mask": mask}
     for name in RECORDED:
         tokens[name] = _at(mask, values[name][before : before + int(mask.sum())])

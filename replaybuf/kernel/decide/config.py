@@ -1,0 +1,181 @@
+"""Decide each CONFIG record: create a run, change it, pause and finish it. Pure, as `decide`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from replaybuf.errors import Conflict, Invalid, NotFound, counted
+from replaybuf.kernel.decide.adapter_changes import change_adapters
+from replaybuf.kernel.decide.eviction import PIECE
+from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
+from replaybuf.wire.config_patch import ConfigPatch
+from replaybuf.wire.config_record import recorded
+from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
+
+RunStatus = Literal["running", "paused", "finished"]
+TAIL = "tail"
+"""Reason of groups that are left when no prompt is: too few for a batch, or not to be trained."""
+
+
+def config_of(state: RunState) -> RunConfig:
+    """Return the configuration in force. Raises `NotFound` before the first record."""
+    if state.config is None:
+        raise NotFound("the run has no configuration yet; create it with PUT", name="config")
+    return state.config
+
+
+def decide_create(config: RunConfig, now_s: float) -> ConfigRecord:
+    """Decide the first record of a run. Raises `Invalid` for a configuration that cannot work."""
+    for name in {*config.adapter_names} - {*config.kept_adapters}:
+        field = f"adapters.{name}.removed"
+        raise Invalid(f"{field} is true; a new run has no removed adapters", name=field, value=True, bound=False)
+    resolved, bounds = resolve_config(config)
+    return ConfigRecord(config=recorded(resolved), max_uses=bounds.max_uses, at_s=now_s)
+
+
+def decide_status(state: RunState, status: RunStatus, reason: str | None, now_s: float) -> ConfigRecord:
+    """Decide that the run is running, paused or finished from here on."""
+    config = recorded(config_of(state))
+    return ConfigRecord(config=config, max_uses=state.max_uses, state=status, reason=reason, at_s=now_s)
+
+
+def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[AnyRecord]:
+    """Yield the records that finish a run which waits for groups, if no more can come and no batch is in training.
+
+    The groups that are left are evicted first. A crash in between leaves fewer of them, and the run ends all the same.
+    """
+    if state.next_step > state.step or not selector.supply_ended():
+        return
+    live = state.index["number"][state.index.live()]
+    for start in range(0, len(live), PIECE):
+        numbers = live[start : start + PIECE].tolist()
+        yield EvictRecord(step=state.next_step, numbers={TAIL: numbers}, at_s=now_s)
+    yield decide_status(state, "finished", "prompts", now_s)
+
+
+def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRecord | None:
+    """Decide a change of plug-ins, limits, batches, adapters or status. Raises `Conflict` and `Invalid`."""
+    config, max_uses = config_of(state), state.max_uses
+    changed = _patched(config, patch)
+    if changed != config or patch.state == "running":  # else a run whose plug-in is missing could not be paused
+        ranks = state.attachment.dp_world_size if state.attachment else 1
+        changed, bounds = resolve_config(changed, ranks)
+        max_uses = bounds.max_uses
+        if changed.batch != config.batch:
+            _check_not_fixed(state, config.batch, changed.batch)
+            check_live_groups(state, changed, ranks)
+        if patch.strategy:
+            _check_unacked_batches(state, bounds)
+    status: Any = patch.state or state.config_state
+    if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
+        raise Conflict(
+            f"state is {status!r}; the run reached max_steps = {config.max_steps} and stays finished",
+            name="state",
+            value=status,
+            bound="finished",
+        )
+    reason = "operator" if patch.state else state.config_reason
+    reason = None if status == "running" else reason
+    if (changed, max_uses, status, reason) == (config, state.max_uses, state.config_state, state.config_reason):
+        return None
+    return ConfigRecord(config=recorded(changed), max_uses=max_uses, state=status, reason=reason, at_s=now_s)
+
+
+def check_revision(state: RunState, revision: int | None) -> None:
+    """Raise `Conflict` if the run was changed after the `revision` that the caller has seen; None = any."""
+    changes = state.figures.changes
+    if revision is not None and revision != changes.revision:
+        raise Conflict(
+            f"if_revision is {revision}; the run has revision {changes.revision} and nothing was changed: read it "
+            f"again. Changed meanwhile: {changes.describe_since(revision) or 'unknown'}",
+            name="if_revision",
+            value=revision,
+            bound=changes.revision,
+        )
+
+
+def check_deletable(state: RunState, run: str) -> None:
+    """Raise `Conflict` unless a run is finished."""
+    if state.state != "finished":
+        raise Conflict(
+            f'run {run} is {state.state}; only a finished run can be deleted: send PATCH {{"state": "finished"}} first',
+            name="state",
+            value=state.state,
+            bound="finished",
+        )
+
+
+def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
+    fields: dict[str, Any] = {}
+    if patch.filters is not None:
+        fields["filters"] = patch.filters
+    if patch.admissions is not None:
+        fields["admissions"] = patch.admissions
+    if patch.limits:
+        fields["limits"] = patch.limits.of(config.limits)
+    if patch.batch:
+        fields["batch"] = patch.batch.of(config.batch)
+    if patch.strategy:
+        name = patch.strategy.name or config.strategy.name
+        fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)
+    changed = msgspec.structs.replace(config, **fields)
+    return change_adapters(changed, patch.adapters) if patch.adapters else changed
+
+
+def check_live_groups(state: RunState, config: RunConfig, ranks: int) -> None:
+    """Raise `Conflict` for a token budget that a group exceeds which is live, or may be live after a resume."""
+    budget, index = config.batch.token_budget(ranks), state.index
+    kept = np.isin(index["state"], (LIVE, IN_BATCHES))
+    largest = int(index["tokens"][kept].max(initial=0))
+    if budget is not None and largest > budget:
+        raise Conflict(
+            f"a batch would hold {counted(budget, 'token')} on {counted(ranks, 'rank')}; the largest live group "
+            f"has {largest}, and no batch could ever hold it: set a larger batch.tokens_per_batch",
+            name="batch.tokens_per_batch",
+            value=budget,
+            bound=largest,
+        )
+
+
+def _check_not_fixed(state: RunState, before: BatchSpec, after: BatchSpec) -> None:
+    """Raise `Conflict` if the attached trainer needs equal batches, which it trains wrongly at another size."""
+    if state.attachment is None or not state.attachment.fixed:
+        return
+    old, new = msgspec.to_builtins(before), msgspec.to_builtins(after)
+    names = [name for name in new if new[name] != old[name]]
+    changes = ", ".join(f"batch.{name} from {old[name]} to {new[name]}" for name in names)
+    raise Conflict(
+        f"the trainer of epoch {state.epoch} attached with fixed: true, because it needs equal batches, so {changes} "
+        "is refused. Stop it, attach without fixed, change the batches, and start the trainer with its new size",
+        name="fixed",
+        value=names,
+        bound=[],
+    )
+
+
+def _check_unacked_batches(state: RunState, bounds: Bounds) -> None:
+    """Raise `Conflict` for bounds that a batch in training breaks."""
+    for step, batch in state.batches.items():
+        if batch.acked:
+            continue
+        rows = state.index.rows_of(batch.numbers)
+        ages = state.versions_at(step, rows) - state.index["policy_version"][rows]
+        for name, bound, found in (
+            ("max_staleness", bounds.max_staleness, int(ages.max())),
+            ("max_uses", bounds.max_uses, int(state.index["times_sampled"][rows].max())),
+        ):
+            if bound is not None and found > bound:
+                raise Conflict(
+                    f"{name} would be {bound}; batch {step} is not acked yet and has {found}: ack it first",
+                    name=name,
+                    value=bound,
+                    bound=found,
+                )

@@ -1,0 +1,143 @@
+"""Decide which live groups no later batch may use, a bounded piece of the groups at a time.
+
+The core applies the declared bounds to whole columns. It calls the filters, and a strategy with an `evict` of its own,
+for the groups that are left.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
+from replaybuf.kernel.rows.index import LIVE, Index, Numbers
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups, Rows, Strategy
+from replaybuf.kernel.strategy.rules import check_evictions
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.wire.config import LARGEST_INTEGER
+from replaybuf.wire.group import hash_name
+from replaybuf.wire.ledger import AnyRecord, DeadLetterRecord, EvictRecord
+
+ADAPTER_REMOVED = "adapter_removed"
+PIECE = 65_536
+"""Most groups that are checked at once, and so the most numbers in one ledger record: at most 330 kB."""
+PLUGIN_PIECE = 8_192
+"""Most groups in one call of a plug-in. A loop over so many groups in Python takes about 10 ms."""
+
+ByReason = dict[str, list[int]]
+Evict = Callable[[Groups, BufferView], Evictions]
+
+
+def decide_removals(
+    state: RunState, selector: Selector, now_s: float, only: Numbers | None = None, *, filtered: bool = False
+) -> Iterator[list[AnyRecord]]:
+    """Yield for each piece of the live groups (of `only`) the records that remove unusable ones, often none.
+
+    The caller applies the records of a piece before it takes the next piece, and may pause between pieces. Filters see
+    a group when it arrives (`only`), and all groups again if `filtered`. Raises `StrategyFault`.
+    """
+    index, filtered = state.index, filtered or only is not None
+    running = state.state != "paused"  # a failed plug-in is not called again before the run resumes
+    asks_plugins = running and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
+    size, step = len(index) if only is None else len(only), PLUGIN_PIECE if asks_plugins else PIECE
+    for start in range(0, size, step):
+        if only is None:
+            rows = start + np.flatnonzero(index["state"][start : start + step] == LIVE)
+        else:
+            rows = index.rows_of(only[start : start + step])
+            rows = rows[index["state"][rows] == LIVE]
+        yield list(_remove(state, selector, now_s, rows, filtered)) if len(rows) else []
+
+
+def _evicts(strategy: Strategy[Any]) -> bool:
+    """Return whether a strategy has an `evict` of its own."""
+    return type(strategy).evict is not Strategy.evict
+
+
+def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filtered: bool) -> Iterator[AnyRecord]:
+    index, config = state.index, selector.config
+    rows, unfit = _split_unfit(state, selector, rows)
+    if unfit:
+        yield DeadLetterRecord(numbers=unfit, at_s=now_s)
+    if state.state == "paused":
+        return
+    unusable: ByReason = {}
+    for adapter in config.adapter_names:
+        its = rows[index["adapter"][rows] == hash_name(adapter)] if adapter else rows
+        if config.phase_of(adapter) == "finished":
+            if len(its):
+                unusable.setdefault(ADAPTER_REMOVED, []).extend(index["number"][its].tolist())
+            continue
+        its = _apply_bounds(state, selector, adapter, its, unusable)
+        if len(its):
+            _ask_plugins(state, selector, adapter, its, filtered, unusable)
+    if unusable:
+        yield EvictRecord(step=state.next_step, numbers={r: sorted(n) for r, n in unusable.items()}, at_s=now_s)
+
+
+def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows, ByReason]:
+    """Return the rows that a batch can hold, and by reason the others, stored without an admission check."""
+    # Columns of the index, not `Groups`: building those takes longer than all checks of one arrival.
+    config, index = selector.config, state.index
+    adapters = index["adapter"][rows]
+    if config.adapters:
+        strange = ~np.isin(adapters, [hash_name(name) for name in config.adapters])
+    else:
+        strange = adapters != 0
+    over = ~strange & (index["tokens"][rows] > (state.token_budget or LARGEST_INTEGER))
+    unfit = strange | over
+    found = {"over_budget": over, "unknown_adapter": strange}
+    if config.admissions:
+        found["not_admitted"] = ~unfit & ~have_all(index["columns"][rows], ADMITTED_BIT)
+        unfit |= found["not_admitted"]
+    if not np.count_nonzero(unfit):
+        return rows, {}
+    return rows[~unfit], {why: index["number"][rows[its]].tolist() for why, its in found.items() if its.any()}
+
+
+def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
+    """Add the groups that no later step may use to `unusable`; return the other rows."""
+    for rule in selector.inputs.eviction_rules(adapter):
+        kept = rule.kept(state.index[rule.column][rows])
+        if not kept.all():
+            unusable.setdefault(rule.reason, []).extend(state.index["number"][rows[~kept]].tolist())
+            rows = rows[kept]
+    return rows
+
+
+def _ask_plugins(
+    state: RunState, selector: Selector, adapter: str, rows: Rows, filtered: bool, unusable: ByReason
+) -> None:
+    """Add what the plug-ins drop to `unusable`, in their order: the first one that drops a group gives the reason."""
+    plugins = list(_plugins(selector, filtered))
+    if not plugins:
+        return  # the view sums up all live groups
+    view = selector.inputs.view(state.next_step, adapter=adapter)
+    for plugin, call, required in plugins:
+        bits = state.pool.columns.bits_of(required)
+        seen = rows[have_all(state.index["columns"][rows], bits)] if bits else rows
+        if not len(seen):
+            continue
+        ask = functools.partial(_checked, plugin, call, state.index, seen, view)
+        found = selector.ask("evict", ask, plugin)
+        for number, reason in zip(found.rows, found.reasons, strict=True):
+            unusable.setdefault(reason, []).append(int(number))
+        rows = rows[~np.isin(state.index["number"][rows], found.rows)]
+
+
+def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, Sequence[str]]]:
+    """Yield each plug-in with its call and the columns without which it does not see a group."""
+    plugins = selector.inputs.plugins
+    required, *of_filters = plugins.required
+    if _evicts(selector.strategy):
+        yield f"strategy {selector.config.strategy.name!r}", selector.strategy.evict, required
+    for spec, one, needed in zip(selector.config.filters, plugins.filters, of_filters, strict=True) if filtered else ():
+        yield f"filter {spec.name!r}", one.drop, needed
+
+
+def _checked(plugin: str, call: Evict, index: Index, rows: Rows, view: BufferView) -> Evictions:
+    return check_evictions(plugin, call(index.groups(rows), view), index, rows)

@@ -1,0 +1,149 @@
+"""Spill: how many bytes of frames are in Redis, and which frames move out of it first. Pure.
+
+::
+
+    bytes in memory = frames and late columns of groups that are not freed, less what is in files
+                                                                            <= limits.max_bytes_in_memory
+
+Frames move from `START` of the limit on, down to `STOP` of it, so that appends find room meanwhile. The order is:
+
+1. groups that no batch uses any more: only a resume may need them
+2. live groups, those first that the strategy draws last
+3. groups of batches in training: ranks in direct mode read them now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.kernel.rows.groups import Groups
+from replaybuf.kernel.rows.index import FREED, LIVE, SPILLED, Numbers
+from replaybuf.kernel.state.run_state import RunState
+
+START, STOP = 7 / 8, 3 / 4
+"""Shares of the limit."""
+DrawOrder = Callable[[Groups], npt.NDArray[np.generic]]
+"""`Strategy.draw_order`."""
+
+
+class SpillUse(NamedTuple):
+    """Bytes of groups in Redis; groups with bytes in files that are not freed, and those bytes."""
+
+    in_memory: int = 0
+    groups: int = 0
+    bytes: int = 0
+
+
+class SpillState:
+    """How many bytes of each group are in files, as the run's leader knows."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._use: tuple[int, int, SpillUse] | None = None
+
+    def load(self, spilled: Mapping[int, int | None]) -> None:
+        """Replace what is in files: bytes by group; None = all of them, as an older release moved it."""
+        self._state.index[SPILLED][:] = 0
+        sizes = self.sizes_of([number for number, nbytes in spilled.items() if nbytes is None])
+        self.mark(sizes | {number: nbytes for number, nbytes in spilled.items() if nbytes is not None})
+
+    def sizes_of(self, numbers: npt.ArrayLike) -> dict[int, int]:
+        """Return the bytes of groups, frames and late columns, in files or not; freed groups are left out."""
+        index = self._state.index
+        rows = index.rows_of(numbers)
+        return dict(zip(index["number"][rows].tolist(), index["frame_bytes"][rows].tolist(), strict=True))
+
+    def list_spilled(self, numbers: npt.ArrayLike) -> set[int]:
+        """List those of these groups that have bytes in files."""
+        index = self._state.index
+        rows = index.rows_of(numbers)
+        return set(index["number"][rows[index[SPILLED][rows] > 0]].tolist())
+
+    def mark(self, spilled: Mapping[int, int]) -> None:
+        """Record how many bytes of these groups are in files now; ignore groups that are freed."""
+        self._state.index.assign(SPILLED, spilled)
+        self._use = None
+
+    @property
+    def use(self) -> SpillUse:
+        """Count what is in memory and what is spilled; after appends only the new groups are counted."""
+        state, index = self._state, self._state.index
+        if self._use is None or self._use[0] != state.entries:
+            held, moved = index["state"] != FREED, index[SPILLED]
+            in_files = _sum(moved[held])
+            in_memory = _sum(index["frame_bytes"][held]) - in_files
+            use = SpillUse(in_memory, int(np.count_nonzero(moved[held])), in_files)
+            self._use = state.entries, state.stored, use
+        elif self._use[1] != state.stored:
+            new = index["frame_bytes"][int(np.searchsorted(index["number"], self._use[1], "right")) :]
+            use = self._use[2]._replace(in_memory=self._use[2].in_memory + _sum(new))
+            self._use = state.entries, state.stored, use
+        return self._use[2]
+
+    def excess(self, limit: int) -> int:
+        """Return how many bytes have to move now; 0 up to `START` of the limit."""
+        in_memory = self.use.in_memory
+        return in_memory - int(limit * STOP) if in_memory > limit * START else 0
+
+
+class Movable(NamedTuple):
+    """Groups that may move: numbers, their bytes in Redis, and their draw order (None = as stored)."""
+
+    numbers: Numbers
+    sizes: npt.NDArray[np.int32]
+    order: npt.NDArray[np.generic] | None
+
+
+def _sum(values: npt.NDArray[np.int32]) -> int:
+    return int(values.sum(dtype=np.int64))
+
+
+def list_movable(state: RunState, draw_order: DrawOrder) -> list[Movable]:
+    """List the groups with bytes in Redis: unused ones, live ones, those in training; the first list moves first."""
+    index = state.index
+    sizes = index["frame_bytes"] - index[SPILLED]
+    here = np.flatnonzero((index["state"] != FREED) & (sizes > 0))
+    in_training = index["last_step"][here] >= state.step
+    live = (index["state"][here] == LIVE) & ~in_training
+
+    def movable(rows: npt.NDArray[np.int64], order: npt.NDArray[np.generic] | None = None) -> Movable:
+        return Movable(index["number"][rows], sizes[rows], order)
+
+    order = draw_order(index.groups(here[live])) if live.any() else None
+    return [movable(here[~live & ~in_training]), movable(here[live], order), movable(here[in_training])]
+
+
+def choose_moves(movable: Sequence[Movable], excess: int) -> Numbers:
+    """Return the fewest groups whose frames have at least `excess` bytes, in the order of moving; all if too few."""
+    chosen: list[Numbers] = [np.empty(0, np.int64)]
+    for numbers, sizes, order in movable:
+        if excess > 0 and len(numbers):
+            taken = _take(sizes, excess, order)
+            chosen.append(numbers[taken])
+            excess -= _sum(sizes[taken])
+    return np.concatenate(chosen)
+
+
+def _take(sizes: npt.NDArray[np.int32], excess: int, keys: npt.NDArray[np.generic] | None) -> npt.NDArray[np.int64]:
+    """Return the positions of the fewest groups with the largest keys, largest first; without keys the first ones.
+
+    Of equal keys the last stored group counts as larger. No full sort: a million groups take 15 ms.
+    """
+    if keys is None:
+        order = np.arange(len(sizes))
+    else:
+        enough = min(len(sizes), int(excess / max(1.0, float(sizes.mean())) * 1.25) + 64)
+        while True:
+            bound = np.partition(keys, len(keys) - enough)[len(keys) - enough]
+            above, equal = np.flatnonzero(keys > bound), np.flatnonzero(keys == bound)
+            candidates = np.concatenate([above, equal[len(equal) - (enough - len(above)) :]])
+            if enough == len(sizes) or _sum(sizes[candidates]) >= excess:
+                break
+            enough = min(len(sizes), 2 * enough)
+        order = candidates[np.lexsort([candidates, keys[candidates]])][::-1]
+    through = int(np.searchsorted(np.cumsum(sizes[order], dtype=np.int64), excess)) + 1
+    return order[:through]

@@ -1,0 +1,1 @@
+"""Figures for people, folded with the state. No decision reads them."""

@@ -1,0 +1,229 @@
+"""Histograms of groups: lengths, uses, ages, and how many prompts were trained or lost.
+
+All counts are whole numbers, so the order of adding changes no sum: every machine and every restart agree::
+
+    never taken back:                     a group was stored; a batch used a group, once per use
+    taken back by a rewind (`resample`):  a group is dropped (evicted unused, or a dead letter); a prompt is trained
+
+    stored  = lengths["stored"]             groups_used = lengths["used"] = sum(reuse)
+    dropped = lengths["dropped"] = sum(drop_ages[...].versions) = sum(evicted) + sum(dead_lettered)
+
+Each group with a prompt index counts as one prompt: a ticket is issued for one group only, and groups without a ticket
+count as one prompt each. So the counts need no set of prompts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.kernel.rows.index import DEAD, Index
+from replaybuf.wire.run_status import Coverage
+
+STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
+"""Three length histograms side by side show whether the buffer favours short groups (length bias)."""
+
+_LOWEST_POWER = 4
+TOKENS = tuple(2**power for power in range(_LOWEST_POWER, 21))
+"""Upper edges of the buckets of lengths, in tokens."""
+VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+"""Upper edges of the buckets of ages in policy versions."""
+AGE_MS = tuple(round(1000 * s) for s in (0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 24 * 3600))
+"""Upper edges of the buckets of ages in milliseconds."""
+UNKNOWN_AGE = -1
+"""Age where the record has no time."""
+_MAX_AGE_S = 2_000_000
+"""23 days: milliseconds must fit a column of 32 bits."""
+
+Rows = npt.NDArray[np.int64] | slice
+T = TypeVar("T")
+
+
+@functools.cache
+def _edges(edges: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array(edges)
+
+
+@dataclasses.dataclass(slots=True)
+class Histogram:
+    """Whole numbers >= 0 in buckets: `edges[i - 1] < value <= edges[i]` is counted in `counts[i]`.
+
+    The last count holds the values above all edges; `sum` adds up the values.
+    """
+
+    edges: tuple[int, ...]
+    counts: list[int] = dataclasses.field(default_factory=list)
+    sum: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.edges) + 1)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        return Histogram(self.edges, counts, self.sum + other.sum)
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return sum(self.counts)
+
+    def add(self, values: npt.NDArray[np.integer], times: int = 1) -> None:
+        """Count `values` [n], each `times` times; -1 takes them back. Values below 0 are unknown and ignored."""
+        known = values if values.min(initial=0) >= 0 else values[values >= 0]
+        found = np.bincount(_buckets(self.edges, known), minlength=len(self.counts)).tolist()
+        self.counts = [count + times * more for count, more in zip(self.counts, found, strict=True)]
+        self.sum += times * int(known.sum(dtype=np.int64))
+
+    def add_one(self, value: int) -> None:
+        """Count one value."""
+        self.counts[bisect.bisect_left(self.edges, value)] += 1
+        self.sum += value
+
+
+def _lengths() -> Histogram:
+    return Histogram(TOKENS)
+
+
+@dataclasses.dataclass(slots=True)
+class Lengths:
+    """Groups by the mean tokens of their rollouts, rounded down, and by the tokens of their longest rollout."""
+
+    mean: Histogram = dataclasses.field(default_factory=_lengths)
+    longest: Histogram = dataclasses.field(default_factory=_lengths)
+
+    def __add__(self, other: Lengths) -> Lengths:
+        return Lengths(self.mean + other.mean, self.longest + other.longest)
+
+    def add(self, index: Index, rows: Rows, sign: int = 1) -> None:
+        """Count groups, or take them back with `sign` -1."""
+        mean = index["tokens"][rows] / np.maximum(index["rollouts"][rows], 1)  # exact, and faster than whole numbers
+        self.mean.add(mean.astype(np.int64), sign)
+        self.longest.add(index["longest_tokens"][rows], sign)
+
+
+def _ages() -> Histogram:
+    return Histogram(AGE_MS)
+
+
+@dataclasses.dataclass(slots=True)
+class Ages:
+    """Dropped groups by age: policy versions at the step of the drop, milliseconds since they arrived."""
+
+    versions: Histogram = dataclasses.field(default_factory=lambda: Histogram(VERSIONS))
+    ms: Histogram = dataclasses.field(default_factory=_ages)
+
+    def __add__(self, other: Ages) -> Ages:
+        return Ages(self.versions + other.versions, self.ms + other.ms)
+
+
+@dataclasses.dataclass(slots=True)
+class GroupHistograms:
+    """All histograms of one adapter; see the module docstring.
+
+    `reuse`: uses by `times_sampled`, which includes the use itself; `age_at_use`: milliseconds from arrival to batch;
+    `drop_ages`: by reason; `prompts_*`: groups with a prompt index, see `Coverage`.
+    """
+
+    lengths: dict[str, Lengths] = dataclasses.field(default_factory=lambda: {kind: Lengths() for kind in KINDS})
+    reuse: Counter[int] = dataclasses.field(default_factory=Counter)
+    age_at_use: Histogram = dataclasses.field(default_factory=_ages)
+    drop_ages: dict[str, Ages] = dataclasses.field(default_factory=dict)
+    prompts_stored: int = 0
+    prompts_trained: int = 0
+    prompts_dropped: int = 0
+
+    def __add__(self, other: GroupHistograms) -> GroupHistograms:
+        return GroupHistograms(
+            _merge(self.lengths, other.lengths, Lengths()),
+            self.reuse + other.reuse,
+            self.age_at_use + other.age_at_use,
+            _merge(self.drop_ages, other.drop_ages, Ages()),
+            self.prompts_stored + other.prompts_stored,
+            self.prompts_trained + other.prompts_trained,
+            self.prompts_dropped + other.prompts_dropped,
+        )
+
+    def store(self, index: Index, rows: Rows) -> None:
+        """Count groups as stored."""
+        self.lengths[STORED].add(index, rows)
+        self.prompts_stored += int(np.count_nonzero(index["prompt_index"][rows] >= 0))
+
+    def use(self, index: Index, rows: Rows, at_s: float) -> None:
+        """Count one use of each of these groups, which `times_sampled` includes already."""
+        times = index["times_sampled"][rows]
+        self.lengths[USED].add(index, rows)
+        self.age_at_use.add(ages_ms(index["arrival_s"][rows], at_s))
+        self.reuse.update(times.tolist())
+        self.prompts_trained += int(np.count_nonzero((times == 1) & (index["prompt_index"][rows] >= 0)))
+
+    def void_use(self, index: Index, rows: npt.NDArray[np.int64]) -> None:
+        """Count prompts as untrained whose groups have no use left, after `times_sampled` was lowered."""
+        unused = rows[(index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] >= 0)]
+        self.prompts_trained -= len(unused)
+        self.prompts_dropped += int(np.count_nonzero(index["state"][unused] == DEAD))
+
+    def drop(
+        self,
+        index: Index,
+        rows: npt.NDArray[np.int64],
+        reason: str,
+        versions: npt.NDArray[np.integer],
+        age_ms: npt.NDArray[np.integer],
+        sign: int = 1,
+    ) -> None:
+        """Count groups as dropped at these `versions` of the policy [n], or take that back with `sign` -1."""
+        self.lengths[DROPPED].add(index, rows, sign)
+        ages = self.drop_ages.setdefault(reason, Ages())
+        ages.versions.add(np.maximum(versions - index["policy_version"][rows], 0), sign)
+        ages.ms.add(age_ms, sign)
+        untrained = (index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] >= 0)
+        self.prompts_dropped += sign * int(np.count_nonzero(untrained))
+
+    def coverage(self, issued: int, failed: int) -> Coverage:
+        """Count prompts by their fate: `issued` of them had a ticket and `failed` are recorded as failed."""
+        issued = max(issued, self.prompts_stored + failed)
+        ended = self.prompts_trained + self.prompts_dropped + failed
+        return Coverage(
+            issued=issued,
+            stored=self.prompts_stored,
+            trained=self.prompts_trained,
+            dropped=self.prompts_dropped,
+            failed=failed,
+            pending=issued - ended,
+            share=self.prompts_trained / ended if ended else 0.0,
+        )
+
+    def groups_by_uses(self) -> dict[int, int]:
+        """Count groups by their uses: n times, but not n + 1 times. Exact if no use was voided."""
+        exact = {times: uses - self.reuse[times + 1] for times, uses in sorted(self.reuse.items())}
+        return {times: groups for times, groups in exact.items() if groups > 0}
+
+
+def _merge(one: Mapping[str, T], other: Mapping[str, T], empty: T) -> dict[str, T]:
+    """Add two tables up, name by name."""
+    return {name: one.get(name, empty) + other.get(name, empty) for name in one | other}  # type: ignore[operator]
+
+
+def _buckets(edges: tuple[int, ...], values: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    """Find the bucket of each value: the position of the lowest edge >= value."""
+    if edges != TOKENS:
+        return np.searchsorted(_edges(edges), values)
+    # Done for every stored group: the binary exponent of value - 1 is ten times as fast as a bisection.
+    exponents: npt.NDArray[np.int32] = np.frexp(values - 1.0)[1]
+    return np.minimum(np.maximum(exponents - _LOWEST_POWER, 0), len(edges))
+
+
+def ages_ms(arrival_s: npt.NDArray[np.float64], at_s: float) -> npt.NDArray[np.int64]:
+    """Return milliseconds from arrival to `at_s`, 0 where clocks disagree; all `UNKNOWN_AGE` where `at_s` is 0."""
+    if not at_s:
+        return np.full(len(arrival_s), UNKNOWN_AGE, np.int64)
+    # A writer that bypasses the service may store a NaN, and machines cast NaN to different integers.
+    ages_s = np.nan_to_num(np.clip(at_s - arrival_s, 0, _MAX_AGE_S), nan=0.0)
+    return (ages_s * 1000).astype(np.int64)

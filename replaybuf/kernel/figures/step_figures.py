@@ -1,0 +1,215 @@
+"""Figures per step for people: reward, staleness, reuse, lengths, ages and drops of each batch, folded from the ledger.
+
+No decision reads them. Memory is bounded: beyond `MOST_ROWS` rows, pairs of the older half are merged, so the whole run
+stays visible and its newest part keeps every step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.kernel.figures.changes import Changes
+from replaybuf.kernel.figures.milestones import Milestones
+from replaybuf.kernel.rows.index import FREED, Index
+from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointRecord, PolicyRecord, RewindRecord
+
+T = TypeVar("T", int, float)
+
+MOST_ROWS = 4096
+"""About 0.7 MB in memory and 0.4 MB in a snapshot."""
+
+
+class StepRow(msgspec.Struct, array_like=True, gc=False):
+    """Figures of the batch of `step`, or means per step over `steps` merged steps.
+
+    - `at_s`, `acked_s`: seconds since the epoch of the newest batch and ack; 0 = no ack
+    - `groups`, `rollouts`, `tokens` of the batch; `tokens_in`: tokens stored since the batch before
+    - `reward_mean`, `reward_std`: means over its groups; `reward_min`, `reward_max`: of the groups' means
+    - `staleness`, `uses`, `age_s`: means over its groups; `age_s` from stored to batch
+    - `longest`: tokens of the longest rollout; `fill`: share of the budget
+    - `stored`: number of the newest group stored before it; `dropped`: groups since the batch before, by reason
+    - `waited`: seconds that the trainer waited from the ack before to its own ack, by reason
+    """
+
+    step: int
+    steps: int = 1
+    at_s: float = 0.0
+    acked_s: float = 0.0
+    groups: float = 0.0
+    rollouts: float = 0.0
+    tokens: float = 0.0
+    tokens_in: float = 0.0
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
+    reward_min: float = 0.0
+    reward_max: float = 0.0
+    staleness: float = 0.0
+    staleness_max: int = 0
+    uses: float = 0.0
+    age_s: float = 0.0
+    longest: int = 0
+    fill: float = 1.0
+    stored: int = 0
+    dropped: dict[str, int] = {}
+    waited: dict[str, float] = {}
+
+    @property
+    def last(self) -> int:
+        """The last step of the row."""
+        return self.step + self.steps - 1
+
+
+_Integers = npt.NDArray[np.int64]
+_MEANS = (
+    "groups",
+    "rollouts",
+    "tokens",
+    "tokens_in",
+    "reward_mean",
+    "reward_std",
+    "staleness",
+    "uses",
+    "age_s",
+    "fill",
+)
+
+
+class StepFigures(msgspec.Struct):
+    """Rows by ascending step, the groups dropped since the newest batch, by reason, and the newest changes.
+
+    `newest_s`: time of the newest ledger record; `moments` for the life of a group.
+    """
+
+    rows: list[StepRow] = []
+    pending: dict[str, int] = {}
+    changes: Changes = msgspec.field(default_factory=Changes)
+    newest_s: float = 0.0
+    moments: Milestones = msgspec.field(default_factory=Milestones)
+
+    def apply(self, record: AnyRecord, *, entry: int, step: int, oldest_step: int) -> None:
+        """Fold ledger entry `entry`, which is no batch; `step` is the next unacked one after it."""
+        self.newest_s = record.at_s or self.newest_s
+        match record:
+            case AckRecord():
+                if row := self.row_of(record.step):
+                    row.acked_s, row.waited = record.at_s, _sum([row.waited, record.waited_s])
+            case PolicyRecord():
+                self.moments.publish(record, step)
+            case CheckpointRecord():
+                self.moments.checkpoint(record, oldest_step)
+            case RewindRecord():
+                self.moments.rewind(record)
+                self.changes.add_rewind(entry, record)
+                if record.on_resume == "resample":
+                    self.rows = [row for row in self.rows if row.last < record.step]
+
+    def row_of(self, step: int) -> StepRow | None:
+        """Return the row of a step, which may cover others too."""
+        place = bisect_right(self.rows, step, key=lambda row: row.step) - 1
+        return self.rows[place] if place >= 0 and step <= self.rows[place].last else None
+
+    def drop(self, reason: str, groups: int) -> None:
+        """Count dropped groups."""
+        if groups:
+            self.pending[reason] = self.pending.get(reason, 0) + groups
+
+    def between(self, first: int | None, last: int | None, points: int) -> list[StepRow]:
+        """Return rows with steps from `first` to `last`, merged to at most `points`; None = no bound."""
+        rows = [row for row in self.rows if (first is None or row.last >= first) and (last is None or row.step <= last)]
+        size = -(-len(rows) // points)
+        return rows if size <= 1 else [merge(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+    def add_batch(self, record: BatchRecord, index: Index, rows: _Integers, versions: _Integers) -> None:
+        """Fold a batch of the groups in `rows` of the index, at these versions of the policy, [groups] each."""
+        self.rows = [row for row in self.rows if row.last < record.step] if self._covers(record.step) else self.rows
+        made = _row_of(record, index, rows, versions, self.pending)
+        if len(rows) and (record.at_s or record.index_end is not None):
+            _add_stored(made, index, self.rows[-1].stored if self.rows else 0, record.index_end)
+        self.rows.append(made)
+        self.newest_s = record.at_s or self.newest_s
+        self.pending = {}
+        if len(self.rows) > MOST_ROWS:
+            older = self.rows[: MOST_ROWS // 2]
+            self.rows = [merge(older[n : n + 2]) for n in range(0, len(older), 2)] + self.rows[MOST_ROWS // 2 :]
+
+    def _covers(self, step: int) -> bool:
+        return bool(self.rows) and self.rows[-1].last >= step
+
+
+def merge(rows: Sequence[StepRow]) -> StepRow:
+    """Merge neighbours into one row: means per step, extremes, and sums of drops and waits."""
+    steps, newest = sum(row.steps for row in rows), rows[-1]
+    means = {name: sum(getattr(row, name) * row.steps for row in rows) / steps for name in _MEANS}
+    return StepRow(
+        step=rows[0].step,
+        steps=steps,
+        at_s=newest.at_s,
+        acked_s=newest.acked_s,
+        reward_min=min(row.reward_min for row in rows),
+        reward_max=max(row.reward_max for row in rows),
+        staleness_max=max(row.staleness_max for row in rows),
+        longest=max(row.longest for row in rows),
+        stored=newest.stored,
+        dropped=_sum([row.dropped for row in rows]),
+        waited=_sum([row.waited for row in rows]),
+        **means,
+    )
+
+
+def _sum(counted: Sequence[dict[str, T]]) -> dict[str, T]:
+    """Add up numbers by reason."""
+    total: dict[str, T] = {}
+    for one in counted:
+        for reason, number in one.items():
+            total[reason] = total[reason] + number if reason in total else number
+    return total
+
+
+def _row_of(
+    record: BatchRecord, index: Index, rows: _Integers, versions: _Integers, dropped: dict[str, int]
+) -> StepRow:
+    base = StepRow(
+        step=record.step,
+        at_s=record.at_s,
+        groups=len(record.groups),
+        rollouts=record.rollouts,
+        tokens=record.tokens,
+        fill=1.0 if record.fill is None else record.fill,
+        dropped=dropped,
+    )
+    if not len(rows):
+        return base
+    rewards, staleness = index["reward_mean"][rows], versions - index["policy_version"][rows]
+    base.reward_mean, base.reward_std = _mean(rewards), _mean(index["reward_std"][rows])
+    base.reward_min, base.reward_max = float(rewards.min()), float(rewards.max())
+    base.staleness, base.staleness_max = _mean(staleness), int(staleness.max())
+    base.uses, base.longest = _mean(index["times_sampled"][rows]), int(index["longest_tokens"][rows].max())
+    if record.at_s:
+        base.age_s = max(0.0, record.at_s - _mean(index["arrival_s"][rows]))
+    return base
+
+
+def _add_stored(row: StepRow, index: Index, stored_before: int, index_end: int | None) -> None:
+    """Add what was stored since the batch before, up to group `index_end`: a restart folds the index stream first.
+
+    Older records lack it and go by time. Clocks of servers differ, so a group may count for a neighbouring step; none
+    counts twice or not at all. Freed rows never count, because they may be gone.
+    """
+    numbers = index["number"]
+    if index_end is None:
+        until = int(np.searchsorted(index["arrival_s"], row.at_s, "right"))
+        index_end = int(numbers[until - 1]) if until else 0
+    since, until = np.searchsorted(numbers, (stored_before, index_end), "right").tolist()
+    kept = index["state"][since:until] != FREED
+    row.tokens_in = float(index["tokens"][since:until].sum(dtype=np.int64, where=kept))
+    row.stored = max(stored_before, index_end)
+
+
+def _mean(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> float:
+    return float(values.mean(dtype=np.float64))

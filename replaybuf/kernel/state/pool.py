@@ -1,0 +1,311 @@
+"""Groups of a run by state: index rows, why they were dropped or freed, and the counts of each adapter.
+
+::
+
+    stored ──► live ──batch──► in_batches ──checkpoint──► retired
+                │  ◄─resample─┘
+                ├──evict──► evicted          (undone by a resample to an earlier step)
+                └──broken─► dead_lettered    (from in_batches too: its batch cannot be served again)
+
+    stored = live + in_batches + retired + sum(evicted) + dead_lettered       (guarantee 3, per adapter and run)
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.kernel.figures.adapter_counts import AdapterCounts, count_staleness
+from replaybuf.kernel.figures.histograms import ages_ms
+from replaybuf.kernel.rows.column_table import ColumnTable
+from replaybuf.kernel.rows.index import (
+    DEAD,
+    EVICTED,
+    IN_BATCHES,
+    LIVE,
+    NEVER,
+    NO_PROMPT_INDEX,
+    Index,
+    Integers,
+    Numbers,
+    split_by_adapter,
+)
+from replaybuf.kernel.rows.live_groups import LiveGroups
+from replaybuf.wire.group import hash_name
+from replaybuf.wire.ledger import AddedColumns, BatchRecord
+
+Rows = npt.NDArray[np.int64]
+
+BAD_INDEX_ENTRY = "bad_index_entry"
+"""Dead letter that the fold makes itself: an index entry that no publish wrote."""
+RETIRED = "retired"
+PURGED = 128
+"""Bit of a code in `freed_as`: the group was a dead letter."""
+_EVICTION_COLUMNS = ("evicted_at", "evicted_version", "evicted_age_ms")
+
+COUNTED_LATE = 16_384
+"""Most stored groups that the histograms lack; the next reader counts them, in about 2 ms."""
+
+
+class GroupPool:
+    """Rows, reasons and counts of the groups of one run.
+
+    - `live`: sums over the live groups
+    - `stored`: number of the last folded group; `trimmed`: of the last one whose history is trimmed
+    - `freed_as`: one code per freed group above `trimmed`, at `number - trimmed`: position in `reasons`, with the bit
+      `PURGED` for a dead letter; 0 = not freed
+    - `counts`: by hash of the adapter; their histograms hold the groups up to number `counted`. Later groups are added
+      before somebody reads or changes them, because one call for many groups is cheaper than one call per group.
+    - `sizes`: stored groups by rollouts, by hash of the adapter
+    - `stale_adapters`: hashes of the adapters that lost live groups as too stale since the last batch
+    """
+
+    def __init__(self) -> None:
+        self.index = Index()
+        self.stored = 0
+        self.trimmed = 0
+        self.max_uses: int | None = 1
+        self.reasons: list[str] = ["", RETIRED]
+        self.freed_as = bytearray(1)
+        self.counts: dict[int, AdapterCounts] = {}
+        self.counted = 0
+        self.sizes: dict[int, Counter[int]] = {}
+        self.stale_adapters: set[int] = set()
+        self.columns = ColumnTable(self.index)
+        self.live = LiveGroups(self.index)
+
+    # ------------------------------------------------------------------ counts
+
+    def counts_of(self, adapter: str) -> AdapterCounts:
+        """Return the counts of an adapter."""
+        self._update_histograms()
+        return self.counts.get(hash_name(adapter), AdapterCounts())
+
+    def stored_of(self, adapter: str) -> int:
+        """Count the stored groups of an adapter."""
+        return self._counts(hash_name(adapter)).stored
+
+    def total(self) -> AdapterCounts:
+        """Add up the counts of all adapters; the counts of the only adapter are returned as they are."""
+        self._update_histograms()
+        return functools.reduce(operator.add, self.counts.values()) if self.counts else AdapterCounts()
+
+    def _split(self, rows: Rows) -> Iterator[tuple[AdapterCounts, Rows | slice]]:
+        """Yield the counts of each adapter that has some of these rows, with the positions of its rows."""
+        for code, positions in split_by_adapter(self.index["adapter"][rows]):
+            yield self._counts(code), positions
+
+    def _counts(self, code: int) -> AdapterCounts:
+        if code not in self.counts:  # not `setdefault`: building seven histograms takes 10 µs per stored group
+            self.counts[code] = AdapterCounts()
+        return self.counts[code]
+
+    def _update_histograms(self) -> None:
+        if self.counted < self.stored:
+            numbers = self.index["number"]
+            rows = np.arange(int(np.searchsorted(numbers, self.counted, "right")), len(numbers))
+            for counts, its in self._split(rows):
+                counts.histograms.store(self.index, rows[its])
+            self.counted = self.stored
+
+    def count_stored(self, adapters: npt.NDArray[np.int32], rollouts: npt.NDArray[np.int32]) -> None:
+        """Count groups as stored, by the hashes of their adapters, and by their rollouts."""
+        for code, positions in split_by_adapter(adapters):
+            self._count_stored(code, rollouts[positions])
+
+    def _count_stored(self, code: int, rollouts: npt.NDArray[np.int32]) -> None:
+        self._counts(code).stored += len(rollouts)
+        self.sizes.setdefault(code, Counter()).update(rollouts.tolist())
+
+    def count_partial(self, group_size: int | None, adapter: str | None = None) -> int:
+        """Count the groups of an adapter, or of the run, that were stored with fewer rollouts than `group_size`."""
+        code = None if adapter is None else hash_name(adapter)
+        tables = (table for own, table in self.sizes.items() if code in (None, own))
+        return sum(count for table in tables for size, count in table.items() if 0 < size < (group_size or 0))
+
+    def _count_evicted(self, rows: Rows, sign: int) -> None:
+        """Count evicted rows by reason and age, or take them back with `sign` -1."""
+        codes = self.index["reason"][rows]
+        for code in np.unique(codes).tolist():
+            its = rows[codes == code]
+            versions, ages = self.index["evicted_version"][its], self.index["evicted_age_ms"][its]
+            self._count_dropped("evicted", self.reasons[code], its, versions, ages, sign)
+
+    def _count_dropped(
+        self, kind: str, reason: str, rows: Rows, versions: Integers, ages: Integers, sign: int = 1
+    ) -> None:
+        """Count rows as `evicted` or `dead_lettered` at these versions and ages in ms [rows]."""
+        self._update_histograms()
+        for counts, its in self._split(rows):
+            getattr(counts, kind)[reason] += sign * len(rows[its])
+            counts.histograms.drop(self.index, rows[its], reason, versions[its], ages[its], sign)
+
+    # ------------------------------------------------------------------ life of a group
+
+    def store(
+        self, numbers: Numbers, entries: npt.NDArray[np.void], malformed: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.void]:
+        """Add groups as live and return their entries; `malformed` and impossible ones become dead letters, blank."""
+        unfit = (entries["tokens"] < 1) | (entries["rollouts"] < 1) | (entries["policy_version"] < 0)
+        unfit |= entries["policy_version_max"] < entries["policy_version"]
+        unfit[: len(malformed)] |= malformed
+        if unfit.any():
+            blank = np.zeros(1, entries.dtype)
+            blank["prompt_index"] = NO_PROMPT_INDEX
+            entries = np.where(unfit, blank, entries)
+        self.index.insert(numbers, entries)
+        for code, its in split_by_adapter(entries["adapter"]):
+            self._count_stored(code, entries["rollouts"][its][numbers[its] > self.trimmed])
+            self.live.add(code, entries["tokens"][its], entries["frame_bytes"][its])
+        self.stored = max(self.stored, int(numbers[-1]))
+        self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
+        if self.stored - self.counted > COUNTED_LATE:
+            self._update_histograms()
+        if unfit.any():
+            # The stream may be read at any ledger entry, so the age of the drop is unknown: version 0, no time.
+            self.dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, None, 0.0)
+        return entries
+
+    def add_columns(self, groups: Sequence[AddedColumns]) -> None:
+        """Record late columns of groups."""
+        for added in groups:
+            self.columns.add(added)
+            rows = self.index.rows_of([added.number])
+            if len(rows) and self.index["state"][rows[0]] == LIVE:
+                self.live.add_bytes(int(self.index["adapter"][rows[0]]), added.frame_bytes)
+
+    def settle(self, rows: Rows) -> None:
+        """Make rows live, or used up, by their uses."""
+        used_up = np.zeros(len(rows), bool)
+        if self.max_uses is not None:
+            used_up = self.index["times_sampled"][rows] >= self.max_uses
+        self.index["state"][rows] = np.where(used_up, IN_BATCHES, LIVE)
+
+    def change_max_uses(self, max_uses: int | None) -> None:
+        """Settle every group anew that is neither evicted nor dropped."""
+        self.max_uses = max_uses
+        states = self.index["state"]
+        self.settle(np.flatnonzero((states == IN_BATCHES) & (self.index["evicted_at"] == NEVER) | (states == LIVE)))
+
+    def use(self, numbers: Numbers, record: BatchRecord) -> dict[int, int]:
+        """Use groups in a batch; return the last step before it of those used before, by number."""
+        index, rows = self.index, self.index.rows_of(numbers)
+        used = rows[index["last_step"][rows] != NEVER]
+        earlier = dict(zip(index["number"][used].tolist(), index["last_step"][used].tolist(), strict=True))
+        index["times_sampled"][rows] += 1
+        index["last_step"][rows] = record.step
+        self.stale_adapters = set()
+        self._update_histograms()
+        for counts, its in self._split(rows):
+            counts.tokens_used += int(index["tokens"][rows[its]].sum(dtype=np.int64))
+            counts.histograms.use(index, rows[its], record.at_s)
+        for (adapter, age), uses in count_staleness(record).items():
+            self._counts(hash_name(adapter)).used_staleness[age] += uses
+        self.settle(rows)
+        return earlier
+
+    def void_use(self, numbers: Numbers, earlier: dict[int, int]) -> None:
+        """Undo `use`."""
+        index, rows = self.index, self.index.rows_of(numbers)
+        index["times_sampled"][rows] -= 1
+        for counts, its in self._split(rows):
+            counts.histograms.void_use(index, rows[its])
+        index["last_step"][rows] = NEVER
+        index.assign("last_step", earlier)
+        evicted = index["evicted_at"][rows] != NEVER
+        self._drop_unused(rows[evicted])
+        self.settle(rows[~evicted & (index["state"][rows] != DEAD)])
+
+    def evict(self, rows: Rows, reason: str, step: int, versions: Integers, at_s: float) -> None:
+        """Evict rows at `step`, when their adapters had these versions [rows]; used ones stay for their batches."""
+        index = self.index
+        states = index["state"][rows]
+        evictable = ((states == LIVE) | (states == IN_BATCHES)) & (index["evicted_at"][rows] == NEVER)
+        rows, versions = rows[evictable], versions[evictable]
+        if reason == "too_stale":
+            live = rows[index["state"][rows] == LIVE]
+            self.stale_adapters |= {code for code, _ in split_by_adapter(index["adapter"][live])}
+        index["state"][rows] = IN_BATCHES
+        index["reason"][rows] = self._code_of(reason)
+        index["evicted_at"][rows] = step
+        index["evicted_version"][rows] = versions
+        index["evicted_age_ms"][rows] = ages_ms(index["arrival_s"][rows], at_s)
+        self._drop_unused(rows)
+
+    def _drop_unused(self, rows: Rows) -> None:
+        """Count evicted rows as evicted that no batch of the surviving history used."""
+        unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
+        self.index["state"][unused] = EVICTED
+        self._count_evicted(unused, 1)
+
+    def restore(self, rows: Rows) -> None:
+        """Undo evictions."""
+        self._count_evicted(rows[self.index["state"][rows] == EVICTED], -1)
+        self.index["reason"][rows] = 0
+        for column in _EVICTION_COLUMNS:
+            self.index[column][rows] = NEVER
+        self.settle(rows)
+
+    def dead_letter(self, rows: Rows, reason: str, versions: Integers | None, at_s: float) -> None:
+        """Drop rows for good, also those in batches; `versions` [rows] of their adapters, None = all 0."""
+        index = self.index
+        droppable = np.isin(index["state"][rows], (LIVE, IN_BATCHES))
+        versions = np.zeros(len(rows), np.int64) if versions is None else versions
+        rows, versions = rows[droppable], versions[droppable]
+        self.live.forget()
+        index["state"][rows] = DEAD
+        for column in _EVICTION_COLUMNS:  # else a rewind would bring them back
+            index[column][rows] = NEVER
+        index["reason"][rows] = self._code_of(reason)
+        self._count_dropped("dead_lettered", reason, rows, versions, ages_ms(index["arrival_s"][rows], at_s))
+
+    def freeable(self, oldest: int) -> npt.NDArray[np.bool_]:
+        """Return which rows no resume at step `oldest` or later needs."""
+        index = self.index
+        used_up = (index["state"] == IN_BATCHES) & (index["last_step"] < oldest)
+        freeable: npt.NDArray[np.bool_] = (used_up | (index["state"] == EVICTED)) & (index["evicted_at"] <= oldest)
+        return freeable
+
+    def retire(self, oldest: int, kept_after: int | None = None, kept_from: int | None = None) -> Numbers:
+        """Free what no resume at step `oldest` or later needs, and no cursor; return the numbers.
+
+        Cursors need the groups of numbers above `kept_after`, and those used at step `kept_from` or later.
+        """
+        index, freeable = self.index, self.freeable(oldest)
+        if kept_after is not None:
+            freeable &= index["number"] <= kept_after
+        if kept_from is not None:
+            freeable &= index["last_step"] < kept_from
+        rows = np.flatnonzero(freeable & (index["state"] == IN_BATCHES))
+        evicted_numbers = index["number"][freeable & (index["state"] == EVICTED)]
+        for counts, its in self._split(rows):
+            counts.retired += len(rows[its])
+        retired = self.free(rows, RETIRED)
+        # Rows have moved if `free` removed freed ones.
+        return np.concatenate([retired, self.free(self.index.rows_of(evicted_numbers))])
+
+    def free(self, rows: Rows, reason: str | None = None, *, purged: bool = False) -> Numbers:
+        """Free rows and keep why: `reason`, or the reason of each row. Return the numbers."""
+        numbers: Numbers = self.index["number"][rows].copy()
+        codes = np.full(len(rows), self._code_of(reason), np.uint8) if reason else self.index["reason"][rows]
+        codes = codes | PURGED if purged else codes
+        kept = numbers > self.trimmed
+        np.frombuffer(self.freed_as, np.uint8)[numbers[kept] - self.trimmed] = codes[kept]
+        self.index.free(rows)
+        return numbers
+
+    def trim(self, groups: int) -> None:
+        """Forget why groups up to number `groups` were freed."""
+        del self.freed_as[: max(0, groups - self.trimmed)]
+        self.freed_as[0] = 0
+        self.trimmed = max(self.trimmed, groups)
+
+    def _code_of(self, reason: str) -> int:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason)

@@ -1,0 +1,247 @@
+"""Inputs of a strategy: buffer view, usable groups, rates, budget, random generator.
+
+The core's own bounds (staleness, uses, `seq_len`) are applied here: a strategy never sees a group that breaks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.errors import NotFound
+from replaybuf.kernel.rows.column_bits import have_all
+from replaybuf.kernel.rows.index import LIVE
+from replaybuf.kernel.rows.live_groups import LiveTotals
+from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.tickets import TicketBook
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups
+from replaybuf.kernel.strategy.plugin_set import Ask, PluginSet, build_plugins
+from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.contract import Amount
+from replaybuf.wire.group import hash_name
+
+SAMPLED_GROUPS = 256
+"""Means per group are taken over this many newest groups."""
+_HISTORY_BATCHES = 16
+_MEASURED = tuple(field.name for field in dataclasses.fields(MeasuredRates))
+
+
+class UsabilityRule(NamedTuple):
+    """A rule for usable groups: its text, a column, the test of its values, and one word for groups that break it.
+
+    `when`: `select` leaves such groups out of a batch, `evict` evicts them, because no later step may use them either.
+    """
+
+    rule: str
+    column: str
+    kept: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]
+    reason: str
+    when: Literal["select", "evict", "both"] = "select"
+
+
+class StrategyInputs:
+    """Builds the strategy of run `name` and its inputs from the state. The caller updates `rates`.
+
+    `max_tokens`: most tokens that a producer samples per rollout, as producers announced it; 0 = unknown.
+    """
+
+    def __init__(
+        self, name: str, state: RunState, book: TicketBook, clock: Callable[[], float], rates: Rates, ask: Ask
+    ) -> None:
+        self.max_tokens = 0
+        self._counted: dict[str, tuple[tuple[int, int], int]] = {}
+        self._rates = rates
+        self._name = name
+        self._state = state
+        self._book = book
+        self._clock = clock
+        self._ask = ask
+        self._plugins: PluginSet | None = None
+        self._drawing: tuple[list[int], np.random.Generator, Any] = [], np.random.Generator(np.random.Philox(0)), None
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration in force. Raises `NotFound` before there is one."""
+        if self._state.config is None:
+            raise NotFound(f"run {self._name} has no configuration yet", name="run", value=self._name)
+        return self._state.config
+
+    @property
+    def plugins(self) -> PluginSet:
+        """Plug-ins of the configuration in force; a strategy that observes has observed the feedback of the state."""
+        built, config, feedback = self._plugins, self.config, self._state.feedback
+        observed = built.observed if built else None
+        if built is None or built.config is not config or (observed is not None and observed is not feedback):
+            built = self._plugins = build_plugins(config, feedback, self._ask)
+        return built
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a micro-batch: of the attached trainer, or of the configuration."""
+        attached = self._state.attachment
+        return attached.seq_len if attached else self.config.batch.seq_len
+
+    def tokens_per_group(self) -> float:
+        """Return the mean over the last groups; before the first one an estimate, at most what fills a batch.
+
+        It is low rather than high, because an estimate that is too high leaves engines without work: completions of
+        the announced `max_tokens`, at most half-full rollouts.
+        """
+        recent, config = self._state.index["tokens"][-SAMPLED_GROUPS:], self.config
+        if len(recent):
+            return max(1.0, float(recent.mean()))
+        tokens = (config.group_size or 8) * min(config.batch.seq_len / 2, self.max_tokens or math.inf)
+        if (budget := self._state.token_budget) is not None:
+            groups = max(config.groups_per_batch_of(name) or 1 for name in config.adapter_names)
+            tokens = min(tokens, budget / groups)
+        return max(1.0, tokens)
+
+    def flow(self) -> Flow:
+        """Return the measured rates for admission."""
+        now_s = self._clock()
+        measured = self._rates.measure(now_s)
+        return Flow(
+            now_s=now_s,
+            tokens_per_group=self.tokens_per_group(),
+            max_tokens_live=self.config.limits.max_tokens_live,
+            **{name: getattr(measured, name) for name in _MEASURED},
+        )
+
+    def view(self, step: int, groups: Groups | None = None, adapter: str = "", *, overdue: bool = False) -> BufferView:
+        """Return an adapter's view of the buffer for the run's `step`; live counts are of `groups`, None = all live."""
+        state, config, pool = self._state, self.config, self._state.pool
+        live = pool.live.totals(adapter)
+        if groups is not None and len(groups) < live.groups:
+            live = LiveTotals.of(groups.tokens, groups.times_sampled)
+        newest = reversed(list(itertools.islice(reversed(state.batches.values()), _HISTORY_BATCHES)))
+        groups_per_batch = config.groups_per_batch_of(adapter)
+        used = [*(batch.rotation.progress(adapter).used for batch in newest), state.rotation.progress(adapter).used]
+        progress = state.progress_at(step, adapter)
+        return BufferView(
+            step=progress.steps,
+            version=state.version_at(step, adapter),
+            published_version=state.published[adapter],
+            steps_per_publish=config.steps_per_publish_of(adapter),
+            groups_live=live.groups,
+            tokens_live=live.tokens,
+            tickets_out=self._book.out_of(adapter),
+            budget=Budget(state.token_budget, groups_per_batch, self.seq_len),
+            batches=tuple(after - before for before, after in itertools.pairwise(used)),
+            groups_stored=pool.stored_of(adapter),
+            groups_used=used[-1],
+            groups_fresh=live.fresh,
+            uses_live=live.uses,
+            steps_done=state.own_step(state.step, adapter),
+            groups_given=progress.groups,
+            tickets_due=self._book.due_of(adapter),
+            awaited=self._book.first_awaited(adapter, groups_per_batch or 1),
+            overdue=overdue,
+        )
+
+    def own_budget(self, adapter: str) -> Budget:
+        """Return the budget of what an adapter's next batch still lacks."""
+        groups = self.config.groups_per_batch_of(adapter)
+        if groups is not None:
+            groups -= self._state.progress_at(self._state.next_step, adapter).groups
+        return Budget(self._state.token_budget, groups, self.seq_len)
+
+    def seed(self, step: int) -> list[int]:
+        """Return the seed of the generator of `step`: (run seed, generation, step)."""
+        return [self.config.seed, self._state.generation, step]
+
+    def generator(self, step: int, adapter: str) -> np.random.Generator:
+        """Return the generator of `step` at its start; built once, however often the step is decided.
+
+        The seed of a named adapter also holds the hash of its name.
+        """
+        seed = self.seed(step) + ([hash_name(adapter)] if adapter else [])
+        if self._drawing[0] != seed:
+            made = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+            self._drawing = seed, made, made.bit_generator.state
+        _, rng, start = self._drawing
+        rng.bit_generator.state = start
+        return rng
+
+    def usability_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
+        """Yield the rules for usable groups of an adapter at `step`."""
+        yield from (rule for rule in self._rules(step, adapter) if rule.when != "evict")
+        if required := self.plugins.all_required:
+            bits = self._state.pool.columns.bits_of(required)
+            rule = f"selects only groups with the columns {', '.join(required)}"
+            yield UsabilityRule(rule, "columns", lambda found: have_all(found, bits), "missing_columns")
+
+    def eviction_rules(self, adapter: str) -> Iterator[UsabilityRule]:
+        """Yield the rules at the next step after which groups of an adapter are evicted, the first reason first."""
+        yield from (rule for rule in self._rules(self._state.next_step, adapter) if rule.when != "select")
+
+    def incomplete(self, step: int, adapter: str) -> Amount:
+        """Count the groups of an adapter that would be usable at `step` with the columns that they lack."""
+        if not self.plugins.all_required:
+            return Amount()
+        index = self._state.index
+        *others, complete = self.usability_rules(step, adapter)
+        lacks = ~complete.kept(index[complete.column])
+        for rule in others:
+            lacks &= rule.kept(index[rule.column])
+        return Amount(int(np.count_nonzero(lacks)), int(index["tokens"][lacks].sum(dtype=np.int64)))
+
+    def awaited(self, usable: Groups, reason: str, adapter: str, budget: Budget, *, supplied: bool) -> Amount | None:
+        """Return the groups that lack columns if the next batch waits for them alone: they would fill the budget.
+
+        `reason`: the strategy's. `supplied`: producers bring no more groups, so any group that lacks columns counts.
+        """
+        lacking = self.incomplete(self._state.next_step, adapter)
+        if not lacking.groups or reason not in ("no_groups", "too_few_groups", "too_few_tokens"):
+            return None
+        full = budget.groups is not None and len(usable) + lacking.groups >= budget.groups
+        tokens = int(usable.tokens.sum(dtype=np.int64)) + lacking.tokens
+        full = full or (budget.tokens is not None and tokens >= budget.tokens)
+        return lacking if full or supplied else None
+
+    def _rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
+        version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
+        rule = "selects no group of a later version"
+        yield UsabilityRule(rule, "policy_version", lambda found: found <= version, "later_version")
+        if bounds.max_staleness is not None:
+            oldest = version - bounds.max_staleness
+            rule = f"keeps the max_staleness of {bounds.max_staleness}"
+            yield UsabilityRule(rule, "policy_version", lambda found: found >= oldest, "too_stale", "both")
+        # Such a group was checked before a rewind, and stored after it by a direct writer or a leader that died.
+        published = self._state.published[adapter]
+        rule = "has no token of a version that is not published"
+        yield UsabilityRule(rule, "policy_version_max", lambda found: found <= published, LOST_LINEAGE, "evict")
+        if bounds.max_uses is not None:
+            most = bounds.max_uses
+            yield UsabilityRule(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most, "used_up")
+        yield UsabilityRule("selects only live groups", "state", lambda found: found == LIVE, "not_live")
+        if adapter:  # without adapters all groups have the same one
+            code = hash_name(adapter)
+            rule = "selects only groups it was given"
+            yield UsabilityRule(rule, "adapter", lambda found: found == code, "other_adapter")
+        if self.config.batch.overlong == "reject":
+            longest = self.seq_len
+            rule = f"keeps the seq_len of {longest}"
+            yield UsabilityRule(rule, "longest_tokens", lambda found: found <= longest, "overlong", "both")
+
+    def usable(self, step: int, adapter: str) -> Groups:
+        """Return the live groups, of an adapter, that keep all `usability_rules` at `step`."""
+        index = self._state.index
+        each = (rule.kept(index[rule.column]) for rule in self.usability_rules(step, adapter))
+        fits = next(each)
+        for kept in each:
+            fits &= kept
+        found = index.groups(None if fits.all() else np.flatnonzero(fits))
+        self._counted[adapter] = (self._state.entries, self._state.stored), len(found)
+        return found
+
+    def usable_count(self, adapter: str) -> int | None:
+        """Return how many groups `usable` found for the next step; None if it was not called since the last change."""
+        seen, count = self._counted.get(adapter, ((-1, -1), 0))
+        return count if seen == (self._state.entries, self._state.stored) else None

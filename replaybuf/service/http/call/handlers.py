@@ -1,0 +1,362 @@
+"""Handlers of the HTTP calls: read the request, call the run, encode the answer. `calls.py` is their table."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from replaybuf.service.host import Service
+from replaybuf.service.http.body.ack_body import read_ack
+from replaybuf.service.http.body.append_bodies import read_groups
+from replaybuf.service.http.body.requests import (
+    ADAPTER,
+    DP_RANK,
+    DRY_RUN,
+    EPOCH,
+    GENERATION,
+    IF_ABSENT,
+    IF_REVISION,
+    LIMIT,
+    NEWER_THAN,
+    PIECES,
+    REASON,
+    STEP,
+    number,
+    optional_number,
+    page,
+    read_json,
+    read_patch,
+    text,
+    wait_s,
+)
+from replaybuf.service.http.call.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
+from replaybuf.service.http.call.group_pages import read_query
+from replaybuf.service.http.call.visible_runs import describe_lost, list_runs, list_unreadable
+from replaybuf.service.http.guard.auth import Permission
+from replaybuf.service.http.reply import sending
+from replaybuf.service.http.reply.json_pieces import json_in_pieces
+from replaybuf.service.run.evaluations import list_evaluations, record_evaluation
+from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
+from replaybuf.service.run.served_run import Run
+from replaybuf.service.turns import in_turns
+from replaybuf.tracing import spans
+from replaybuf.wire.browse import LedgerPage, PurgedDeadLetters
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.contract import (
+    AppendResults,
+    AttachRequest,
+    CheckpointRequest,
+    Health,
+    HeartbeatRequest,
+    PolicyRequest,
+    Readiness,
+    ReturnedTicket,
+    TicketRequest,
+    WaitingAnswer,
+)
+from replaybuf.wire.evaluations import EvaluationRequest
+from replaybuf.wire.names import check_string
+from replaybuf.wire.run_status import RunList
+
+LARGEST_PAGE_BYTES = 8 << 20
+"""A page of the ledger ends with the record that exceeds it; 1,000 acks with feedback may have 1 GB."""
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Encode an answer as JSON."""
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def _run(request: Request) -> Run:
+    return await _service(request).run(request.path_params["run"])
+
+
+async def _serving(request: Request) -> Run:
+    return await _service(request).serving(request.path_params["run"])
+
+
+async def _led(request: Request) -> Run:
+    return await _service(request).led(request.path_params["run"])
+
+
+# ---------------------------------------------------------------------- runs
+
+
+async def put_run(request: Request) -> Response:
+    """Create a run, or return the one that exists."""
+    config, if_absent = await read_json(request, RunConfig), text(request, IF_ABSENT) == "true"
+    name, by = request.path_params["run"], request.state.caller.name
+    run, created = await _service(request).create(name, config, if_absent=if_absent, by=by)
+    return json_response(run.describe(), 201 if created else 200)
+
+
+async def delete_run(request: Request) -> Response:
+    """Delete a finished run."""
+    await _service(request).delete(request.path_params["run"], by=request.state.caller.name)
+    return Response(status_code=204)
+
+
+async def get_runs(request: Request) -> Response:
+    """List the runs with their status."""
+    runs = [run.describe() async for _, run in in_turns(list_runs(request))]
+    return json_response(RunList(runs=runs, unreadable=list_unreadable(request)))
+
+
+async def get_run(request: Request) -> Response:
+    """Return the status of a run."""
+    run = await _run(request)
+    return json_response(run.describe())
+
+
+async def patch_run(request: Request) -> Response:
+    """Change strategy, filters, limits or state of a run."""
+    patch = await read_patch(request)
+    run = await _led(request)
+    revision = optional_number(request, IF_REVISION)
+    if text(request, DRY_RUN) == "true":
+        return json_response(run.preview(patch, revision))
+    await run.patch(patch, revision, by=request.state.caller.name)
+    return json_response(run.describe())
+
+
+# ---------------------------------------------------------------------- producers
+
+
+async def post_tickets(request: Request) -> Response:
+    """Issue tickets for groups."""
+    run = await _led(request)
+    body = await read_json(request, TicketRequest)
+    run.journal.presence.record_producer(body.producer)
+    gone = functools.partial(leaves, request)
+    wait_s = body.wait_ms / 1000
+    issued = await run.tickets.issue(body.producer, body.count, body.adapter, wait_s, gone, body.max_tokens)
+    request.state.permission.check()  # as after each GET; tickets that nobody gets expire
+    return json_response(issued)
+
+
+async def leaves(request: Request) -> NoReturn:
+    """Wait until the caller disconnects or loses its permission. For use after the body was read.
+
+    Raises `ClientDisconnect`, and what a new call would be refused with.
+    """
+    permission: Permission = request.state.permission
+    while True:
+        permission.check()
+        async with permission.watch():
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            raise ClientDisconnect
+
+
+async def delete_ticket(request: Request) -> Response:
+    """Give a ticket back."""
+    run = await _led(request)
+    ticket = request.path_params["ticket"]
+    await run.tickets.give_back(ticket, text(request, REASON) or "")
+    return json_response(ReturnedTicket(ticket=ticket))
+
+
+async def put_producer(request: Request) -> Response:
+    """Record a heartbeat of a producer."""
+    run, name = await _led(request), request.path_params["producer"]
+    check_string("producer", name)
+    return json_response(record_heartbeat(run, name, await read_json(request, HeartbeatRequest)))
+
+
+async def get_producers(request: Request) -> Response:
+    """List the producers that called within the last hour."""
+    return json_response(list_producers(await _led(request)))
+
+
+async def post_groups(request: Request) -> Response:
+    """Append groups."""
+    run = await _led(request)
+    run.journal.presence.record_producer()
+    groups = read_groups(request, run.journal.config.limits.max_group_bytes, request.app.state.decoders)
+    return json_response(AppendResults(results=await run.appends.append(groups)))
+
+
+async def post_evaluation(request: Request) -> Response:
+    """Record the result of an evaluation."""
+    run = await _led(request)
+    return json_response(await record_evaluation(run, await read_json(request, EvaluationRequest)))
+
+
+# ---------------------------------------------------------------------- policy and trainer
+
+
+async def get_policy(request: Request) -> Response:
+    """Return the published policy."""
+    run = await _run(request)
+    after, adapter = optional_number(request, NEWER_THAN), text(request, ADAPTER) or ""
+    gone = functools.partial(leaves, request)
+    return json_response(await run.session.policy_after(after, wait_s(request), adapter, gone))
+
+
+async def post_policy(request: Request) -> Response:
+    """Publish a version."""
+    run = await _led(request)
+    body = await read_json(request, PolicyRequest)
+    step = body.version * run.journal.config.steps_per_publish - 1  # the last one trained into this version
+    with _span(run, "publish", step):
+        return json_response(await run.session.publish(body.version, body.epoch, body.weights_uri, body.adapter))
+
+
+async def post_attach(request: Request) -> Response:
+    """Attach a trainer and fence older epochs."""
+    run = await _led(request)
+    return json_response(await run.session.attach(await read_json(request, AttachRequest)))
+
+
+async def get_batch(request: Request) -> Response:
+    """Return the batch of a step for one rank, as safetensors or as a plan."""
+    run = await _serving(request)
+    step, epoch, rank = number(request, STEP), number(request, EPOCH), number(request, DP_RANK)
+    as_body = not sending.wants_plan(request)
+    gone = functools.partial(leaves, request)
+    outcome = await run.batches.part(step, epoch, rank, wait_s(request), as_body=as_body, gone=gone)
+    if isinstance(outcome, WaitingAnswer):
+        return json_response(outcome, 202, {"Retry-After": "1"})
+    with spans.batch("deliver", run.name, outcome.batch.record.generation, step, dp_rank=rank):
+        return await sending.answer(request, outcome)
+
+
+async def post_ack(request: Request) -> Response:
+    """Count a step as trained."""
+    run = await _led(request)
+    body = await read_ack(request, request.app.state.decoders)
+    step = number(request, STEP)
+    with _span(run, "ack", step):
+        return json_response(await run.session.ack(step, body.epoch, body.feedback))
+
+
+def _span(run: Run, name: str, step: int) -> AbstractContextManager[object]:
+    """Record what happens to the batch of a step, if the current history has it."""
+    batch = run.state.batches.get(step)
+    return spans.batch(name, run.name, batch.generation if batch else None, step)
+
+
+async def post_checkpoint(request: Request) -> Response:
+    """Record a checkpoint."""
+    run = await _led(request)
+    body = await read_json(request, CheckpointRequest)
+    keep = 1 if body.keep is None else body.keep
+    return json_response(await run.session.checkpoint(body.step, body.epoch, keep))
+
+
+# ---------------------------------------------------------------------- browsing
+
+
+async def get_groups(request: Request) -> Response:
+    """List groups."""
+    run = await _run(request)
+    return json_response(await list_groups(run, *read_query(request, run)))
+
+
+async def get_group(request: Request) -> Response:
+    """Return one group with its rollouts."""
+    run = await _run(request)
+    tokenizer, pieces = _service(request).tokenizer, text(request, PIECES) == "true"
+    described = await describe_group(run, request.path_params["group_id"], tokenizer, pieces=pieces)
+    return await json_in_pieces(described)
+
+
+async def get_record(request: Request) -> Response:
+    """Return the groups and the packing of a batch."""
+    run = await _run(request)
+    generation = optional_number(request, GENERATION)
+    record = await run.batches.record(number(request, STEP), generation)
+    fields = msgspec.to_builtins(msgspec.structs.replace(record, groups=[]))
+    return await json_in_pieces(fields | {"groups": record.groups})
+
+
+async def get_evaluations(request: Request) -> Response:
+    """List results of evaluations."""
+    run = await _run(request)
+    return json_response(await list_evaluations(run, number(request, LIMIT)))
+
+
+async def get_ledger(request: Request) -> Response:
+    """List ledger records."""
+    run = await _run(request)
+    after, limit = page(request)
+    records: list[Any] = []
+    size, last = 0, after
+    async for entry, record in run.journal.records(after, limit):
+        records.append(msgspec.Raw(b'{"entry":%d,' % entry + msgspec.json.encode(record)[1:]))
+        size, last = size + len(records[-1]), entry
+        if size > LARGEST_PAGE_BYTES:
+            break
+    more = len(records) == limit or size > LARGEST_PAGE_BYTES
+    return json_response(LedgerPage(records=records, next=last if more else None))
+
+
+async def get_failed_prompts(request: Request) -> Response:
+    """List prompts that failed, with the reason."""
+    run = await _run(request)
+    return json_response(list_failed_prompts(run, number(request, LIMIT)))
+
+
+async def get_dead_letters(request: Request) -> Response:
+    """List stored groups that turned out unusable."""
+    run = await _run(request)
+    after, limit = page(request)
+    return json_response(await describe_dead_letters(run, after, limit))
+
+
+async def delete_dead_letters(request: Request) -> Response:
+    """Delete the bytes of dead letters."""
+    run = await _led(request)
+    return json_response(PurgedDeadLetters(purged=await run.purge(by=request.state.caller.name)))
+
+
+# ---------------------------------------------------------------------- server
+
+
+async def get_metrics(request: Request) -> Response:
+    """Return the metrics as Prometheus text."""
+    return Response(await request.app.state.exposition.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def get_healthz(request: Request) -> Response:
+    """Check that the process answers."""
+    return json_response(Health())
+
+
+async def get_readyz(request: Request) -> Response:
+    """Check that Redis answers and holds every acknowledged write. Names only runs that the caller may see."""
+    service, seen = _service(request), list_runs(request)
+    report = service.report
+    trouble = service.outage or describe_lost(request)
+    ready = trouble is None and report is not None
+    answer = Readiness(
+        status="ready" if ready else "not ready",
+        durability=report.durability if report else "unknown",
+        durability_wanted=report.policy.level if report else "unknown",
+        durability_met_by=report.met_by if report else "unknown",
+        durability_reasons=list(report.reasons) if report else [],
+        replicas=report.replicas if report else 0,
+        wait_replicas=report.policy.replicas if report else 0,
+        redis_version=report.version if report else None,
+        server=report.name if report else None,
+        waiting_for=trouble,
+        runs=[name for name, _ in seen],
+        unreadable=list_unreadable(request),
+        leaders={name: run.journal.leader_url for name, run in seen},
+    )
+    return json_response(answer, 200 if ready else 503)
+
+
+async def get_openapi(request: Request) -> Response:
+    """Return this description."""
+    return json_response(request.app.state.openapi)

@@ -1,0 +1,1 @@
+"""Who may connect and call: connections, their limits and times, origins, tokens, rates."""

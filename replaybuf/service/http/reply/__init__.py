@@ -1,0 +1,1 @@
+"""Responses: problem documents, JSON in pieces, bodies of batches."""

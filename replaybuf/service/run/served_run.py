@@ -1,0 +1,278 @@
+"""One run: wires its parts, starts and stops them, changes its configuration.
+
+Life: `Run.create`, or `Run.load` (fold of both streams) and, with the lease, `lead` -> requests and `tick` -> `close`.
+
+Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches <- session;
+tickets <- batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+
+from replaybuf.errors import DataLost, LedgerGap, Unreadable
+from replaybuf.kernel.decide.config import check_deletable, check_revision, decide_create, decide_patch
+from replaybuf.kernel.decide.records import decide_purge
+from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.tickets import TicketBook, prompt_key
+from replaybuf.kernel.strategy.plugin_set import resolve_config
+from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.service.clock import SYSTEM_CLOCK, Clock
+from replaybuf.service.report.state_cache import StateCache
+from replaybuf.service.run.admission import AdmissionCheck
+from replaybuf.service.run.admissions import Admissions
+from replaybuf.service.run.appends import Appends
+from replaybuf.service.run.arrivals import Arrivals
+from replaybuf.service.run.batches import Batches
+from replaybuf.service.run.cursors import Cursors
+from replaybuf.service.run.eviction import Eviction
+from replaybuf.service.run.history_lock import HistoryLock
+from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.late_columns import LateColumnWriter
+from replaybuf.service.run.lease import LeaseTimer
+from replaybuf.service.run.session import Session
+from replaybuf.service.run.side_state import SideState
+from replaybuf.service.run.spill import Spill
+from replaybuf.service.run.tickets import Tickets
+from replaybuf.service.run.trimming import Trimming
+from replaybuf.store import Ends, RunTickets, Store
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config_patch import ConfigPatch, differing_fields
+from replaybuf.wire.config_record import read_config
+from replaybuf.wire.run_status import ChosenStrategy, RunStatus
+
+logger = logging.getLogger(__name__)
+
+LONGEST_LOGGED = 500
+"""Characters of a change in the log; the ledger has all of it."""
+DIRECT_WRITES_S = 60.0
+"""For so long after a direct write of a producer, its index is read as soon as it grows, not once a second."""
+
+
+class Run:
+    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them to the trainer of `session`.
+
+    `selector` calls the strategy, `journal` keeps state and ledger, `rates` are measured by this server.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        tickets = journal.config.tickets
+        self.journal = journal
+        self.book = TicketBook(tickets.ttl_s, tickets.max_attempts, journal.config.supplies)
+        self.side_state = SideState(journal, self.book)
+        self.rates = Rates(journal.clock.monotonic())
+        self.selector = Selector(journal.name, journal.state, self.book, journal.clock.monotonic, self.rates)
+        self.eviction = Eviction(journal, self.selector)
+        self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
+        self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
+        self.admission = AdmissionCheck(journal, self.book)
+        self.admissions = Admissions(journal)
+        self.spill = Spill(journal, self.selector)
+        self.history_lock = lock = HistoryLock()
+        self.appends = Appends(
+            journal,
+            self.side_state,
+            self.selector,
+            self.admission,
+            self.arrivals,
+            lock,
+            self.spill,
+            self.admissions,
+        )
+        self.batches = Batches(journal, self.selector, self.eviction, self.tickets)
+        self.late_columns = LateColumnWriter(journal, self.arrivals, self.eviction, self.spill)
+        self.cursors = Cursors(journal)
+        self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
+        self.trimming = Trimming(journal)
+        self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
+        self.lease = LeaseTimer()
+        self.durability = "strict"
+        self._direct_writes_until_s = -math.inf
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.journal.name
+
+    @property
+    def state(self) -> RunState:
+        """State of the run."""
+        return self.journal.state
+
+    @property
+    def measured(self) -> MeasuredRates:
+        """Measured speed of producers and trainer."""
+        return self.rates.measure(self.journal.clock.monotonic())
+
+    # ------------------------------------------------------------------ life
+
+    @classmethod
+    async def create(
+        cls, name: str, store: Store, token: str, config: RunConfig, clock: Clock = SYSTEM_CLOCK, *, by: str = ""
+    ) -> Run:
+        """Write the first ledger record of a new run and lead it. Raises `Invalid`."""
+        record = msgspec.structs.replace(decide_create(config, clock.wall()), by=by)
+        journal = Journal(name, store, clock)
+        await store.runs.add(name)
+        async with journal.taking_over(token):
+            await journal.append(record)
+        return cls(journal)
+
+    @classmethod
+    async def load(cls, name: str, store: Store, clock: Clock = SYSTEM_CLOCK) -> Run | None:
+        """Rebuild a run from its streams, as a follower; None if its creation never finished."""
+        journal = Journal(name, store, clock)
+        await journal.load()
+        if journal.state.config is None:
+            return None
+        # Only appends read these keys. One of another type makes the run unreadable now, not its appends later.
+        await store.groups.find_numbers(name, [prompt_key(adapter, 0) for adapter in ("", *journal.config.adapters)])
+        run = cls(journal)
+        await run.side_state.reload()
+        return run
+
+    async def lead(self, token: str) -> None:
+        """Read all that the older leader wrote, then decide from here on. Raises `DataLost`."""
+        async with self.journal.taking_over(token):
+            await self.tickets.reload()
+            self.tickets.start_over()
+            await self.cursors.take_over()
+            await self.spill.take_over()
+            await self.eviction.take_over()
+        self.journal.notify()
+
+    def close(self) -> None:
+        """Wake every waiter; each gets its waiting answer."""
+        self.journal.close()
+        self.spill.close()
+        self.admissions.close()
+
+    @property
+    def written_by_others(self) -> bool:
+        """Whether another server leads, or producers write to Redis themselves; before the first append all may."""
+        written_directly = not self.appends.used or self.journal.clock.monotonic() < self._direct_writes_until_s
+        return not self.journal.leading or written_directly
+
+    async def ingest(self) -> None:
+        """Read what is new in the streams."""
+        await (self._pull() if self.journal.leading else self.arrivals.follow())
+
+    async def check_ends(self, found: Ends | DataLost | LedgerGap) -> None:
+        """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
+        self.journal.check_ends(found)
+        if self.journal.leading and isinstance(found, Ends) and found.group > self.state.stored:
+            await self._pull()
+
+    async def _pull(self) -> None:
+        """Read new groups. If no append is under way, producers wrote them directly."""
+        stored, idle = self.state.stored, self.appends.idle
+        await self.arrivals.pull()
+        if idle and self.state.stored > stored:
+            self._direct_writes_until_s = self.journal.clock.monotonic() + DIRECT_WRITES_S
+
+    def restore_side_state(self, stored: RunTickets | Unreadable, term: int) -> None:
+        """Replace a follower's tickets and counters by those of the leader; `term` was ours when they were read.
+
+        Raises what was wrong with them.
+        """
+        if isinstance(stored, Unreadable):
+            raise stored
+        if not self.journal.token and self.journal.terms == term:  # else our own book is newer, or is being read
+            self.side_state.restore(stored)
+
+    async def tick(self) -> None:
+        """Do what time requires: what a leader owes, and a look at why the run waits."""
+        if self.journal.leading:
+            await self._tick_leader()
+        self.admissions.tick()
+        self.state_cache.look()
+
+    async def _tick_leader(self) -> None:
+        """Expire tickets and cursors, finish a used-up run, delete freed payloads, trim."""
+        await self.arrivals.settle()
+        await self.side_state.write_removed()
+        await self.tickets.take_back(heard=not self.lease.ended())
+        await self.tickets.expire()
+        await self.tickets.apply_failed_rule()
+        if all(self.book.used_up(name) for name in self.journal.config.kept_adapters):
+            await self.batches.end_if_used_up()
+        await self.journal.free_payloads(self.spill.forget)
+        self.spill.start()
+        await self.trimming.tick()
+        await self.cursors.expire()
+
+    # ------------------------------------------------------------------ operator
+
+    async def patch(self, patch: ConfigPatch, revision: int | None = None, *, by: str = "") -> None:
+        """Change plug-ins, limits, adapters or status of a live run. Raises `Conflict`, `Invalid`.
+
+        `revision`: that of the status that the caller has seen; None = any. `by`: who does it, for the ledger.
+        """
+        journal = self.journal
+        async with journal.decision():
+            check_revision(self.state, revision)
+            record = decide_patch(self.state, patch, journal.clock.wall())
+            if record is None:
+                return
+            await journal.append(msgspec.structs.replace(record, by=by))
+            given = {name: part for name, part in msgspec.to_builtins(patch).items() if part is not None}
+            change = msgspec.json.encode(given).decode()[:LONGEST_LOGGED]
+            logger.info("run changed run=%s by=%s change=%s", self.name, by or "-", change)
+            self.tickets.follow_config()
+        await self.eviction.evict_all()
+        journal.notify()
+
+    def preview(self, patch: ConfigPatch, revision: int | None = None) -> RunStatus:
+        """Return the status that a change would give, and change nothing. Raises `Conflict`, `Invalid`."""
+        check_revision(self.state, revision)
+        record, status = decide_patch(self.state, patch, self.journal.clock.wall()), self.describe()
+        if record is None:
+            return status
+        config = read_config(record.config, "the change")
+        spec = config.strategy
+        return msgspec.structs.replace(
+            status,
+            state=record.state,
+            strategy=ChosenStrategy(name=spec.name, options=spec.options),
+            config=msgspec.to_builtins(config),
+        )
+
+    async def delete(self) -> None:
+        """Record that the run is deleted, and stop deciding. Raises `Conflict` unless it is finished."""
+        async with self.journal.decision(), self.history_lock.exclusive():
+            check_deletable(self.state, self.name)
+            await self.journal.store.runs.mark_deleted(self.name, self.journal.check_leading())
+            self.journal.follow(None)
+
+    async def purge(self, *, by: str = "") -> int:
+        """Delete the bytes of dead letters, except those in batches that may be requested again; return how many.
+
+        `by`: who does it, for the ledger.
+        """
+        purged = 0
+        while True:
+            async with self.journal.decision():
+                record = decide_purge(self.state, self.journal.clock.wall())
+                if record is None:
+                    return purged
+                await self.journal.append(msgspec.structs.replace(record, by=by))
+            purged += len(record.numbers)
+            logger.info("dead letters purged run=%s groups=%d by=%s", self.name, len(record.numbers), by)
+
+    def list_differences(self, config: RunConfig) -> list[str]:
+        """List the fields in which `config` differs from the run's, which may be older than some options."""
+        ours, wanted = self.journal.config, resolve_config(config)[0]
+        return differing_fields(ours, wanted) and differing_fields(resolve_config(ours)[0], wanted)
+
+    def describe(self) -> RunStatus:
+        """Render the state of the run."""
+        return self.state_cache.state(
+            durability=self.durability,
+            rejected=dict(self.side_state.rejected),
+            presence=self.journal.presence,
+            spill=self.spill.describe(),
+        )

@@ -1,0 +1,190 @@
+"""The publisher `http`: serves the weights by HTTP to the helpers of engines that share no folder with the trainer.
+
+`--engine` is the address of a helper, `replaybuf fetch-weights`, which passes the trainer's calls on to its engine::
+
+    commit(v)   every helper downloads v, engines sample on ──► pause ──► the engine reads the copy ──► label ──► resume
+
+So engines are switched as by `reload`: fenced, labelled after the load, and again after a restart. Without `--engine` a
+version is announced when the trainer serves it, and helpers with `--run` load what is announced.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+from msgspec import Meta
+
+from replaybuf.certificates import client_context, open_certificate
+from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.wire.files import read_bounded
+from replaybuf.wire.prepared_types import prepared
+from replaybuf_trainer.faults import TrainingFault
+from replaybuf_trainer.publishers.engine import Engine, Unknown
+from replaybuf_trainer.publishers.engines import Engines
+from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
+from replaybuf_trainer.publishers.reload import FolderLoader
+from replaybuf_trainer.publishers.weights_folders import WeightsFolders
+from replaybuf_trainer.publishers.weights_server import WeightsServer
+from replaybuf_trainer.weight_download.helper import STAGE, StageAnswer
+from replaybuf_trainer.weight_download.listening import address, check_exposure
+from replaybuf_trainer.weight_download.local_weights import with_digest
+from replaybuf_trainer.weight_download.manifest import (
+    LARGEST_MANIFEST_BYTES,
+    LARGEST_SHARD_BYTES,
+    MANIFEST,
+    SHARD_BYTES,
+    digest_of,
+    write_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+TLS_OPTIONS = ("publish_tls_cert", "publish_tls_key")
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the publisher http.
+
+    - `url`: address at which helpers reach the trainer, such as a proxy with TLS; None = that of --publish-host
+    - `shard_bytes`: size of a shard; a shard that was not complete is downloaded again after a crash
+    """
+
+    url: str | None = None
+    shard_bytes: Annotated[int, Meta(ge=1 << 16, le=LARGEST_SHARD_BYTES)] = SHARD_BYTES
+
+
+class UriLoader(FolderLoader):
+    """Lets the helper of an engine download the weights, and the engine read the copy."""
+
+    def __init__(self, uri: str, adapter: str) -> None:
+        self.adapter = adapter
+        self._location = uri
+
+    def stage(self, engine: Engine) -> int | None:
+        """Ask the helper for the weights; None = they are there, else the bytes so far. Raises `ServiceUnavailable`."""
+        try:
+            answer = engine.post(STAGE, {"weights_uri": self._location}, attempts=1)
+            staged = msgspec.json.decode(answer, type=prepared(StageAnswer))
+        except (Unknown, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            detail = f"engine {engine.url} is not a helper: {error}; give --engine the address of fetch-weights"
+            raise ServiceUnavailable(detail, name="engine", value=engine.url) from error
+        except ServiceUnavailable as error:
+            refused = isinstance(error.__cause__, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in error.detail
+            if not refused:
+                raise
+            detail = f"{error.detail}; --publish-tls-ca names the file with the certificate of its authority"
+            raise ServiceUnavailable(detail, name="publish_tls_ca", value=engine.url) from error
+        return None if staged.complete else staged.progress_bytes
+
+
+class HttpPublisher(Publisher):
+    """Serves each version, and loads it through helpers into all engines, again into engines that restarted."""
+
+    Options = HttpOptions
+    takes_adapters = True
+
+    def __init__(self, setup: PublisherSetup, options: HttpOptions) -> None:
+        """Check the address. Raises `Invalid`."""
+        super().__init__(setup, options)
+        check_exposure(setup.publish_host, setup.publish_token, "publish_host")
+        if options.url is not None and not options.url.startswith(("http://", "https://")):
+            raise Invalid(f"url is {options.url!r}; it must be http or https", name="url", value=options.url)
+        self._adapter = ""
+        self._folders = WeightsFolders(setup.weights_dir, setup.needed_versions)
+        self._server: WeightsServer | None = None
+        self._engines: Engines | None = None
+        self._certificate = open_certificate(setup.publish_tls_cert, setup.publish_tls_key, TLS_OPTIONS)
+        if setup.engines:
+            tls = client_context(setup.publish_tls_ca, "publish_tls_ca")
+            self._engines = Engines(
+                setup.engines, setup.engine_timeout_s, setup.on_publish, token=setup.publish_token, tls=tls
+            )
+        else:
+            logger.warning(
+                "there is no --engine: versions are announced before any engine has loaded them; "
+                "start a helper with --run beside each engine"
+            )
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Stage the folder of a version with its manifest. Raises `TrainingFault` for a full disk."""
+        self._adapter = weights.adapter
+        self._describe(version, self._folders.write(version, weights))
+
+    def commit(self, version: int, confirm: Confirm) -> str:
+        """Load the version into the engines. Raises `ServiceUnavailable` if none takes it, and `Fenced`."""
+        adapter = self._adapter
+        self._folders.complete(version, confirm, adapter)
+        uri = self._uri(version, adapter)
+        server = self._serve()
+        if self._engines is not None:
+            loader = UriLoader(uri, adapter)
+            self._engines.stage(loader, version)
+            self._engines.switch(loader, version, confirm)
+        self._folders.prune(version, confirm, adapter, server.in_use)
+        return uri
+
+    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
+        """Load the folder of a version again, if it is still here. Raises as `commit`."""
+        self._adapter = adapter
+        if kept := self._folders.has(version, adapter):
+            folder = self._folders.path(version, adapter)
+            if not (folder / MANIFEST).is_file():  # another publisher wrote it
+                self._describe(version, folder)
+            self.commit(version, confirm)
+        return kept
+
+    def watch(self, confirm: Confirm) -> None:
+        """Load the published version into engines that lack it, until `close`."""
+        if self._engines is not None:
+            self._engines.watch(confirm)
+
+    def retire(self, adapters: frozenset[str]) -> None:
+        """Unload these adapters from the engines."""
+        if self._engines is not None:
+            self._engines.retire(adapters)
+
+    def close(self) -> None:
+        """End the watch and the server."""
+        if self._engines is not None:
+            self._engines.close()
+        if self._server is not None:
+            self._server.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what was written, the engines that are behind, and loads between two publications."""
+        engines = {} if self._engines is None else self._engines.figures()
+        return {"published_bytes": self._folders.written_bytes} | engines
+
+    def _describe(self, version: int, folder: Any) -> None:
+        try:
+            write_manifest(folder, version, self.options.shard_bytes)
+        except OSError as error:
+            detail = f"the manifest of version {version} cannot be written to {folder}: {error}; free some space"
+            raise TrainingFault(detail, name="weights_dir", value=str(folder)) from error
+
+    def _uri(self, version: int, adapter: str) -> str:
+        folder = self._folders.path(version, adapter)
+        below = folder.relative_to(self.setup.weights_dir).as_posix()
+        base = self.options.url or address(
+            self.setup.publish_host, self._serve().port, tls=self._certificate is not None
+        )
+        try:
+            digest = digest_of(read_bounded(folder / MANIFEST, LARGEST_MANIFEST_BYTES))
+        except OSError as error:
+            detail = f"the manifest of version {version} cannot be read: {error}; delete {folder}"
+            raise TrainingFault(detail, name="weights_dir", value=str(folder)) from error
+        return with_digest(f"{base.rstrip('/')}/{below}/", digest)
+
+    def _serve(self) -> WeightsServer:
+        """Return the server. It starts with the first version, because only the first rank has one."""
+        if self._server is None:
+            setup = self.setup
+            setup.weights_dir.mkdir(parents=True, exist_ok=True)
+            self._server = WeightsServer(
+                setup.weights_dir, setup.publish_host, setup.publish_port, setup.publish_token, self._certificate
+            )
+            logger.info("weights are served at port %d", self._server.port)
+        return self._server

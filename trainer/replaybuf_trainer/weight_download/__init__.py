@@ -1,0 +1,1 @@
+"""Published weights on their way to engines without a shared folder: manifest, verified download, the engine's side."""

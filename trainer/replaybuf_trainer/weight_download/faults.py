@@ -1,0 +1,29 @@
+"""Errors of a download of weights."""
+
+from __future__ import annotations
+
+from replaybuf.errors import ReplaybufError
+
+
+class WrongDigest(ReplaybufError):
+    """Bytes arrived that are not those of the manifest, again and again."""
+
+    status = 502
+
+
+class DiskFault(ReplaybufError):
+    """The disk of the helper does not take the weights."""
+
+    status = 507
+
+
+class EngineAway(ReplaybufError):
+    """The engine beside a helper does not answer."""
+
+    status = 502
+
+
+class Superseded(ReplaybufError):
+    """A newer version is wanted before this one was complete."""
+
+    status = 409

@@ -1,0 +1,162 @@
+"""The folder of downloaded weights on the machine of an engine. Several helpers of a machine may share it.
+
+::
+
+    FOLDER/v000012-4f1c...           version 12, complete; 4f1c... is the start of its manifest's SHA-256
+    FOLDER/.v000013-90ab....part     version 13, on its way
+    FOLDER/.lock                     held by the helper that downloads; the others then find the version complete
+
+The digest in the name keeps apart what a rewind published again under the same version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urldefrag
+
+from replaybuf.errors import Gone, Invalid
+from replaybuf_trainer.weight_download.download import Download, patiently
+from replaybuf_trainer.weight_download.faults import Superseded
+from replaybuf_trainer.weight_download.manifest import MANIFEST, Manifest, decode_manifest, digest_of
+from replaybuf_trainer.weight_download.sources import Source, open_source
+
+logger = logging.getLogger(__name__)
+
+_ANNOUNCED = re.compile("sha256=([0-9a-f]{64})")
+DIGEST_CHARACTERS = 32
+LOCK_POLL_S = 0.1
+
+
+def with_digest(uri: str, digest: str) -> str:
+    """Return a weights_uri that names the SHA-256 of its manifest."""
+    return f"{uri}#sha256={digest}"
+
+
+class LocalWeights:
+    """Downloads versions and keeps the newest `keep` of them, by their last use.
+
+    The disk needs room for `keep` + 1 versions.
+    """
+
+    def __init__(self, root: Path, keep: int, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        self._current: Download | None = None
+        self._root = root
+        self._keep = keep
+        self._token = token
+        self._tls = tls or ssl.create_default_context()
+
+    def fetch(self, weights_uri: str, stopping: threading.Event) -> Path:
+        """Return the local folder of the weights at an address, downloaded if it is not here yet.
+
+        Raises `Superseded` after `stopping`, `WrongDigest`, `Gone`, `Unauthorized`, `ServiceUnavailable`, `Invalid`
+        for a manifest that is not acceptable or a disk that is too small, and `OSError`.
+        """
+        uri, fragment = urldefrag(weights_uri)
+        announced = match[1] if (match := _ANNOUNCED.fullmatch(fragment)) else ""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with self._locked(stopping):
+            if announced and (folder := self._complete(announced)):
+                return folder
+            with contextlib.closing(open_source(uri, self._token, self._tls)) as source:
+                content = patiently(source.manifest, stopping.wait)
+                digest = digest_of(content)
+                if announced and digest != announced:
+                    detail = f"{uri} has other weights now: its manifest has the SHA-256 {digest}, not {announced}"
+                    raise Gone(detail, name="weights_uri", value=weights_uri)
+                return self._complete(digest) or self._download(source, uri, content, stopping)
+
+    def progress_bytes(self) -> int:
+        """Return a number that grows while a version comes, also if another helper of the folder downloads it."""
+        verified = 0 if self._current is None else self._current.verified_bytes
+        return verified + sum(_allocated_bytes(scratch) for scratch in self._root.glob(".v*.part"))
+
+    def _complete(self, digest: str) -> Path | None:
+        for folder in self._root.glob(f"v*-{digest[:DIGEST_CHARACTERS]}"):
+            _mark_used(folder)
+            return folder
+        return None
+
+    def _download(self, source: Source, uri: str, content: bytes, stopping: threading.Event) -> Path:
+        manifest = decode_manifest(content, uri)
+        folder = self._root / f"v{manifest.version:06d}-{digest_of(content)[:DIGEST_CHARACTERS]}"
+        scratch = folder.with_name(f".{folder.name}.part")
+        for other in self._root.glob(".v*.part"):
+            if other != scratch:
+                shutil.rmtree(other, ignore_errors=True)
+        scratch.mkdir(exist_ok=True)
+        self._check_room(manifest, scratch)
+        begun_s = time.monotonic()
+        self._current = download = Download(source, uri, manifest, scratch, stopping)
+        download.run()
+        (scratch / MANIFEST).write_bytes(content)
+        for path in [*scratch.rglob("*"), scratch]:
+            _sync(path)
+        scratch.rename(folder)
+        _sync(self._root)
+        logger.info(
+            "fetched version=%d from=%s bytes=%d reused=%d seconds=%.1f",
+            manifest.version,
+            uri,
+            download.received_bytes,
+            manifest.total_bytes - download.received_bytes,
+            time.monotonic() - begun_s,
+        )
+        _mark_used(folder)
+        self._prune()
+        return folder
+
+    def _check_room(self, manifest: Manifest, scratch: Path) -> None:
+        needed, free = manifest.total_bytes - _allocated_bytes(scratch), shutil.disk_usage(self._root).free
+        if needed > free:
+            detail = f"version {manifest.version} needs {needed} more bytes in {self._root}, and {free} are free"
+            raise Invalid(detail, name="folder", value=needed, bound=free)
+
+    def _prune(self) -> None:
+        folders = sorted(self._root.glob("v*-*"), key=lambda path: path.stat().st_mtime_ns)
+        for folder in folders[: -self._keep]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _locked(self, stopping: threading.Event) -> Iterator[None]:
+        """Hold the lock of the folder; the system releases it when a process dies."""
+        with (self._root / ".lock").open("ab") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if stopping.wait(LOCK_POLL_S):
+                        raise Superseded("the download ends before it began", name="weights_uri") from None
+            yield
+
+
+def _mark_used(folder: Path) -> None:
+    """Set the time of the last use; the system's own clock for files has steps of 4 ms."""
+    now_ns = time.time_ns()
+    os.utime(folder, ns=(now_ns, now_ns))
+
+
+def _allocated_bytes(folder: Path) -> int:
+    """Return the disk space of the files below a folder, without holes; 0 if it was renamed meanwhile."""
+    try:
+        return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    except FileNotFoundError:
+        return 0
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
