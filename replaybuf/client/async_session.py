@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -74,9 +74,11 @@ class AsyncBatchReader(_AsyncBatches[Batch]):
         self.reader = BatchReader(blocking, epoch, step, options)
         super().__init__(blocking, self.reader)
 
-    async def ack(self, feedback: dict[str, Any] | None = None) -> None:
+    async def ack(
+        self, feedback: dict[str, Any] | None = None, metrics: Mapping[str, float | None] | None = None
+    ) -> None:
         """Report that the newest batch is trained, as `BatchReader.ack` does."""
-        await asyncio.to_thread(self.reader.ack, feedback)
+        await asyncio.to_thread(self.reader.ack, feedback, metrics)
 
 
 class AsyncTrainerSession(_AsyncBatches[Batch]):
@@ -103,10 +105,16 @@ class AsyncTrainerSession(_AsyncBatches[Batch]):
         return self.session.waiting
 
     async def step_done(
-        self, weights_uri: str | None = None, *, checkpoint: bool = False, feedback: dict[str, Any] | None = None
+        self,
+        weights_uri: str | None = None,
+        *,
+        metrics: Mapping[str, float | None] | None = None,
+        checkpoint: bool = False,
+        feedback: dict[str, Any] | None = None,
     ) -> None:
         """Report that the newest batch is trained, as `TrainerSession.step_done` does."""
-        await asyncio.to_thread(self.session.step_done, weights_uri, checkpoint=checkpoint, feedback=feedback)
+        done = self.session.step_done
+        await asyncio.to_thread(done, weights_uri, metrics=metrics, checkpoint=checkpoint, feedback=feedback)
 
     async def publish(self, weights_uri: str | None = None, version: int | None = None, adapter: str = "") -> None:
         """Announce a version, as `TrainerSession.publish` does."""

@@ -12,7 +12,7 @@ import httpx
 
 from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
-from replaybuf.client.http_request import encode_body, given, segment
+from replaybuf.client.http_request import encode_body, finite_metrics, given, segment
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import Gone, InvalidGroups, Malformed, counted
 from replaybuf.wire.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
@@ -122,9 +122,18 @@ class RunCalls:
         reply = yield _batch_request(step, epoch, dp_rank, wait_ms, accept=PLAN_TYPE)
         return answer_of(reply, WaitingAnswer) if reply.status_code == httpx.codes.ACCEPTED else answer_of(reply, Plan)
 
-    def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None = None) -> Exchange[None]:
-        """Report that `step` is trained. A repetition does no harm. Raises `Fenced`, `WrongStep`."""
-        body = {"epoch": epoch} | given(feedback=feedback)
+    def ack(
+        self,
+        step: int,
+        epoch: int,
+        feedback: dict[str, Any] | None = None,
+        metrics: Mapping[str, float | None] | None = None,
+    ) -> Exchange[None]:
+        """Report that `step` is trained. A repetition does no harm. Raises `Fenced`, `WrongStep`.
+
+        `metrics`: at most 64 numbers of this step that people want to see, by name; NaN and infinity count as missing.
+        """
+        body = {"epoch": epoch} | given(feedback=feedback, metrics=metrics and finite_metrics(metrics))
         yield HttpRequest(method="POST", path=f"/batches/{step}/ack", content=encode_body(body))
 
     def publish_policy(

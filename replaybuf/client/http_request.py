@@ -6,7 +6,8 @@ It returns the result of the call. The blocking and the asyncio client run the s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Mapping
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote
 
@@ -51,6 +52,12 @@ def segment(text: str) -> str:
 def given(**optional: Any) -> dict[str, Any]:
     """Return the arguments that are not None."""
     return {name: value for name, value in optional.items() if value is not None}
+
+
+def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Turn numbers that JSON does not have into None. Scalars of numpy and torch are numbers too."""
+    numbers = {name: None if value is None else float(value) for name, value in metrics.items()}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def encode_body(value: Any) -> bytes:

@@ -24,7 +24,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
@@ -204,7 +204,7 @@ class StepReader(Generic[B]):
             self._changed.notify_all()
             return batch
 
-    def ack(self, feedback: dict[str, Any] | None = None) -> None:
+    def ack(self, feedback: dict[str, Any] | None = None, metrics: Mapping[str, float | None] | None = None) -> None:
         """Report that the newest batch is trained, and ask at once for a batch that waits for this ack.
 
         A repetition does no harm. `Client.ack` works too. Raises `Fenced`, `WrongStep`, `ServiceUnavailable`, and
@@ -212,7 +212,7 @@ class StepReader(Generic[B]):
         """
         if self.step == self._first:
             raise Invalid(f"ack before the batch of step {self._first}; get that batch first", name="step", value=None)
-        self._client.ack(self.step - 1, self.epoch, feedback)
+        self._client.ack(self.step - 1, self.epoch, feedback, metrics)
         with self._changed:
             self._nudge()
 

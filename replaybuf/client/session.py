@@ -16,7 +16,7 @@ With several ranks one session attaches, and those of the other ranks `join` it;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -160,14 +160,20 @@ class TrainerSession(Generic[B]):
     # ------------------------------------------------------------------ reports
 
     def step_done(
-        self, weights_uri: str | None = None, *, checkpoint: bool = False, feedback: dict[str, Any] | None = None
+        self,
+        weights_uri: str | None = None,
+        *,
+        metrics: Mapping[str, float | None] | None = None,
+        checkpoint: bool = False,
+        feedback: dict[str, Any] | None = None,
     ) -> None:
         """Report that the newest batch is trained: ack, the version that is due, the checkpoint.
 
         A version is due after every `steps_per_publish` steps of the run; the engines have loaded it by now, or load it
-        from `weights_uri`. `checkpoint`: the checkpoint of the steps done, this one included, is on disk. `feedback`:
-        for the strategy. A run with adapters has no version for all of them: `publish` each. Raises `Invalid` for
-        weights of a step after which no version is due.
+        from `weights_uri`. `metrics`: at most 64 numbers of the step that people want to see, by name. `checkpoint`:
+        the checkpoint of the steps done, this one included, is on disk. `feedback`: for the strategy. A run with
+        adapters has no version for all of them: `publish` each. Raises `Invalid` for weights of a step after which no
+        version is due.
         """
         due = not self.facts.adapters and self.reader.step % self.facts.steps_per_publish == 0
         if weights_uri is not None and not due:
@@ -179,22 +185,28 @@ class TrainerSession(Generic[B]):
                 value=weights_uri,
                 bound=every,
             )
-        self.ack(feedback)
+        self.ack(feedback, metrics)
         if due:
             self.publish(weights_uri)
         if checkpoint:
             self.checkpoint()
 
-    def ack(self, feedback: dict[str, Any] | None = None, *, steps: int | None = None) -> None:
+    def ack(
+        self,
+        feedback: dict[str, Any] | None = None,
+        metrics: Mapping[str, float | None] | None = None,
+        *,
+        steps: int | None = None,
+    ) -> None:
         """Report that `steps` are trained; None = those up to the newest batch. A repetition does no harm.
 
         A framework that fetches batches ahead in another thread names the steps, and acks each of them.
         """
         if steps is None:
-            self._retries.call(lambda: self.reader.ack(feedback))
+            self._retries.call(lambda: self.reader.ack(feedback, metrics))
             self.steps_done = self.reader.step
         else:
-            self._retries.call(lambda: self._client.ack(steps - 1, self.epoch, feedback))
+            self._retries.call(lambda: self._client.ack(steps - 1, self.epoch, feedback, metrics))
             self.steps_done = steps
 
     def publish(self, weights_uri: str | None = None, version: int | None = None, adapter: str = "") -> None:

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, field
 from replaybuf.wire.batch import BODY_EXTRAS, BodyExtra
 from replaybuf.wire.config import MAX_RANKS, Cost, NonNegative, Positive, RowMultiple, RowTokens
 from replaybuf.wire.group import GroupJson
-from replaybuf.wire.names import Name, Uri, lines
+from replaybuf.wire.names import MetricName, Name, Uri, lines
 
 # ---------------------------------------------------------------------- requests
 
@@ -69,11 +69,16 @@ class HeartbeatRequest(Request, frozen=True, kw_only=True):
     failure: ProducerFailure | None = None
 
 
+MOST_METRICS = 64
+"""Metrics of one ack."""
+
+
 class AckRequest(Request, frozen=True, kw_only=True):
-    """Report that a step was trained. The strategy receives `feedback`."""
+    """Report that a step was trained. The strategy receives `feedback`; people see `metrics`, null = no number."""
 
     epoch: NonNegative
     feedback: dict[str, Any] | None = None
+    metrics: Annotated[dict[MetricName, float | None], Meta(max_length=MOST_METRICS)] | None = None
 
 
 class PolicyRequest(Request, frozen=True, kw_only=True):

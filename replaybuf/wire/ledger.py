@@ -153,6 +153,7 @@ class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):
     """A step was trained. `priorities`: what the learner gave its groups, by number, for strategies that go by it.
 
     `waited_s`: seconds that the trainer waited since the ack before, by reason, as its leader counted them.
+    `metrics`: numbers that the trainer reports for people, by name; None = it had no number.
     """
 
     step: int
@@ -160,6 +161,7 @@ class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):
     feedback: dict[str, Any] | None = None
     priorities: dict[int, float] = {}
     waited_s: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
 
 
 class EvictRecord(Record, frozen=True, kw_only=True, tag="EVICT"):

@@ -17,6 +17,7 @@ from msgspec import Meta
 from replaybuf.errors import Invalid
 
 LONGEST_NAME_BYTES = 256
+LONGEST_METRIC_BYTES = 64
 LONGEST_REASON_BYTES = 1024
 LONGEST_URI_BYTES = 4096
 REASON_WORD = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -36,6 +37,8 @@ def _bounded(most_bytes: int) -> Meta:
 
 Name = Annotated[str, _bounded(LONGEST_NAME_BYTES)]
 """An id or a name."""
+MetricName = Annotated[str, _bounded(LONGEST_METRIC_BYTES)]
+"""The name of a metric that a trainer reports."""
 Uri = Annotated[str, _bounded(LONGEST_URI_BYTES)]
 
 

@@ -114,7 +114,9 @@ class History(Answer, frozen=True, kw_only=True):
     """Figures per step as columns of equal length. A row covers `steps` steps from `step` on, with means per step.
 
     `columns`: `step`, `steps`, `at_s`, `acked_s`, and figures of the batch; `dropped`: groups by reason, per row;
-    `waited`: seconds that the trainer waited, by reason, per row.
+    `waited`: seconds that the trainer waited, by reason, per row; `metrics`: what the trainer reported with its acks,
+    by name, per row. Of all steps, `metrics_missing` values were reported as missing, and `metrics_left_out` have no
+    column, because a run keeps 128 names.
     `changes`: the newest changes of configuration and state, and rewinds, oldest first.
     """
 
@@ -124,4 +126,7 @@ class History(Answer, frozen=True, kw_only=True):
     columns: dict[str, Column]
     dropped: dict[str, Column]
     waited: dict[str, Column] = field(default_factory=dict)
+    metrics: dict[str, Column] = field(default_factory=dict)
+    metrics_missing: int = 0
+    metrics_left_out: int = 0
     changes: list[ShownChange]

@@ -41,6 +41,19 @@ def test_a_session_trains_publishes_and_records_checkpoints_to_the_end_of_the_ru
     assert (policy.version, policy.weights_uri) == (4, "file:///weights/4")
 
 
+def test_metrics_of_a_step_are_in_the_history_by_name(client: Client, run: RunClient) -> None:
+    """Values that are no numbers count as missing; a second ack of the step changes nothing."""
+    with client.trainer(reader=QUICK) as session:
+        next(session)
+        session.step_done(metrics={"loss": 0.25, "kl": float("nan"), "entropy": None})
+        client.ack(0, session.epoch, metrics={"loss": 9.0})
+        next(session)
+        session.step_done()
+    history = run.get("history").json()
+    assert list(history["metrics"]) == ["loss"] and history["metrics_missing"] == 2
+    assert history["metrics"]["loss"][:2] == [0.25, None]  # the reader may have a third batch already
+
+
 def test_a_version_is_due_after_the_steps_of_a_publication(run: RunClient, service: ServeProcess) -> None:
     """Weights after another step are refused before anything is acked."""
     run.put(batch={"groups_per_batch": 1}, steps_per_publish=2)

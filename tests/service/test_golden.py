@@ -20,7 +20,7 @@ from tests.conftest import group as json_group
 from tests.kernel.test_state import Run
 
 FRAMES = "5807bb3b57de99ef"
-SNAPSHOT = "91c72e18a9f3c564"
+SNAPSHOT = "0e80e085b9a66ccf"
 BODIES = "ba09aaf1c6021a75"
 LEDGER = "262051c4017de053"
 HEADER_BYTES = len(MAGIC) + 20

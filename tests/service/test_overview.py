@@ -74,7 +74,9 @@ def test_the_history_survives_a_restart(own_service: ServeProcess) -> None:
     epoch = run.attach()
     for step in range(5):
         run.append(group(f"g{step}", step))
-        run.train(epoch, range(step, step + 1))
+        assert run.batch(step, epoch).status_code == 200
+        assert run.ack(step, epoch, metrics={"loss": step / 10}).status_code == 200
+        run.publish(step + 1, epoch)
     before = run.get("history").json()
     run.http.close()
     own_service.kill()
@@ -82,9 +84,9 @@ def test_the_history_survives_a_restart(own_service: ServeProcess) -> None:
     again = RunClient(own_service.url, "kept")
     after = again.get("history").json()
     again.http.close()
-    assert {name: after[name] for name in ("columns", "dropped", "first_step", "last_step")} == {
-        name: before[name] for name in ("columns", "dropped", "first_step", "last_step")
-    }
+    kept = ("columns", "dropped", "metrics", "first_step", "last_step")
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert after["metrics"] == {"loss": [0.0, 0.1, 0.2, 0.3, 0.4]}
     assert after["columns"]["step"] == [0, 1, 2, 3, 4]
     assert after["columns"]["reward_mean"] == [0.5] * 5
     assert after["columns"]["tokens_in"] == [10.0] * 5
@@ -109,6 +111,30 @@ def test_a_range_and_a_number_of_points_bound_the_history(
     assert (columns["step"], columns["steps"]) == (steps, sizes)
     assert {len(column) for column in (*columns.values(), *history["dropped"].values())} == {len(steps)}
     assert (history["first_step"], history["last_step"]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "what"),
+    [
+        ({f"m{number}": 1.0 for number in range(65)}, "metrics"),
+        ({"é" * 33: 1.0}, "64"),
+        ({"a\u202eb": 1.0}, "U+202E"),
+        ({"loss": "0.5"}, "metrics"),
+        ({"loss": True}, "metrics"),
+    ],
+    ids=["too many", "a long name", "a name that turns the text", "text", "truth"],
+)
+def test_metrics_out_of_bounds_ack_nothing(run: RunClient, metrics: dict[str, Any], what: str) -> None:
+    """The trainer corrects them and acks again."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("a"))
+    assert run.batch(0, epoch).status_code == 200
+    refused = run.ack(0, epoch, metrics=metrics)
+    assert refused.status_code in (400, 422) and what in refused.json()["detail"]
+    assert run.state()["step"] == 0
+    assert run.ack(0, epoch, metrics={"loss": 1, "kl": None}).status_code == 200
+    assert run.get("history").json()["metrics"] == {"loss": [1.0]}
 
 
 def test_the_clock_of_the_answers_is_that_of_the_server(run: RunClient) -> None:

@@ -103,7 +103,7 @@ class ScriptedService:
             raise RunFinished("finished")
         return body(step)
 
-    def ack(self, step: int, epoch: int, feedback: Any = None) -> None:
+    def ack(self, step: int, epoch: int, feedback: Any = None, metrics: Any = None) -> None:
         """Accept acks in order."""
         self.called("ack", f"ack {step}")
         assert (step, epoch) == (self._acked, EPOCH)

@@ -589,7 +589,11 @@ def test_a_real_run_is_trained_to_its_end(
     choice = engine.complete([70, 88, 33], max_tokens=8)[0]
     expected = oracle(load_model(newest / "model"), [70, 88, 33], choice["token_ids"])
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert [line.step for line in lines(tmp_path / "train.jsonl")] == list(range(STEPS))
+    recorded = lines(tmp_path / "train.jsonl")
+    assert [line.step for line in recorded] == list(range(STEPS))
+    metrics = filled_run.get("history").json()["metrics"]
+    assert metrics["grad_norm"] == [line.grad_norm for line in recorded]
+    assert metrics.keys() >= {"loss", "entropy", "learning_rate", "skipped"}
 
 
 def test_a_run_with_adapters_is_rejected_before_the_trainer_attaches(

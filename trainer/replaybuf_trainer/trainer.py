@@ -37,6 +37,7 @@ from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.publications import Publications
 from replaybuf_trainer.publishers.opening import open_publisher
 from replaybuf_trainer.reading import TensorBatch
+from replaybuf_trainer.report.figures import ack_metrics
 from replaybuf_trainer.report.report import Report
 from replaybuf_trainer.report.stopwatch import Stopwatch
 from replaybuf_trainer.schedules import learning_rate_factor
@@ -104,7 +105,7 @@ class Trainer:
             figures = self._train_step(batch)
             self._watch.enter("ack")
             try:
-                self._feed.ack()
+                self._feed.ack(ack_metrics(figures))
             except Stopped:  # the service may not count this step: the last checkpoint stays the newest
                 logger.warning("stopped before the ack of step %d was answered", self._step)
                 return self._step

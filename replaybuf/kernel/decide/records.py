@@ -274,8 +274,11 @@ def decide_ack(
     priorities: dict[int, float],
     now_s: float,
     waited_s: dict[str, float] | None = None,
+    metrics: dict[str, float | None] | None = None,
 ) -> AckRecord | None:
-    """Decide that a step is trained; None if it was acked before. `priorities` by group number, `waited_s` by reason.
+    """Decide that a step is trained; None if it was acked before.
+
+    `priorities` by group number, `waited_s` by reason, `metrics` by name for people.
 
     Raises `WrongStep` out of order or for a batch that was never served.
     """
@@ -285,8 +288,15 @@ def decide_ack(
         raise WrongStep(f"step is {step}; {why}", name="step", value=step, bound=state.step)
     if step < state.step:
         return None
-    waited = waited_s or {}
-    return AckRecord(step=step, epoch=epoch, feedback=feedback, priorities=priorities, at_s=now_s, waited_s=waited)
+    return AckRecord(
+        step=step,
+        epoch=epoch,
+        feedback=feedback,
+        priorities=priorities,
+        at_s=now_s,
+        waited_s=waited_s or {},
+        metrics=metrics or {},
+    )
 
 
 def read_priorities(given: Any, batch: BatchRecord) -> dict[int, float]:

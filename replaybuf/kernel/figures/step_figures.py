@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from replaybuf.kernel.figures.changes import Changes
 from replaybuf.kernel.figures.milestones import Milestones
+from replaybuf.kernel.figures.step_metrics import StepMetrics, merge_metrics
 from replaybuf.kernel.rows.index import FREED, Index
 from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointRecord, PolicyRecord, RewindRecord
 
@@ -35,6 +36,7 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
     - `longest`: tokens of the longest rollout; `fill`: share of the budget
     - `stored`: number of the newest group stored before it; `dropped`: groups since the batch before, by reason
     - `waited`: seconds that the trainer waited from the ack before to its own ack, by reason
+    - `metrics`: what the trainer reported with its ack, packed by `StepMetrics`
     """
 
     step: int
@@ -58,6 +60,7 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
     stored: int = 0
     dropped: dict[str, int] = {}
     waited: dict[str, float] = {}
+    metrics: bytes = b""
 
     @property
     def last(self) -> int:
@@ -83,7 +86,7 @@ _MEANS = (
 class StepFigures(msgspec.Struct):
     """Rows by ascending step, the groups dropped since the newest batch, by reason, and the newest changes.
 
-    `newest_s`: time of the newest ledger record; `moments` for the life of a group.
+    `newest_s`: time of the newest ledger record; `moments` for the life of a group; `metrics`: their names.
     """
 
     rows: list[StepRow] = []
@@ -91,6 +94,7 @@ class StepFigures(msgspec.Struct):
     changes: Changes = msgspec.field(default_factory=Changes)
     newest_s: float = 0.0
     moments: Milestones = msgspec.field(default_factory=Milestones)
+    metrics: StepMetrics = msgspec.field(default_factory=StepMetrics)
 
     def apply(self, record: AnyRecord, *, entry: int, step: int, oldest_step: int) -> None:
         """Fold ledger entry `entry`, which is no batch; `step` is the next unacked one after it."""
@@ -99,6 +103,8 @@ class StepFigures(msgspec.Struct):
             case AckRecord():
                 if row := self.row_of(record.step):
                     row.acked_s, row.waited = record.at_s, _sum([row.waited, record.waited_s])
+                    if row.steps == 1:  # a mean of several steps stays
+                        row.metrics = self.metrics.pack(record.metrics)
             case PolicyRecord():
                 self.moments.publish(record, step)
             case CheckpointRecord():
@@ -158,6 +164,7 @@ def merge(rows: Sequence[StepRow]) -> StepRow:
         stored=newest.stored,
         dropped=_sum([row.dropped for row in rows]),
         waited=_sum([row.waited for row in rows]),
+        metrics=merge_metrics([(row.steps, row.metrics) for row in rows]),
         **means,
     )
 

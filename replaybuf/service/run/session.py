@@ -105,7 +105,13 @@ class Session:
                     bound=longest,
                 )
 
-    async def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None) -> AckedStep:
+    async def ack(
+        self,
+        step: int,
+        epoch: int,
+        feedback: dict[str, Any] | None,
+        metrics: dict[str, float | None] | None = None,
+    ) -> AckedStep:
         """Count a step as trained, once. Raises `WrongStep` out of order or for a batch that was never served."""
         check_metadata("feedback", feedback or {})
         journal, state, waits = self._journal, self._state, self._batches.waits
@@ -115,7 +121,8 @@ class Session:
             if feedback and "priorities" in feedback and step == state.step and step in state.batches:
                 batch = await journal.batch_record(state.batches[step].entry)
                 priorities = await call_beside(len(batch.groups), read_priorities, feedback["priorities"], batch)
-            record = decide_ack(state, step, epoch, feedback, priorities, journal.clock.wall(), waits.of_step_s())
+            now_s, waited_s = journal.clock.wall(), waits.of_step_s()
+            record = decide_ack(state, step, epoch, feedback, priorities, now_s, waited_s, metrics)
             if record:
                 await journal.append(record)
                 waits.end_step()

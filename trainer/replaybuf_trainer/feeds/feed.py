@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -33,8 +33,8 @@ class Feed(Protocol):
     def batches(self) -> AbstractContextManager[Iterator[TensorBatch]]:
         """Open the batches from the attached step on; they end with the run and with `stop`."""
 
-    def ack(self) -> None:
-        """Report that the newest batch is trained."""
+    def ack(self, metrics: Mapping[str, float | None] | None = None) -> None:
+        """Report that the newest batch is trained, with numbers of the step for people, at most 64 by name."""
 
     def publish(self, version: int, weights_uri: str | None, adapter: str = "") -> None:
         """Announce a version of an adapter that the engines have loaded, in any thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from replaybuf.wire.config import Cost
@@ -55,7 +55,7 @@ class OfflineFeed:
                 return
             yield read_tensors(body)
 
-    def ack(self) -> None:
+    def ack(self, metrics: Mapping[str, float | None] | None = None) -> None:
         """Do nothing."""
 
     def publish(self, version: int, weights_uri: str | None, adapter: str = "") -> None:

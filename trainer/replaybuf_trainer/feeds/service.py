@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from replaybuf.client.client import Client
 from replaybuf.client.reader import ReaderOptions
@@ -76,9 +76,9 @@ class ServiceFeed:
         with self._session as session:
             yield self._ranks.in_step(session)
 
-    def ack(self) -> None:
+    def ack(self, metrics: Mapping[str, float | None] | None = None) -> None:
         """Report that the newest batch is trained."""
-        self._ranks.first(self._session.ack)
+        self._ranks.first(lambda: self._session.ack(metrics=metrics))
 
     def publish(self, version: int, weights_uri: str | None, adapter: str = "") -> None:
         """Announce a version of an adapter that the engines have loaded."""

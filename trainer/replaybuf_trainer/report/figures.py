@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 
 from replaybuf.wire.config import Cost
+from replaybuf.wire.contract import MOST_METRICS
+from replaybuf.wire.names import LONGEST_METRIC_BYTES
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.flops import training_flops
@@ -15,6 +19,19 @@ from replaybuf_trainer.report.memory import peak_memory_bytes
 from replaybuf_trainer.report.stopwatch import Phase
 
 TRAIN_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+
+
+def ack_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among the figures of a step that an ack may bring: as many and as long as the service takes.
+
+    A loss of other people may have more of them, or longer names.
+    """
+    numbers = (
+        (name, float(value))
+        for name, value in figures.items()
+        if isinstance(value, int | float) and len(name.encode()) <= LONGEST_METRIC_BYTES
+    )
+    return dict(islice(numbers, MOST_METRICS))
 
 
 def step_figures(

@@ -237,7 +237,7 @@ async def post_ack(request: Request) -> Response:
     body = await read_ack(request, request.app.state.decoders)
     step = number(request, STEP)
     with _span(run, "ack", step):
-        return json_response(await run.session.ack(step, body.epoch, body.feedback))
+        return json_response(await run.session.ack(step, body.epoch, body.feedback, body.metrics))
 
 
 def _span(run: Run, name: str, step: int) -> AbstractContextManager[object]:

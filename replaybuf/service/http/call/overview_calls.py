@@ -37,7 +37,7 @@ FROM_STEP = Number("from_step")
 TO_STEP = Number("to_step")
 POINTS = Number("points", 500, 1, 4096)
 HISTORY_PARAMETERS = (FROM_STEP, TO_STEP, POINTS)
-_PLAIN = tuple(name for name in StepRow.__struct_fields__ if name not in ("dropped", "waited"))
+_PLAIN = tuple(name for name in StepRow.__struct_fields__ if name not in ("dropped", "waited", "metrics"))
 
 
 async def get_overview(request: Request) -> Response:
@@ -156,7 +156,7 @@ def describe_history(run: Run, rows: Sequence[StepRow]) -> History:
     columns["acked_s"] = [row.acked_s or None for row in rows]
     columns["length"] = [row.tokens / row.rollouts if row.rollouts else None for row in rows]
     columns["tokens_out_per_s"], columns["tokens_in_per_s"], columns["step_s"] = _rates(rows)
-    all_rows = run.state.figures.rows
+    all_rows, metrics = run.state.figures.rows, run.state.figures.metrics
     return History(
         now_s=run.journal.clock.wall(),
         first_step=all_rows[0].step if all_rows else None,
@@ -164,6 +164,9 @@ def describe_history(run: Run, rows: Sequence[StepRow]) -> History:
         columns=columns,
         dropped=_by_reason([row.dropped for row in rows]),
         waited=_by_reason([row.waited for row in rows]),
+        metrics=metrics.columns([row.metrics for row in rows]),
+        metrics_missing=metrics.missing,
+        metrics_left_out=metrics.left_out,
         changes=[ShownChange(*msgspec.structs.astuple(change)) for change in run.state.figures.changes.newest],
     )
 
