@@ -6,18 +6,22 @@ import uPlot from "./vendor/uPlot.esm.js";
 
 const HEIGHT = 190;
 
-// Title, unit, series as [name, column]; `band`: the first two series are the edges of a band.
+const SMOOTH_WIDTH = 2;
+// Distances of marks on an axis of whole numbers.
+const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 9 }, (_, power) => first * 10 ** power)).sort((one, other) => one - other);
+
+// Section of the page, title, unit, series as [name, column]; `band`: the first two series are the edges of a band.
 export const CHARTS = [
-  { title: "Reward", unit: "mean of groups ± spread inside a group", series: [["mean + std", (c) => plus(c, 1)], ["mean − std", (c) => plus(c, -1)], ["mean", (c) => c.reward_mean]], band: true },
-  { title: "Reward of groups", unit: "lowest, highest", series: [["highest", (c) => c.reward_max], ["lowest", (c) => c.reward_min]] },
-  { title: "Staleness at use", unit: "policy versions", series: [["mean", (c) => c.staleness], ["oldest", (c) => c.staleness_max]] },
-  { title: "Tokens per second", unit: "stored, trained", series: [["trained", (c) => c.tokens_out_per_s], ["stored", (c) => c.tokens_in_per_s]] },
-  { title: "Rollout length", unit: "tokens", series: [["mean", (c) => c.length], ["longest", (c) => c.longest]] },
-  { title: "Time from stored to batch", unit: "seconds", series: [["mean", (c) => c.age_s]] },
-  { title: "Seconds per step", unit: "from ack to ack", series: [["step", (c) => c.step_s]] },
-  { title: "Uses of a group", unit: "this use counted", series: [["mean", (c) => c.uses]] },
-  { title: "Groups per batch", unit: "", series: [["groups", (c) => c.groups]] },
-  { title: "Batch fill", unit: "share of the budget", series: [["fill", (c) => c.fill]] },
+  { section: "Learning", title: "Reward", unit: "mean of groups ± spread inside a group", series: [["mean + std", (c) => plus(c, 1)], ["mean − std", (c) => plus(c, -1)], ["mean", (c) => c.reward_mean]], band: true },
+  { section: "Learning", title: "Reward of groups", unit: "lowest, highest", series: [["highest", (c) => c.reward_max], ["lowest", (c) => c.reward_min]] },
+  { section: "Speed", title: "Tokens per second", unit: "stored, trained", series: [["trained", (c) => c.tokens_out_per_s], ["stored", (c) => c.tokens_in_per_s]] },
+  { section: "Speed", title: "Seconds per step", unit: "from ack to ack", series: [["step", (c) => c.step_s]] },
+  { section: "Speed", title: "Time from stored to batch", unit: "seconds", series: [["mean", (c) => c.age_s]] },
+  { section: "Data", title: "Staleness at use", unit: "policy versions", series: [["mean", (c) => c.staleness], ["oldest", (c) => c.staleness_max]] },
+  { section: "Data", title: "Rollout length", unit: "tokens", series: [["mean", (c) => c.length], ["longest", (c) => c.longest]] },
+  { section: "Data", title: "Uses of a group", unit: "this use counted", series: [["mean", (c) => c.uses]] },
+  { section: "Data", title: "Groups per batch", unit: "", series: [["groups", (c) => c.groups]] },
+  { section: "Data", title: "Batch fill", unit: "share of the budget", series: [["fill", (c) => c.fill]] },
 ];
 
 const plus = (columns, sign) => columns.reward_mean.map((mean, place) => mean + sign * columns.reward_std[place]);
@@ -28,55 +32,74 @@ function axis(values) {
   return { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: values ? 52 : 30, values };
 }
 
-// A panel with one chart. `onRange(low, high)` is called with the values of a selection, `onPick(value)` with that of a click.
+// A panel with one chart, or with one line of text where every value is the same. `onRange(low, high)` is called with the
+// values of a selection, `onPick(value)` with that of a click.
 export class Chart {
   constructor(spec, onRange, onPick) {
     this.spec = spec;
     this.onRange = onRange;
     this.onPick = onPick;
-    this.marks = [];
+    this.how = {};
     this.plot = null;
     this.data = null;
     this.place = h("div", { role: "img" });
+    this.constant = h("p", { class: "constant", hidden: true });
     const save = h("button", { type: "button", "aria-label": `${spec.title} as CSV`, click: () => this.save() }, "CSV");
-    this.node = h("section", { class: "chart" }, h("div", { class: "head" }, h("h3", {}, spec.title), h("span", {}, spec.unit), save), this.place);
+    this.node = h("section", { class: "chart" }, h("div", { class: "head" }, h("h3", {}, spec.title), h("span", {}, spec.unit), save), this.constant, this.place);
     this.watch = new ResizeObserver(() => this.plot?.setSize({ width: this.place.clientWidth, height: HEIGHT }));
     this.watch.observe(this.place);
   }
 
-  // Show columns; `x` are steps, or seconds since the epoch if `time`. `marks` are values of x with a vertical line.
-  show(x, columns, time, marks = []) {
-    this.marks = marks;
-    const data = [x, ...this.spec.series.map(([, read]) => read(columns))];
-    this.data = data;
-    const newest = this.spec.series.map(([name], place) => `${name} ${format(data[place + 1].findLast((value) => value !== undefined))}`);
+  // Show columns; `x` are steps, or seconds since the epoch if `how.time`. `how.marks` are values of x with a vertical line,
+  // `how.smooth`: rows that a smoothed line averages over, `how.log`: logarithmic, where all values are above 0.
+  show(x, columns, how = {}) {
+    this.how = { time: false, marks: [], smooth: 1, log: false, ...how };
+    this.data = [x, ...this.spec.series.map(([, read]) => read(columns))];
+    const newest = this.spec.series.map(([name], place) => `${name} ${format(this.data[place + 1].findLast((value) => value !== undefined))}`);
     this.place.setAttribute("aria-label", `${this.spec.title} over ${counted(x.length, "point")}. Newest: ${newest.join(", ")}.`);
-    const lines = [this.spec.x, ...this.spec.series.map(([name]) => name)].join();
-    if (this.plot && this.time === time && this.lines === lines) this.plot.setData(data);
-    else this.build(data, time);
-    this.lines = lines; // uPlot cannot change their number or names
-    const { plot } = this;
-    queueMicrotask(() => plot.cursor.idx ?? plot.setLegend({ idx: x.length - 1 })); // uPlot empties it after a change of the data
+    const flat = x.length > 1 && this.data.slice(1).every(isConstant);
+    [this.constant.hidden, this.place.hidden] = [!flat, flat];
+    this.constant.textContent = flat ? this.spec.series.map(([name], place) => `${name} ${format(this.data[place + 1].find(isNumber))}`).join(", ") : "";
+    this.draw(flat);
   }
 
-  build(data, time) {
+  draw(flat) {
+    const { time, smooth, log } = this.how;
+    const data = smooth > 1 ? [...this.data, ...this.smoothed().map((place) => average(this.data[place], smooth))] : this.data;
+    const shape = [time, smooth > 1, log && isPositive(data), this.spec.x, ...this.spec.series.map(([name]) => name)].join();
+    if (flat) this.plot = this.plot?.destroy() ?? null;
+    else if (this.plot && this.shape === shape) this.plot.setData(data);
+    else this.build(data);
+    this.shape = shape; // uPlot cannot change the number or the names of its lines
+    const { plot } = this;
+    queueMicrotask(() => plot && (plot.cursor.idx ?? plot.setLegend({ idx: data[0].length - 1 }))); // uPlot empties it after a change of the data
+  }
+
+  // Places of the lines that have a smoothed one: of a band the mean alone.
+  smoothed() {
+    const places = this.spec.series.map((_, place) => place + 1);
+    return this.spec.band ? places.slice(2) : places;
+  }
+
+  build(data) {
     this.plot?.destroy();
-    this.time = time;
-    const series = this.spec.series.map(([name], place) => ({
-      label: name,
-      stroke: color(`--line-${this.spec.band ? (place === 2 ? 1 : 6) : (place % 6) + 1}`),
-      width: this.spec.band && place < 2 ? 0.5 : 1.5,
-      points: { show: data[0].length < 3, filter: (plot, line) => findLonePoints(plot.data[line]) },
-      value: (_, value) => format(value),
-    }));
+    const { time, smooth, log } = this.how;
+    const thin = smooth > 1;
+    const stroke = (place) => color(`--line-${this.spec.band ? (place === 2 ? 1 : 6) : (place % 6) + 1}`);
+    const points = { show: data[0].length < 3, filter: (plot, line) => findLonePoints(plot.data[line]) };
+    const value = (_, number) => format(number);
+    const series = this.spec.series.map(([label], place) => ({ label, stroke: `${stroke(place)}${thin ? "66" : ""}`, width: this.spec.band && place < 2 ? 0.5 : thin ? 1 : 1.5, points, value }));
+    if (thin) series.push(...this.smoothed().map((place) => ({ label: `${this.spec.series[place - 1][0]}, smoothed`, stroke: stroke(place - 1), width: SMOOTH_WIDTH, points, value })));
+    const sync = { key: "console", filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } };
+    const steps = time ? {} : { incrs: WHOLE };
     const options = {
       width: Math.max(200, this.place.clientWidth),
       height: HEIGHT,
-      scales: { x: { time, range: (_, low, high) => (low === high ? [low, low + 1] : [low, high]) } },
-      axes: [axis(null), axis((_, values) => values.map((value) => (Math.abs(value) >= 10000 ? count(value) : String(+value.toPrecision(4)))))],
+      scales: { x: { time, range: (_, low, high) => (low === high ? [low, low + 1] : [low, high]) }, y: log && isPositive(data) ? { distr: 3 } : {} },
+      axes: [{ ...axis(null), ...(this.spec.x === "hours" ? {} : steps) }, axis((_, values) => values.map((value) => (value === null ? "" : Math.abs(value) >= 10000 ? count(value) : String(+value.toPrecision(4)))))],
       series: [{ label: this.spec.x ?? (time ? "time" : "step"), value: (_, value) => (value === null ? "–" : time ? new Date(value * 1000).toLocaleString("sv") : Number.isInteger(value) ? String(value) : value.toFixed(3)) }, ...series],
       bands: this.spec.band ? [{ series: [1, 2], fill: `${color("--line-1")}22` }] : [],
-      cursor: { sync: { key: "console", filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => null } },
+      cursor: { ...(this.spec.alone ? {} : { sync }), drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => null } },
       hooks: { setSelect: [(plot) => this.select(plot)], draw: [(plot) => this.drawMarks(plot)] },
     };
     this.plot = new uPlot(options, data, this.place);
@@ -107,7 +130,7 @@ export class Chart {
     ctx.strokeStyle = color("--warn");
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
-    for (const mark of this.marks) {
+    for (const mark of this.how.marks) {
       const x = Math.round(plot.valToPos(mark, "x", true));
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.beginPath();
@@ -120,11 +143,12 @@ export class Chart {
 
   save() {
     if (!this.data) return;
-    saveCsv(`${this.spec.title}.csv`, [this.spec.x ?? (this.time ? "at_s" : "step"), ...this.spec.series.map(([name]) => name)], this.data);
+    saveCsv(`${this.spec.title}.csv`, [this.spec.x ?? (this.how.time ? "at_s" : "step"), ...this.spec.series.map(([name]) => name)], this.data);
   }
 
   repaint() {
-    if (this.data) this.build(this.data, this.time);
+    this.shape = "";
+    if (this.plot) this.draw(false);
   }
 
   close() {
@@ -133,11 +157,31 @@ export class Chart {
   }
 }
 
+const isNumber = (value) => typeof value === "number";
+
+function isConstant(values) {
+  const first = values.find(isNumber);
+  return values.every((value) => !isNumber(value) || value === first);
+}
+
+const isPositive = ([, ...lines]) => lines.every((values) => values.every((value) => !isNumber(value) || value > 0));
+
+// An exponential moving average that forgets half of its weight in about a third of `rows`; missing values stay missing.
+function average(values, rows) {
+  const share = 2 / (rows + 1);
+  let mean = null;
+  return values.map((value) => {
+    if (!isNumber(value)) return value;
+    mean = mean === null ? value : mean + share * (value - mean);
+    return mean;
+  });
+}
+
 // Places of values without a neighbour: no line ends there, so only a point shows them. A line passes over `undefined`,
 // which is a step that this run did not make, and breaks at null.
 function findLonePoints(values) {
   const places = [...values.keys()].filter((place) => values[place] !== undefined);
-  const isValue = (at) => typeof values[places[at]] === "number";
+  const isValue = (at) => isNumber(values[places[at]]);
   return places.filter((_, at) => isValue(at) && !isValue(at - 1) && !isValue(at + 1));
 }
 

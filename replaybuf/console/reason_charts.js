@@ -13,12 +13,12 @@ export const REASON_CHARTS = [
 
 // A chart whose lines are the reasons of the shown rows; hidden if there is none.
 export class ReasonChart extends Chart {
-  showHistory(x, history, time, marks) {
+  showHistory(x, history, how) {
     const columns = largest(history[this.spec.part]);
     const names = Object.keys(columns);
     this.node.hidden = !names.length;
     this.spec = { ...this.spec, series: names.map((name) => [name, ({ steps }) => columns[name].map((value, place) => value / steps[place])]) };
-    if (names.length) this.show(x, history.columns, time, marks);
+    if (names.length) this.show(x, history.columns, how);
     else this.data = null;
   }
 }

@@ -72,7 +72,7 @@ def test_figures_and_lines_are_those_of_the_histories(
 ) -> None:
     """The table has the means of the newest steps; a chart has one line per run, over all steps of both."""
     page = open_page(server.url, "/compare?run=first&run=second")
-    chart = page.locator("section.chart", has_text="Reward, mean")
+    chart = page.locator("section.chart", has_text="Rollout length, mean")
     chart.locator("canvas").wait_for()
     means = []
     for run in ("first", "second"):
@@ -104,7 +104,7 @@ def test_a_range_is_that_of_every_run(server: ServeProcess, open_page: OpenPage)
     """Dragged over a chart; a run without a step in it is left out; the whole runs are one click away."""
     page = open_page(server.url, "/compare?run=first&run=second")
     page.locator(".charts canvas").first.wait_for()
-    steps = page.locator("tr", has_text="newest steps, of which these are means").locator("td")
+    steps = page.locator("tr", has_text="steps in the means below").locator("td")
     drag(page, 0.2, 0.9)
     steps.get_by_text("2", exact=True).wait_for()
     assert steps.all_inner_texts()[1:] == ["3", "2"]

@@ -1,10 +1,12 @@
-// Runs side by side: what differs between their settings, their newest steps, and one line per run in each chart.
+// Runs side by side: what differs between their settings, their newest steps, and one line per run in each chart: of
+// held-out sets by version, of what the service measures and of what the trainers measure over steps or hours.
 
 import { find, runPath } from "../api.js";
 import { CHARTS, Chart } from "../charts.js";
 import { h, pill, table, update } from "../dom.js";
 import { FIGURES, mean, newestPlaces, stepsOf } from "../figures.js";
 import { count, decimal } from "../format.js";
+import { evaluationsBySet, orderMetrics } from "../learning_charts.js";
 import { perStep, REASON_CHARTS } from "../reason_charts.js";
 import uPlot from "../vendor/uPlot.esm.js";
 import { runLink } from "./frame.js";
@@ -13,6 +15,7 @@ import { runLink } from "./frame.js";
 export const MOST_RUNS = 6;
 const NEWEST_STEPS = 50;
 const POINTS = 600;
+const MOST_EVALUATIONS = 1000;
 const NONE = "–";
 
 // Title and unit of a chart, and how to read its line from a history.
@@ -25,11 +28,32 @@ const COMPARED = [
 ];
 
 class ComparedChart extends Chart {
-  // Each of `runs` has a name, a history and its values of x, named `x`.
-  showRuns(runs, x) {
-    const [joined, ...lines] = uPlot.join(runs.map((one) => [one.x, this.spec.read(one.history)]));
-    this.spec = { ...this.spec, x, series: runs.map(({ name }, place) => [name, () => lines[place]]) };
-    this.show(joined, null, false);
+  // Each of `lines` is [name of the run, its values of x, its values]; `x` names the axis.
+  showLines(lines, x) {
+    const [joined, ...values] = uPlot.join(lines.map(([, at, line]) => [at, line]));
+    this.spec = { ...this.spec, x, series: lines.map(([name], place) => [name, () => values[place]]) };
+    this.show(joined, null);
+  }
+}
+
+// Charts that come with their first line, by the name of what they show.
+class ChartsByName {
+  constructor(what, unit, onRange, alone) {
+    this.make = (name) => new ComparedChart({ title: `${what}: ${name}`, unit, alone, series: [] }, onRange, () => null);
+    this.charts = new Map();
+    this.grid = h("div", { class: "charts" });
+  }
+
+  // `linesOf(name)` returns the lines of a chart.
+  show(names, linesOf, x) {
+    this.grid.hidden = !names.length;
+    for (const name of names) {
+      if (!this.charts.has(name)) {
+        this.charts.set(name, this.make(name));
+        this.grid.append(this.charts.get(name).node);
+      }
+      this.charts.get(name).showLines(linesOf(name), x);
+    }
   }
 }
 
@@ -43,6 +67,9 @@ export function openCompare({ query, refreshNow }) {
   const bar = h("div", { class: "bar" }, axis, reset, h("span", { class: "quiet" }, "Drag over a chart for a range."));
   const heading = h("h2", {}, "Steps");
   const grid = h("div", { class: "charts" }, charts.map((chart) => chart.node));
+  const heldOut = new ChartsByName("Held-out", "mean reward, by version", () => null, true);
+  const metrics = new ChartsByName("Metric", "reported by the trainers", zoom, false);
+  const all = () => [...charts, ...heldOut.charts.values(), ...metrics.charts.values()];
 
   function zoom(low, high) {
     for (const one of shown()) {
@@ -83,25 +110,38 @@ export function openCompare({ query, refreshNow }) {
       one.history = await find(runPath(one.name, "/history"), { from_step, to_step, points: POINTS });
       one.step = one.status.step;
     }
+    if (one.status) {
+      const answer = await find(runPath(one.name, "/evaluations"), { limit: MOST_EVALUATIONS });
+      one.sets = new Map(evaluationsBySet(answer?.evaluations ?? []));
+    }
   }
 
+  const unionOf = (runs, namesOf) => [...new Set(runs.flatMap((one) => [...namesOf(one)]))];
+
   function draw() {
+    const evaluated = runs.filter((one) => one.status && one.sets.size);
+    const resultsOf = (one, name) => one.sets.get(name) ?? [];
+    const lines = (name) => evaluated.map((one) => [one.name, resultsOf(one, name).map((each) => each.version), resultsOf(one, name).map((each) => each.reward_mean)]);
+    heldOut.show(unionOf(evaluated, (one) => one.sets.keys()).sort(), lines, "version");
     const drawn = shown();
-    for (const part of [heading, bar, grid]) part.hidden = !drawn.length;
+    for (const part of [heading, bar, grid, metrics.grid]) part.hidden = !drawn.length;
     if (!drawn.length) return;
     for (const one of drawn) {
       const { step, at_s } = one.history.columns;
       one.began_s ??= at_s[0];
       one.x = axis.value === "step" ? step : at_s.map((value) => (value - one.began_s) / 3600);
     }
-    for (const chart of charts) chart.showRuns(drawn, axis.value);
+    for (const chart of charts) chart.showLines(drawn.map((one) => [one.name, one.x, chart.spec.read(one.history)]), axis.value);
+    const column = (one, name) => one.history.metrics[name] ?? one.x.map(() => null);
+    const names = orderMetrics(unionOf(drawn, (one) => Object.keys(one.history.metrics)));
+    metrics.show(names, (name) => drawn.map((one) => [one.name, one.x, column(one, name)]), axis.value);
   }
 
   const title = "Runs side by side";
   const empty = names.length < 2 && h("p", { class: "empty" }, "Choose two or more in the ", h("a", { href: "#/" }, "list of runs"), ".");
-  const node = h("div", {}, h("h1", {}, title), empty, missing, settings, newest, heading, bar, grid);
-  const close = () => charts.forEach((chart) => chart.close());
-  const repaint = () => charts.forEach((chart) => chart.repaint());
+  const node = h("div", {}, h("h1", {}, title), empty, missing, settings, newest, heldOut.grid, heading, bar, grid, metrics.grid);
+  const close = () => all().forEach((chart) => chart.close());
+  const repaint = () => all().forEach((chart) => chart.repaint());
   return { title, crumbs: [["runs", "#/"], ["side by side", null]], node, refresh, period_ms: 5000, close, repaint };
 }
 
@@ -115,7 +155,7 @@ function describeNewest(runs) {
   const rows = [
     each("state", ({ status }) => pill(status.state)),
     each("step", ({ status }) => count(status.step)),
-    each("newest steps, of which these are means", ({ history }, place) => count(stepsOf(history.columns, places[place]))),
+    each("steps in the means below", ({ history }, place) => count(stepsOf(history.columns, places[place]))),
     ...FIGURES.map(([name, column, digits]) => each(name, (_, place) => decimal(value(column, place), digits))),
     each("seconds the trainer waited per step", (_, place) => decimal(reasons("waited", place), 2)),
     each("groups dropped per step", (_, place) => decimal(reasons("dropped", place), 2)),

@@ -1,33 +1,44 @@
-// One run: why nothing happens, its flow with live numbers, and charts over its steps.
+// One run: whether the model learns, why nothing happens, its flow with live numbers, and charts over its steps.
 
 import { find, get, runPath } from "../api.js";
 import { CHARTS, Chart, saveCsv } from "../charts.js";
 import { diagnose, goneOf, problemsOf } from "../diagnosis.js";
 import { h, update } from "../dom.js";
 import { age, count, counted, decimal, rate } from "../format.js";
+import { LearningCharts } from "../learning_charts.js";
 import { REASON_CHARTS, ReasonChart, totals } from "../reason_charts.js";
 import { describeChanges } from "./changes.js";
 import { runLink, runView, showState } from "./frame.js";
 
 const POINTS = 600;
+const MOST_EVALUATIONS = 1000;
+// An evaluation leaves no record of the ledger, so nothing else tells that there is a new one.
+const EVALUATIONS_MS = 10000;
 // The part of the flow that a reason is about.
 const PLACES = { producers: "Producers", trainer: "Trainer", operator: "Batches", nothing: "Batches" };
 
 export function openRun(_, run) {
   const [state, flow, buffer, waits, drops, changes] = [h("div", {}), h("ol", { class: "flow" }), h("div", {}), h("div", {}), h("div", {}), h("div", {})];
-  const range = { first: null, last: null, time: false, columns: null, history: null };
-  const charts = CHARTS.map((spec) => new Chart(spec, zoom, openStep));
+  const range = { first: null, last: null, columns: null, history: null };
+  const chartsOf = (section) => CHARTS.filter((spec) => spec.section === section).map((spec) => new Chart(spec, zoom, openStep));
+  const [speed, data] = [chartsOf("Speed"), chartsOf("Data")];
+  const learning = new LearningCharts(chartsOf("Learning"), zoom, openStep);
   const reasons = REASON_CHARTS.map((spec) => new ReasonChart(spec, zoom, openStep));
   const note = h("span", { class: "quiet" });
-  const axis = h("select", { "aria-label": "Axis", change: (event) => draw((range.time = event.target.value === "time")) }, h("option", { value: "step" }, "over steps"), h("option", { value: "time" }, "over time"));
+  const choose = (label, ...options) => h("select", { "aria-label": label, change: draw }, options.map(([value, text]) => h("option", { value }, text)));
+  const axis = choose("Axis", ["step", "over steps"], ["time", "over time"]);
+  const smooth = choose("Smoothing", ["1", "not smoothed"], ["10", "smoothed over 10"], ["50", "smoothed over 50"]);
+  const scale = choose("Scale", ["linear", "linear"], ["log", "logarithmic where all is above 0"]);
   const reset = h("button", { type: "button", hidden: true, click: () => zoom() }, "Whole run");
   const all = h("button", { type: "button", click: saveAll }, "All as CSV");
-  const bar = h("div", { class: "bar" }, axis, reset, all, note);
+  const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
-  const grid = h("div", { class: "charts" }, [...charts, ...reasons].map((chart) => chart.node));
-  const steps = h("div", { hidden: true }, h("h2", {}, "Steps"), bar, empty, changes, grid);
-  const view = runView(run, "Run", [state, h("h2", { class: "hidden" }, "Flow"), flow, h("div", { class: "columns" }, buffer, waits, drops), steps], { refresh, period_ms: 2000, close, repaint });
-  let drawn = "";
+  const grid = (charts) => h("div", { class: "charts" }, charts.map((chart) => chart.node));
+  const overSteps = [section("Speed", grid(speed)), section("Data", grid(data))];
+  const parts = [state, section("Learning", bar, empty, learning.node, changes), section("Flow", flow, h("div", { class: "columns" }, buffer, waits, drops), grid(reasons)), overSteps];
+  const view = runView(run, "Run", parts.flat(), { refresh, period_ms: 2000, close, repaint });
+  const charts = () => [...learning.charts, ...speed, ...data, ...reasons];
+  let [drawn, evaluatedAt] = ["", -EVALUATIONS_MS];
 
   function zoom(low, high) {
     const bounded = low !== undefined;
@@ -39,14 +50,16 @@ export function openRun(_, run) {
   }
 
   function openStep(value) {
-    const { step, at_s } = range.columns;
-    const place = (range.time ? at_s : step).findLastIndex((one) => one <= value);
-    location.hash = runLink(run, `/steps/${step[Math.max(0, place)]}`);
+    const { step } = range.columns;
+    location.hash = runLink(run, `/steps/${step[Math.max(0, places().findLastIndex((one) => one <= value))]}`);
   }
 
+  // Values of x, one per row.
+  const places = () => (axis.value === "time" ? range.columns.at_s : range.columns.step);
+
   function stepsBetween(low, high) {
-    const { step, steps, at_s } = range.columns;
-    const inside = step.filter((_, place) => (range.time ? at_s : step)[place] >= low && (range.time ? at_s : step)[place] <= high);
+    const { step, steps } = range.columns;
+    const inside = step.filter((_, place) => places()[place] >= low && places()[place] <= high);
     if (!inside.length) return [range.first, range.last];
     const last = step.lastIndexOf(inside.at(-1));
     return [inside[0], inside.at(-1) + steps[last] - 1];
@@ -60,6 +73,7 @@ export function openRun(_, run) {
     update(buffer, h("h2", {}, "Buffer, by version of the oldest token"), versions(answer.versions));
     const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last} ${answer.ledger_entries}`;
     if (now !== drawn) await refreshHistory(now);
+    await refreshEvaluations();
     const soFar = range.first === null ? answer : { step_waited_s: {}, step_dropped: {} };
     update(waits, describeWaits(totals(range.history.waited, soFar.step_waited_s)));
     update(drops, describeDrops(totals(range.history.dropped, soFar.step_dropped)));
@@ -68,7 +82,6 @@ export function openRun(_, run) {
   async function refreshHistory(now = "") {
     const history = await get(runPath(run, "/history"), { from_step: range.first, to_step: range.last, points: POINTS });
     [drawn, range.columns, range.history] = [now, history.columns, history];
-    steps.hidden = false; // first: a hidden chart has no width
     draw();
     update(changes, describeChanges(history, run));
     const { step, steps: sizes } = history.columns;
@@ -77,32 +90,46 @@ export function openRun(_, run) {
     note.textContent = sizes.length ? `${step[0] === last ? `step ${last}` : `steps ${step[0]} to ${last}`}${merged}. Drag over a chart for a range, click for a step.` : "";
   }
 
+  async function refreshEvaluations() {
+    if (performance.now() - evaluatedAt < EVALUATIONS_MS) return;
+    evaluatedAt = performance.now();
+    const answer = await find(runPath(run, "/evaluations"), { limit: MOST_EVALUATIONS });
+    learning.showEvaluations(answer?.evaluations ?? []);
+  }
+
   function draw() {
     const some = Boolean(range.columns?.step.length);
-    [empty.hidden, grid.hidden, bar.hidden] = [some, !some, !some];
-    if (!some) return;
-    const x = range.time ? range.columns.at_s : range.columns.step;
-    const marks = range.history.changes.map((change) => (range.time ? change.at_s : change.step));
-    for (const chart of charts) chart.show(x, range.columns, range.time, marks);
-    for (const chart of reasons) chart.showHistory(x, range.history, range.time, marks);
+    [empty.hidden, bar.hidden] = [some, !some];
+    for (const part of overSteps) part.hidden = !some;
+    if (!some) return learning.hideHistory();
+    const time = axis.value === "time";
+    const marks = range.history.changes.map((change) => (time ? change.at_s : change.step));
+    const how = { time, marks, smooth: Number(smooth.value), log: scale.value === "log" };
+    learning.showHistory(places(), range.history, how);
+    for (const chart of [...speed, ...data]) chart.show(places(), range.columns, how);
+    for (const chart of reasons) chart.showHistory(places(), range.history, how);
   }
 
   function saveAll() {
     if (!range.columns) return;
-    const parts = ["waited", "dropped"].flatMap((part) => Object.entries(range.history[part]).map(([reason, values]) => [`${part} ${reason}`, values]));
+    const parts = ["waited", "dropped", "metrics"].flatMap((part) => Object.entries(range.history[part]).map(([name, values]) => [`${part} ${name}`, values]));
     const named = [...Object.entries(range.columns), ...parts];
     saveCsv(`${run}.csv`, named.map(([name]) => name), named.map(([, values]) => values));
   }
 
   function repaint() {
-    [...charts, ...reasons].forEach((chart) => chart.repaint());
+    charts().forEach((chart) => chart.repaint());
   }
 
   function close() {
-    [...charts, ...reasons].forEach((chart) => chart.close());
+    charts().forEach((chart) => chart.close());
   }
 
   return view;
+}
+
+function section(title, ...parts) {
+  return h("details", { class: "section", open: true }, h("summary", {}, h("h2", {}, title)), ...parts);
 }
 
 // Producers without an engine are a cause that only their heartbeats tell.
