@@ -59,6 +59,7 @@ export class Chart {
     this.place.setAttribute("aria-label", `${this.spec.title} over ${counted(x.length, "point")}. Newest: ${newest.join(", ")}.`);
     const flat = x.length > 1 && this.data.slice(1).every(isConstant);
     [this.constant.hidden, this.place.hidden] = [!flat, flat];
+    this.node.classList.toggle("flat", flat);
     this.constant.textContent = flat ? this.spec.series.map(([name], place) => `${name} ${format(this.data[place + 1].find(isNumber))}`).join(", ") : "";
     this.draw(flat);
   }

@@ -28,7 +28,7 @@ export function openRun(_, run) {
   const choose = (label, ...options) => h("select", { "aria-label": label, change: draw }, options.map(([value, text]) => h("option", { value }, text)));
   const axis = choose("Axis", ["step", "over steps"], ["time", "over time"]);
   const smooth = choose("Smoothing", ["1", "not smoothed"], ["10", "smoothed over 10"], ["50", "smoothed over 50"]);
-  const scale = choose("Scale", ["linear", "linear"], ["log", "logarithmic where all is above 0"]);
+  const scale = choose("Scale", ["linear", "linear"], ["log", "logarithmic"]);
   const reset = h("button", { type: "button", hidden: true, click: () => zoom() }, "Whole run");
   const all = h("button", { type: "button", click: saveAll }, "All as CSV");
   const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, note);
