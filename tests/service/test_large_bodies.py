@@ -274,11 +274,17 @@ HOSTILE_ACKS = {
 def test_a_hostile_ack_takes_no_time_of_the_event_loop(loaded: LoadedClient, kind: str) -> None:
     """Feedback may have 1 MiB: decoding it on the event loop would hold it for up to 94 ms."""
     body, times = HOSTILE_ACKS[kind], 10
-    before_s = loaded.loop_s()
-    for _ in range(times):
-        answer = loaded.http.post(f"{loaded.path}/batches/0/ack", content=body, headers=JSON)
-        assert answer.status_code in (400, 422) and len(answer.content) < 2000, answer.text[:2000]
-    assert loaded.loop_s() - before_s < times * max(0.01, own_decoding_s(body) / 4)
+    bound_s = times * max(0.01, own_decoding_s(body) / 4)
+    spent_s = []
+    for _ in range(5):  # a busy processor adds to the time of a round, and takes nothing from it
+        before_s = loaded.loop_s()
+        for _ in range(times):
+            answer = loaded.http.post(f"{loaded.path}/batches/0/ack", content=body, headers=JSON)
+            assert answer.status_code in (400, 422) and len(answer.content) < 2000, answer.text[:2000]
+        spent_s.append(loaded.loop_s() - before_s)
+        if spent_s[-1] < bound_s:
+            break
+    assert min(spent_s) < bound_s
 
 
 @contextlib.contextmanager
