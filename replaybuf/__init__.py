@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from replaybuf.version import __version__
 
 if TYPE_CHECKING:
-    from replaybuf.client import AsyncClient, BatchReader, Client, ReaderOptions
+    from replaybuf.client import AsyncBatchReader, AsyncClient, BatchReader, Client, ReaderOptions, TrainerSession
     from replaybuf.errors import ReplaybufError
     from replaybuf.kernel.strategy.contract import Strategy
     from replaybuf.wire.contract import WaitingAnswer
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from replaybuf.wire.run_status import RunStatus
 
 __all__ = [
+    "AsyncBatchReader",
     "AsyncClient",
     "BatchReader",
     "Client",
@@ -30,13 +31,14 @@ __all__ = [
     "RolloutJson",
     "RunStatus",
     "Strategy",
+    "TrainerSession",
     "WaitingAnswer",
     "__version__",
     "group_from_json",
 ]
 
 _MODULES = {
-    "replaybuf.client": ("AsyncClient", "BatchReader", "Client", "ReaderOptions"),
+    "replaybuf.client": ("AsyncBatchReader", "AsyncClient", "BatchReader", "Client", "ReaderOptions", "TrainerSession"),
     "replaybuf.errors": ("ReplaybufError",),
     "replaybuf.kernel.strategy.contract": ("Strategy",),
     "replaybuf.wire.contract": ("WaitingAnswer",),

@@ -22,6 +22,7 @@ def modules_after(statement: str) -> set[str]:
 def test_the_public_names_are_these() -> None:
     """To add or remove a name is a decision."""
     assert replaybuf.__all__ == [
+        "AsyncBatchReader",
         "AsyncClient",
         "BatchReader",
         "Client",
@@ -32,6 +33,7 @@ def test_the_public_names_are_these() -> None:
         "RolloutJson",
         "RunStatus",
         "Strategy",
+        "TrainerSession",
         "WaitingAnswer",
         "__version__",
         "group_from_json",

@@ -14,7 +14,7 @@ from replaybuf.backup.section import Summary
 from replaybuf.backup.source import Report, Source
 from replaybuf.backup.target import open_target
 from replaybuf.cli.event_loop import run_async
-from replaybuf.cli.service import print_json
+from replaybuf.cli.service import RunName, print_json
 from replaybuf.errors import counted
 from replaybuf.launch.work_bar import work_bar
 from replaybuf.store import Store
@@ -60,7 +60,7 @@ class RestoreOptions(StorageOptions):
     """Check the file by its digests and restore nothing."""
 
 
-def backup(run: str, /, options: Annotated[BackupOptions, Parameter(name="*")]) -> None:
+def backup(run: RunName, /, options: Annotated[BackupOptions, Parameter(name="*")]) -> None:
     """Copy a run to a file or to another Redis, while it is live."""
     with work_bar(f"copying {run}") as report:
         work = _copy_to_redis if options.to.startswith(_REDIS) else _copy_to_file

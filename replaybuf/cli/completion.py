@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from replaybuf.cli.main import app
 from replaybuf.errors import Invalid
 from replaybuf.plugins import entry_points as plugins
 
 
-def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Shell to complete in.")], /) -> None:
     """Print the completion script of a shell.
 
     bash: `replaybuf completion bash > ~/.local/share/bash-completion/completions/replaybuf`. zsh: write it to a file

@@ -30,9 +30,9 @@ def sources(app: App, config: Path | None) -> tuple[Any, ...]:
     """Return where cyclopts reads options from, besides the flags. Raises `Invalid` for a broken file."""
     environment = _Environment("REPLAYBUF_")
     if config is None:
-        return (environment,)
+        return environment, _check_missing
     _check_tables(app, config)
-    return environment, Toml(config, must_exist=True, search_parents=False)
+    return environment, Toml(config, must_exist=True, search_parents=False), _check_missing
 
 
 def global_flags(app: App, arguments: Sequence[str]) -> list[str]:
@@ -47,6 +47,16 @@ def global_flags(app: App, arguments: Sequence[str]) -> list[str]:
         if value and not any(argument.partition("=")[0] == f"--{option}" for argument in arguments):
             flags.append(f"--{option}={value}")
     return flags
+
+
+def _check_missing(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Raise `Invalid` with all options and arguments that a command still needs: cyclopts names the first alone."""
+    needed = [argument for argument in arguments if argument.required and not argument.children]
+    missing = [argument.name for argument in needed if not argument.has_tokens]
+    if missing:
+        command = f"replaybuf {' '.join(commands)}"
+        detail = f"{command} needs {', '.join(missing)}; see {command} --help"
+        raise Invalid(detail, name=missing[0], value=None, bound=missing)
 
 
 class _Environment(Env):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf.cli.bars import draw_bar
-from replaybuf.cli.service import ServiceOptions, client, print_json, print_table, printable
+from replaybuf.cli.service import RunName, ServiceOptions, StepNumber, client, print_json, print_table, printable
 from replaybuf.errors import counted
 from replaybuf.wire.contract import Amount
 from replaybuf.wire.explain import AdapterCandidates, Arrivals, BatchExplanation, Choice, ChosenGroup, Packing
@@ -32,7 +32,9 @@ class ExplainOptions(ServiceOptions):
     """Groups to list, in the order of the strategy."""
 
 
-def explain(run: str, step: int, /, options: Annotated[ExplainOptions, Parameter(name="*")] = ExplainOptions()) -> None:
+def explain(
+    run: RunName, step: StepNumber, /, options: Annotated[ExplainOptions, Parameter(name="*")] = ExplainOptions()
+) -> None:
     """Show why the batch of a step has its groups, or why the next one is not there."""
     with client(run, options) as service:
         found = service.explain_batch(step, options.generation, options.limit)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from replaybuf.cli.service import ServiceOptions, client, print_json
+from replaybuf.cli.service import RunName, ServiceOptions, client, print_json
 from replaybuf.client.exports.export import export_run
 from replaybuf.client.exports.import_run import import_run
 from replaybuf.client.exports.reader import ExportReader
@@ -33,7 +33,7 @@ class ImportOptions(ServiceOptions):
     """Serve the recorded batches again, step by step, to debug a trainer without engines."""
 
 
-def export(run: str, /, options: Annotated[ExportOptions, Parameter(name="*")]) -> None:
+def export(run: RunName, /, options: Annotated[ExportOptions, Parameter(name="*")]) -> None:
     """Write groups, rollouts and ledger of a run as Parquet files."""
     with client(run, options) as service, work_bar(f"exporting {run}") as report:
         manifest = export_run(service, run, options.to, report)
@@ -41,7 +41,7 @@ def export(run: str, /, options: Annotated[ExportOptions, Parameter(name="*")]) 
     _print(counts | {"trimmed_entries": manifest.trimmed_entries}, options.json)
 
 
-def import_(run: str, /, options: Annotated[ImportOptions, Parameter(name="*")]) -> None:
+def import_(run: RunName, /, options: Annotated[ImportOptions, Parameter(name="*")]) -> None:
     """Start a new run with the groups of an export."""
     reader = ExportReader(options.from_)
     with client(run, options) as service, work_bar(f"importing {run}") as report:

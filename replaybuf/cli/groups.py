@@ -11,7 +11,16 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
-from replaybuf.cli.service import DEFAULT_SERVICE, Service, ServiceOptions, client, print_json, print_table, printable
+from replaybuf.cli.service import (
+    DEFAULT_SERVICE,
+    RunName,
+    Service,
+    ServiceOptions,
+    client,
+    print_json,
+    print_table,
+    printable,
+)
 from replaybuf.errors import counted
 from replaybuf.wire.browse import GroupState, GroupSummary, StoredRollout
 
@@ -66,7 +75,7 @@ class LedgerOptions(ServiceOptions):
     """Maximum number of records."""
 
 
-def list_(run: str, /, options: Annotated[QueryOptions, Parameter(name="*")] = QueryOptions()) -> None:
+def list_(run: RunName, /, options: Annotated[QueryOptions, Parameter(name="*")] = QueryOptions()) -> None:
     """List groups of a run by state, step, reward, staleness, version, prompt, source or adapter."""
     own = {field.name for field in dataclasses.fields(ServiceOptions)}
     query: dict[str, Any] = {name: value for name, value in dataclasses.asdict(options).items() if name not in own}
@@ -89,7 +98,9 @@ def _row(group: GroupSummary) -> list[object]:
     return [group.group_id, state, group.prompt_id, group.policy_version, reward, spread, *sizes, steps]
 
 
-def show(run: str, group_id: str, /, options: Service = DEFAULT_SERVICE) -> None:
+def show(
+    run: RunName, group_id: Annotated[str, Parameter(help="Id of the group.")], /, options: Service = DEFAULT_SERVICE
+) -> None:
     """Show one group with its rollouts: text where the service has a tokenizer, else token ids."""
     with client(run, options) as service:
         group = service.get_group(group_id)
@@ -122,7 +133,7 @@ def _completion(rollout: StoredRollout) -> str:
     return " ".join(map(str, ids[:SHOWN_IDS])) + more
 
 
-def failures(run: str, /, options: Service = DEFAULT_SERVICE) -> None:
+def failures(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
     """Show the newest failure of each producer of a run, with its traceback."""
     with client(run, options) as service:
         failed = {one.name: one.failure for one in service.list_producers() if one.failure is not None}
@@ -140,7 +151,7 @@ def failures(run: str, /, options: Service = DEFAULT_SERVICE) -> None:
         print("nothing to show")
 
 
-def ledger(run: str, /, options: Annotated[LedgerOptions, Parameter(name="*")] = LedgerOptions()) -> None:
+def ledger(run: RunName, /, options: Annotated[LedgerOptions, Parameter(name="*")] = LedgerOptions()) -> None:
     """Show the ledger of a run: batches, acks, publications, checkpoints, rewinds and changes."""
     with client(run, options) as service:
         page = service.get_ledger(options.after, options.limit)

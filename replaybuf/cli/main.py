@@ -5,21 +5,20 @@ Command modules are imported only when they run, so that `replaybuf --help` need
 
 from __future__ import annotations
 
-import ast
-import asyncio
 import importlib.util
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter, Token, convert
+from cyclopts import App, CycloptsError, Group, Parameter, Token, convert
 
 from replaybuf.cli.configuration import global_flags, sources
-from replaybuf.errors import Invalid, ReplaybufError
+from replaybuf.errors import Invalid, ReplaybufError, in_words_of
 from replaybuf.logs import LogFormat, configure_logging
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.tracing import spans
@@ -27,56 +26,86 @@ from replaybuf.version import __version__
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = {
-    "serve": "replaybuf.cli.serve:serve",
-    "status": "replaybuf.cli.status:status",
-    "top": "replaybuf.cli.top.command:top",
-    **{
-        f"runs {name}": f"replaybuf.cli.runs:{name}"
-        for name in ("show", "create", "pause", "resume", "finish", "delete")
+RUN, LOOK, OPERATE, DEVELOP = (
+    Group(name, sort_key=place) for place, name in enumerate(("Run", "Look", "Operate", "Develop"))
+)
+_RUNS, _GROUPS, _TOKENS, _STRATEGIES = (f"replaybuf.cli.{name}:" for name in ("runs", "groups", "tokens", "strategies"))
+COMMANDS: dict[Group, dict[str, str | None]] = {
+    RUN: {
+        "up": "replaybuf.cli.up:up",
+        "demo": "replaybuf.lab.demo.command:demo",
+        "serve": "replaybuf.cli.serve:serve",
+        "generate": "replaybuf.cli.generate:generate",
+        "train": None,
+        "eval": "replaybuf.cli.evaluate:evaluate",
+        "stage": "replaybuf.cli.stage:stage",
+        "fetch-weights": None,
     },
-    "runs list": "replaybuf.cli.runs:list_",
-    "runs set": "replaybuf.cli.runs:set_",
-    "groups list": "replaybuf.cli.groups:list_",
-    "groups show": "replaybuf.cli.groups:show",
-    "groups failures": "replaybuf.cli.groups:failures",
-    "ledger": "replaybuf.cli.groups:ledger",
-    "explain": "replaybuf.cli.explain:explain",
-    "doctor": "replaybuf.cli.doctor:doctor",
-    "tokens new": "replaybuf.cli.tokens:new",
-    "tokens list": "replaybuf.cli.tokens:list_",
-    "tokens revoke": "replaybuf.cli.tokens:revoke",
-    "token new": "replaybuf.cli.tokens:new",
-    "strategies list": "replaybuf.cli.strategies:list_installed",
-    "strategies show": "replaybuf.cli.strategies:show",
-    "strategies check": "replaybuf.cli.strategies:check",
-    "up": "replaybuf.cli.up:up",
-    "completion": "replaybuf.cli.completion:completion",
-    "config schema": "replaybuf.cli.config:schema",
-    "generate": "replaybuf.cli.generate:generate",
-    "stage": "replaybuf.cli.stage:stage",
-    "eval": "replaybuf.cli.evaluate:evaluate",
-    "export": "replaybuf.cli.export:export",
-    "import": "replaybuf.cli.export:import_",
-    "backup": "replaybuf.cli.backup:backup",
-    "restore": "replaybuf.cli.backup:restore",
-    "demo": "replaybuf.lab.demo.command:demo",
-    "simulate": "replaybuf.lab.simulate.command:simulate",
+    LOOK: {
+        "status": "replaybuf.cli.status:status",
+        "top": "replaybuf.cli.top.command:top",
+        "explain": "replaybuf.cli.explain:explain",
+        "evals": "replaybuf.cli.evaluations:evals",
+        "groups list": f"{_GROUPS}list_",
+        "groups show": f"{_GROUPS}show",
+        "groups failures": f"{_GROUPS}failures",
+        "ledger": f"{_GROUPS}ledger",
+        "export": "replaybuf.cli.export:export",
+    },
+    OPERATE: {
+        "runs list": f"{_RUNS}list_",
+        "runs show": "replaybuf.cli.status:status",
+        "runs create": f"{_RUNS}create",
+        "runs set": f"{_RUNS}set_",
+        "runs pause": f"{_RUNS}pause",
+        "runs resume": f"{_RUNS}resume",
+        "runs finish": f"{_RUNS}finish",
+        "runs delete": f"{_RUNS}delete",
+        "doctor": "replaybuf.cli.doctor:doctor",
+        "tokens new": f"{_TOKENS}new",
+        "tokens list": f"{_TOKENS}list_",
+        "tokens revoke": f"{_TOKENS}revoke",
+        "token new": f"{_TOKENS}new",
+        "backup": "replaybuf.cli.backup:backup",
+        "restore": "replaybuf.cli.backup:restore",
+        "import": "replaybuf.cli.export:import_",
+        "completion": "replaybuf.cli.completion:completion",
+    },
+    DEVELOP: {
+        "strategies list": f"{_STRATEGIES}list_installed",
+        "strategies show": f"{_STRATEGIES}show",
+        "strategies check": f"{_STRATEGIES}check",
+        "simulate": "replaybuf.lab.simulate.command:simulate",
+        "config schema": "replaybuf.cli.config:schema",
+        "init-model": None,
+        "engine": None,
+    },
 }
-"""Commands of this package by their words. Plug-ins add others through the entry-point group `replaybuf.commands`."""
+"""Commands by their words, in the order of use. Plug-ins add others through the entry-point group `replaybuf.commands`.
+
+None: a place for a command of the reference trainer, which is a plug-in too.
+"""
+NAMESPACES = {
+    "groups": (LOOK, "List and show groups of a run, and why producers fail to make them."),
+    "runs": (OPERATE, "List, show, create, change and delete runs."),
+    "tokens": (OPERATE, "Create, list and revoke the bearer tokens of a service."),
+    "token": (OPERATE, "Older name of tokens."),
+    "strategies": (DEVELOP, "List, show and check strategies, filters and admission plug-ins."),
+    "config": (DEVELOP, "Show what configuration files may hold."),
+}
 
 app = App(
     name="replaybuf",
     help="A replay-buffer database for asynchronous reinforcement learning of language models.",
     version=__version__,
+    help_format="plaintext",
     result_action="return_value",
 )
-app.command(App(name="tokens", help="Create, list and revoke the bearer tokens of a service."))
-app.command(App(name="token", help="Older name of tokens.", show=False))
-app.command(App(name="config", help="Show what configuration files may hold."))
-app.command(App(name="runs", help="List, show, create, change and delete runs."))
-app.command(App(name="groups", help="List and show groups of a run, and why producers fail to make them."))
-app.command(App(name="strategies", help="List, show and check strategies, filters and admission plug-ins."))
+
+
+EVERY = Group("Options of every command", sort_key=len(COMMANDS))
+for flag in ("--help", "--version"):
+    app[flag].group = EVERY
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -86,41 +115,62 @@ def main(arguments: list[str] | None = None) -> None:
         _mount(arguments)
         app.meta([*global_flags(app, arguments), *arguments])
     except ReplaybufError as error:
-        print(f"replaybuf: {error.detail}", file=sys.stderr)
+        print(f"replaybuf: {in_words_of(error, _way_out(error)).detail}", file=sys.stderr)
         logger.debug("error", exc_info=True)
         sys.exit(1)
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except _interruptions():
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
+def _interruptions() -> tuple[type[BaseException], ...]:
+    """Return what Ctrl-C raises. Only commands with an event loop have imported asyncio, which takes 30 ms."""
+    import asyncio
+
+    return KeyboardInterrupt, asyncio.CancelledError
+
+
+def _way_out(error: ReplaybufError) -> str:
+    return f"create it with `replaybuf runs create {error.value} --from FILE`"
+
+
 def _mount(arguments: Sequence[str]) -> None:
     """Add every command by its import path. Summaries are read only where no single command is chosen."""
     installed = {name: plugins.find(plugins.COMMANDS, name).value for name in plugins.names(plugins.COMMANDS)}
-    paths = COMMANDS | installed
-    chosen = any(set(words.split()).issubset(arguments) for words in paths)
-    for words, path in paths.items():
-        group, _, name = words.rpartition(" ")
-        parent = app[group] if group else app
+    known = {words: (group, path) for group, paths in COMMANDS.items() for words, path in paths.items()}
+    commands = {words: (group, installed.get(words, path)) for words, (group, path) in known.items()}
+    commands |= {words: (DEVELOP, path) for words, path in installed.items() if words not in known}
+    chosen = any(set(words.split()).issubset(arguments) for words in commands)
+    for place, (words, (group, path)) in enumerate(commands.items()):
+        space, _, name = words.rpartition(" ")
+        parent = _namespace(space, place) if space else app
         if name in parent:
             del parent[name]
-        parent.command(path, name=name, help=None if chosen else _summary(path))
+        if path:
+            summary, inside = None if chosen else _summary(path), None if space else group
+            parent.command(path, name=name, help=summary, group=inside, sort_key=place)
+
+
+def _namespace(name: str, place: int) -> App:
+    """Return the command that has others below it; its first one gives its place in the list."""
+    if name not in app:
+        group, summary = NAMESPACES[name]
+        app.command(App(name=name, help=summary, group=group, sort_key=place, show=name != "token"))
+    return app[name]
 
 
 def _summary(path: str) -> str | None:
-    """Read the first docstring line of MODULE:FUNCTION without importing the module."""
+    """Read the first docstring line of MODULE:FUNCTION without importing or parsing the module, which takes longer."""
     module, _, function = path.partition(":")
     try:
         found = importlib.util.find_spec(module)
     except ImportError:  # a plug-in with a missing dependency; its command reports that when it runs
         return None
     source = found.loader.get_source(module) if found and isinstance(found.loader, InspectLoader) else None
-    for node in ast.parse(source or "").body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
-    return None
+    start = re.search(rf'^def {function}\(.*?^    """(.*?)(?:"""|$)', source or "", re.MULTILINE | re.DOTALL)
+    return start and start[1]
 
 
 def _lower_case(type_: Any, tokens: Sequence[Token]) -> Any:
@@ -134,7 +184,10 @@ def _run_command(
     config: Annotated[
         Path | None,
         Parameter(
-            help="TOML file with options, one table per command.", env_var="REPLAYBUF_CONFIG", show_env_var=False
+            help="TOML file with options, one table per command.",
+            env_var="REPLAYBUF_CONFIG",
+            show_env_var=False,
+            group=EVERY,
         ),
     ] = None,
     log_level: Annotated[
@@ -143,6 +196,7 @@ def _run_command(
             help="Lowest level of log messages on standard error.",
             env_var="REPLAYBUF_LOG_LEVEL",
             show_env_var=False,
+            group=EVERY,
             converter=_lower_case,
         ),
     ] = "info",
@@ -152,6 +206,7 @@ def _run_command(
             help="Form of log messages: text, or one JSON object per line.",
             env_var="REPLAYBUF_LOG_FORMAT",
             show_env_var=False,
+            group=EVERY,
         ),
     ] = "text",
     traces: Annotated[
@@ -160,6 +215,7 @@ def _run_command(
             help="Export OpenTelemetry spans as the OTEL_... variables say; needs replaybuf[otel].",
             env_var="REPLAYBUF_TRACES",
             show_env_var=False,
+            group=EVERY,
             negative="",
         ),
     ] = False,

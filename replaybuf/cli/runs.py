@@ -13,8 +13,8 @@ import msgspec
 from cyclopts import Parameter
 from rich.prompt import Prompt
 
-from replaybuf.cli.service import DEFAULT_SERVICE, Service, ServiceOptions, client, print_json, print_table
-from replaybuf.cli.status import fetch_runs, show_status
+from replaybuf.cli.service import DEFAULT_SERVICE, RunName, Service, ServiceOptions, client, print_json, print_table
+from replaybuf.cli.status import fetch_runs
 from replaybuf.errors import Invalid
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 from replaybuf.wire.run_status import RunStatus
@@ -52,12 +52,7 @@ def _counts(run: RunStatus) -> list[object]:
     return [run.run, run.state, run.step, run.published_version, run.groups.live, run.groups.in_batches]
 
 
-def show(run: str, /, options: Service = DEFAULT_SERVICE) -> None:
-    """Show one run: its contents, and why it waits."""
-    show_status(options, run)
-
-
-def create(run: str, /, options: Annotated[CreateOptions, Parameter(name="*")]) -> None:
+def create(run: RunName, /, options: Annotated[CreateOptions, Parameter(name="*")]) -> None:
     """Create a run. The same configuration again changes nothing."""
     config = _read(options.from_)
     with client(run, options) as service:
@@ -65,7 +60,10 @@ def create(run: str, /, options: Annotated[CreateOptions, Parameter(name="*")]) 
 
 
 def set_(
-    run: str, changes: Annotated[list[str], Parameter(negative=())], /, options: Service = DEFAULT_SERVICE
+    run: RunName,
+    changes: Annotated[list[str], Parameter(negative=(), help="Changes as KEY=VALUE.")],
+    /,
+    options: Service = DEFAULT_SERVICE,
 ) -> None:
     """Change the configuration of a live run: `batch.groups_per_batch=64 strategy.options.max_staleness=4`.
 
@@ -83,22 +81,22 @@ def set_(
     print_table(("key", "before", "after"), ([name, _text(before, name), _text(after, name)] for name in names))
 
 
-def pause(run: str, /, options: Service = DEFAULT_SERVICE) -> None:
+def pause(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
     """Pause a run: no batch is made until it is resumed."""
     _change_state(run, "paused", options)
 
 
-def resume(run: str, /, options: Service = DEFAULT_SERVICE) -> None:
+def resume(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
     """Go on with a paused run."""
     _change_state(run, "running", options)
 
 
-def finish(run: str, /, options: Service = DEFAULT_SERVICE) -> None:
+def finish(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
     """Finish a run for good: producers and trainer end."""
     _change_state(run, "finished", options)
 
 
-def delete(run: str, /, options: Annotated[DeleteOptions, Parameter(name="*")] = DeleteOptions()) -> None:
+def delete(run: RunName, /, options: Annotated[DeleteOptions, Parameter(name="*")] = DeleteOptions()) -> None:
     """Delete a finished run with all its groups; its name is refused for a day."""
     if not options.yes:
         _confirm(run)

@@ -31,6 +31,8 @@ class ServiceOptions:
     """Print JSON."""
 
 
+RunName = Annotated[str, Parameter(help="Name of the run.")]
+StepNumber = Annotated[int, Parameter(help="Number of the step, from 0.")]
 Service = Annotated[ServiceOptions, Parameter(name="*")]
 DEFAULT_SERVICE = ServiceOptions()
 

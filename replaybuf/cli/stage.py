@@ -11,6 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from replaybuf.cli.event_loop import run_async
+from replaybuf.cli.service import RunName
 from replaybuf.client import Client
 from replaybuf.generator.last_failure import report_failure
 from replaybuf.generator.options import default_producer
@@ -37,7 +38,7 @@ class StageOptions:
     """Bearer token with the role producer."""
 
 
-def stage(run: str, /, options: Annotated[StageOptions, Parameter(name="*")]) -> None:
+def stage(run: RunName, /, options: Annotated[StageOptions, Parameter(name="*")]) -> None:
     """Add a column to every stored group that lacks it, until the run is finished.
 
     Several stages may add the same column. A stage that was killed continues with the groups that lack the column. On

@@ -26,27 +26,25 @@ WATCH_PERIOD_S = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatusOptions(ServiceOptions):
-    """Runs to show."""
+    """How often to show them."""
 
-    run: str | None = None
-    """Name of the run to show. Default: all runs."""
     watch: bool = False
     """Show it again every two seconds, until interrupted; with --json one line each time."""
 
 
-_DEFAULTS = StatusOptions()
-
-
-def status(options: Annotated[StatusOptions, Parameter(name="*")] = _DEFAULTS) -> None:
-    """Show the runs of a service: their contents, and why a run waits."""
+def status(
+    run: Annotated[str | None, Parameter(help="Name of the run. Default: all runs.")] = None,
+    options: Annotated[StatusOptions, Parameter(name="*")] = StatusOptions(),
+) -> None:
+    """Show what a run holds, and why it waits; without a name all runs."""
     if not options.watch:
-        show_status(options, options.run)
+        show_status(options, run)
         return
     console = Console()
     while True:
         if console.is_terminal and not options.json:
             console.clear()
-        show_status(options, options.run)
+        show_status(options, run)
         time.sleep(WATCH_PERIOD_S)
 
 

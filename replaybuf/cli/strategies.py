@@ -64,7 +64,7 @@ def list_installed() -> None:
         sys.exit(1)
 
 
-def show(name: str, /) -> None:
+def show(name: Annotated[str, Parameter(help="Name of the strategy, filter or plug-in.")], /) -> None:
     """Show purpose, bounds and options of a strategy, a filter or an admission plug-in.
 
     Parameters

@@ -90,7 +90,11 @@ def list_(options: Annotated[ListOptions, Parameter(name="*")]) -> None:
     print_table(columns, (_row(one, uses.get(one.sha256)) for one in stored))
 
 
-def revoke(token: str, /, options: Annotated[TokensFile, Parameter(name="*")]) -> None:
+def revoke(
+    token: Annotated[str, Parameter(help="Name or id of the token.")],
+    /,
+    options: Annotated[TokensFile, Parameter(name="*")],
+) -> None:
     """Remove a token by its name, or by its id where several have the name; then send SIGHUP to the service."""
     removed = revoke_token(token, options.tokens_file)
     print(f"revoked {removed.id} {removed.name} ({removed.role}); a running service forgets it on SIGHUP")

@@ -5,6 +5,8 @@ A call is an exchange (`http_request`). The clients of `replaybuf.client.http_cl
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
@@ -14,7 +16,7 @@ from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
 from replaybuf.client.http_request import encode_body, finite_metrics, given, segment
 from replaybuf.client.replies import answer_of, error_of
-from replaybuf.errors import Gone, InvalidGroups, Malformed, counted
+from replaybuf.errors import Gone, InvalidGroups, Malformed, counted, in_words_of
 from replaybuf.wire.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
@@ -41,10 +43,16 @@ from replaybuf.wire.group_check import GroupLimits, check_group
 from replaybuf.wire.late_columns import encode_columns, late_columns
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
-from replaybuf.wire.run_status import RunFacts, RunStatus
+from replaybuf.wire.run_status import RunFacts, RunList, RunStatus
 
 APPEND_BODY_BYTES = 32 << 20
 """Approximate maximum of one append body. A group is never split."""
+
+
+_ABSENT = frozenset({httpx.codes.NOT_FOUND})
+_LOG_EVERY_S = 30.0
+
+logger = logging.getLogger(__name__)
 
 
 class RunCalls:
@@ -58,6 +66,29 @@ class RunCalls:
     def get_run(self) -> Exchange[RunStatus]:
         """Return the status of the run."""
         return self._remember((yield HttpRequest()))
+
+    def list_runs(self) -> Exchange[list[RunStatus]]:
+        """Return the status of every run of the service that this token may see, by name."""
+        return answer_of((yield HttpRequest(every_run=True)), RunList).runs
+
+    def wait_for_run(self, timeout_s: float = 600.0, poll_s: float = 1.0) -> Exchange[RunStatus]:
+        """Wait until somebody has created the run, for at most `timeout_s`; return its status.
+
+        For a producer that may start first. What it waits for is logged every 30 s. Raises `NotFound` after that time.
+        """
+        began_s = logged_s = time.monotonic()
+        pause_s = 0.0
+        while True:
+            reply = yield HttpRequest(answers=_ABSENT, pause_s=pause_s)
+            if reply.status_code not in _ABSENT:
+                return self._remember(reply)
+            error, waited_s = error_of(reply), time.monotonic() - began_s
+            if waited_s >= timeout_s:
+                raise in_words_of(error, f"waited {waited_s:.0f} s for it. Create it with Client.put_run")
+            if pause_s == 0.0 or time.monotonic() - logged_s >= _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                logger.info("waiting for a run: %s", in_words_of(error, "Client.put_run creates it").detail)
+            pause_s = min(poll_s, max(0.0, timeout_s - waited_s))
 
     def put_run(self, config: RunConfig | dict[str, Any], if_absent: bool = False) -> Exchange[RunStatus]:
         """Create the run. The same configuration again changes nothing.

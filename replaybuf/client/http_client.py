@@ -19,7 +19,7 @@ from replaybuf.client.calls import Exchange, HttpRequest, RunCalls
 from replaybuf.client.replies import error_of
 from replaybuf.client.retries import Patience
 from replaybuf.client.transport import mounts_of, needs_certificates
-from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable
+from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, in_words_of
 from replaybuf.tracing import Headers, spans
 from replaybuf.wire.config import check_run_name
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 # Below the 5 s after which uvicorn closes an idle connection, so that no request is sent on a closing one.
 _KEEPALIVE_S = 2.0
+_WAY_OUT = "create it with Client.put_run, or wait for it with Client.wait_for_run"
 _LIMITS = httpx.Limits(max_connections=32, max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE_S)
 
 
@@ -39,13 +40,16 @@ class _Servers:
     def __init__(
         self, url: str, run: str, token: str | None, timeout_s: float, retry_for_s: float, compress: bool
     ) -> None:
-        self._path = f"/v1/runs/{check_run_name(run)}"
+        self._run = check_run_name(run)
         self.addresses = addresses_of(url)
         self.address = self.addresses[0]
         # Always set: httpx requests zstd by default if that library is installed.
         self.headers = {"accept-encoding": "zstd, identity;q=0.5" if compress else "identity"} | authorization(token)
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
+
+    def _path(self, request: HttpRequest) -> str:
+        return f"/v1/runs{request.path}" if request.every_run else f"/v1/runs/{self._run}{request.path}"
 
     def arguments(self, request: HttpRequest, address: str, tracing: Headers) -> dict[str, Any]:
         """Return the arguments of `httpx.Client.request`."""
@@ -54,7 +58,7 @@ class _Servers:
             headers["accept"] = request.accept
         return {
             "method": request.method,
-            "url": base_url(address) + self._path + request.path,
+            "url": base_url(address) + self._path(request),
             "params": request.params or None,
             "content": request.content or None,
             "headers": headers,
@@ -63,21 +67,26 @@ class _Servers:
 
     def span(self, request: HttpRequest, address: str) -> AbstractContextManager[Headers]:
         """Record a request; gives the headers to send with it."""
-        return spans.request(request.method, request.path, base_url(address) + self._path)
+        return spans.request(request.method, request.path, base_url(address) + f"/v1/runs/{self._run}")
 
     def unreachable(self, request: HttpRequest, address: str, error: httpx.TransportError) -> ServiceUnavailable:
         """Return the error of a request that got no answer, with address and cause."""
         cause = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({type(error).__name__})"
-        detail = f"{request.method} {address}{self._path}{request.path}: {cause}"
-        return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=address + self._path)
+        path = self._path(request)
+        return ServiceUnavailable(
+            f"{request.method} {address}{path}: {cause}",
+            retry_after_s=0.0,
+            name="url",
+            value=address + path.removesuffix(request.path),
+        )
 
     def checked(self, request: HttpRequest, reply: httpx.Response) -> httpx.Response:
         """Return `reply` if it is an answer. Raises the error that it describes."""
         if reply.is_success or reply.status_code in request.answers:
             return reply
-        raise error_of(reply)
+        raise in_words_of(error_of(reply), _WAY_OUT)
 
     def switch(self, address: str, error: ServiceUnavailable) -> None:
         """Try another server first from now on: the leader that `error` names, or the next one."""
@@ -178,6 +187,8 @@ class HttpClient:
         self.close()
 
     get_run = _blocking(RunCalls.get_run)
+    list_runs = _blocking(RunCalls.list_runs)
+    wait_for_run = _blocking(RunCalls.wait_for_run)
     put_run = _blocking(RunCalls.put_run)
     patch_run = _blocking(RunCalls.patch_run)
     delete_run = _blocking(RunCalls.delete_run)
@@ -212,6 +223,8 @@ class HttpClient:
         try:
             request = next(exchange)
             while True:
+                if request.pause_s:
+                    time.sleep(request.pause_s)
                 request = exchange.send(self._send(request))
         except StopIteration as end:
             result: T = end.value
@@ -276,6 +289,8 @@ class AsyncHttpClient:
         await self.aclose()
 
     get_run = _awaiting(RunCalls.get_run)
+    list_runs = _awaiting(RunCalls.list_runs)
+    wait_for_run = _awaiting(RunCalls.wait_for_run)
     put_run = _awaiting(RunCalls.put_run)
     patch_run = _awaiting(RunCalls.patch_run)
     delete_run = _awaiting(RunCalls.delete_run)
@@ -310,6 +325,8 @@ class AsyncHttpClient:
         try:
             request = next(exchange)
             while True:
+                if request.pause_s:
+                    await asyncio.sleep(request.pause_s)
                 request = exchange.send(await self._send(request))
         except StopIteration as end:
             result: T = end.value

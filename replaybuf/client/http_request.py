@@ -21,12 +21,14 @@ _JSON = "application/json"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpRequest:
-    """One HTTP request below the address of a run.
+    """One HTTP request below the address of a run, or of all runs.
 
     - `accept`: the media type wanted, for a call with several
     - `wait_ms`: how long the service may hold the request
     - `repeatable`: a repetition does no harm
     - `answers`: statuses beside 2xx that are answers, not errors
+    - `every_run`: the address is that of all runs
+    - `pause_s`: how long the client waits before it sends the request
     """
 
     method: str = "GET"
@@ -38,6 +40,8 @@ class HttpRequest:
     wait_ms: int = 0
     repeatable: bool = True
     answers: frozenset[int] = frozenset()
+    every_run: bool = False
+    pause_s: float = 0.0
 
 
 Exchange: TypeAlias = Generator[HttpRequest, httpx.Response, T]

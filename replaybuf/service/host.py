@@ -26,10 +26,10 @@ from replaybuf.errors import (
     Gone,
     LedgerGap,
     NoRoom,
-    NotFound,
     NotLeader,
     ServiceUnavailable,
     Unreadable,
+    no_run,
 )
 from replaybuf.kernel.decide.config import decide_create
 from replaybuf.kernel.state.retention import KEPT_GROUPS
@@ -107,7 +107,7 @@ class Service:
             async with self._opening:
                 run = await self._open(name)
         if run is None:
-            raise NotFound(f"run {name!r} does not exist; create it with PUT /v1/runs/{name}", name="run", value=name)
+            raise no_run(name, sorted(self.runs), f"create it with PUT /v1/runs/{name}")
         if run.journal.lost:
             raise run.journal.lost
         return run

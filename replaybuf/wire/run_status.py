@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from replaybuf.errors import Malformed
+from replaybuf.errors import Malformed, counted
 from replaybuf.wire.config import TokensPerRank
 from replaybuf.wire.contract import Answer, WaitingAnswer
 from replaybuf.wire.prepared_types import prepared
@@ -242,6 +242,10 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     waiting_s: float | None = None
     revision: int = 0
     config: Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/RunConfig"})]
+
+    def __repr__(self) -> str:
+        waiting = self.waiting.reason if self.waiting else "ready"
+        return f"<run {self.run}: {self.state}, step {self.step}, {counted(self.groups.live, 'live group')}, {waiting}>"
 
     def facts(self) -> RunFacts:
         """Read the facts of the configuration. Raises `Malformed` for another contract."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from replaybuf.cli.main import COMMANDS
 from tests.conftest import RunClient, ServeProcess, group
 
 
@@ -30,6 +31,7 @@ def replaybuf(*arguments: str, **environment: str) -> subprocess.CompletedProces
 def test_help_lists_every_command_with_a_summary() -> None:
     """The summaries of lazily imported commands too."""
     shown = replaybuf("--help", COLUMNS="200").stdout
+    assert re.findall(r"^╭─ (\w+) ─", shown, re.MULTILINE) == ["Run", "Look", "Operate", "Develop"]
     summaries = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
     commands = {"serve", "status", "doctor", "tokens", "strategies", "generate", "stage", "eval", "simulate", "demo"}
     commands |= {
@@ -45,10 +47,29 @@ def test_help_lists_every_command_with_a_summary() -> None:
         "explain",
         "completion",
         "top",
+        "evals",
     }
     assert summaries.keys() == commands | {"engine", "fetch-weights", "init-model", "train"}
     assert summaries["generate"].startswith("Generate scored groups of rollouts")
     assert summaries["generate"] in replaybuf(COLUMNS="200").stdout
+
+
+def test_the_help_of_a_command_describes_each_of_its_arguments() -> None:
+    """Those that are required too."""
+    for paths in COMMANDS.values():
+        for words in paths:
+            shown = replaybuf(*words.split(), "--help", COLUMNS="100").stdout
+            assert "Usage: " in shown and not re.search(r"│ \*? *[A-Z-]+ +\[", shown), shown
+
+
+def test_everything_that_a_command_misses_is_named_at_once() -> None:
+    """From the environment it counts as given."""
+    needed = ("--engine", "--environment", "--prompts", "--tokenizer", "--max-tokens", "--url", "--run")
+    message = replaybuf("generate").stderr
+    assert all(f" {option}" in message for option in needed), message
+    message = replaybuf("generate", "--url", "http://127.0.0.1:1", REPLAYBUF_GENERATE_RUN="x").stderr
+    assert "--run" not in message and "--url" not in message and " --engine, --environment" in message
+    assert "needs RUN, STEP;" in replaybuf("explain").stderr
 
 
 @pytest.mark.parametrize(

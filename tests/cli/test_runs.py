@@ -13,6 +13,7 @@ import pytest
 from replaybuf.cli.main import main
 from replaybuf.cli.service import printable
 from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_evaluations import post, result
 
 
 class Terminal:
@@ -91,7 +92,9 @@ def test_a_run_is_not_deleted_unless_its_name_is_typed(
         (["runs", "set", "{run}", "batch.foo=1"], "unknown field `foo`"),
         (["runs", "set", "{run}", "tickets.ttl_s=9"], "tickets is fixed when the run is created"),
         (["runs", "create", "other", "--from", "nowhere.json"], "nowhere.json cannot be read"),
-        (["runs", "show", "nobody"], "does not exist"),
+        (["runs", "show", "nobody"], "create it with `replaybuf runs create nobody --from FILE`"),
+        (["status", "nobody"], "{run}"),
+        (["ledger", "nobody"], "create it with `replaybuf runs create nobody --from FILE`"),
         (["groups", "show", "{run}", "nothing"], "nothing"),
     ],
 )
@@ -99,7 +102,16 @@ def test_a_command_that_cannot_be_carried_out_says_why(
     terminal: Terminal, run: RunClient, arguments: list[str], message: str
 ) -> None:
     run.put(batch={"groups_per_batch": 1})
-    assert message in terminal.refused(*(word.format(run=run.run) for word in arguments))
+    assert message.format(run=run.run) in terminal.refused(*(word.format(run=run.run) for word in arguments))
+
+
+def test_results_on_held_out_prompts_are_listed_newest_first(terminal: Terminal, run: RunClient) -> None:
+    run.put(batch={"groups_per_batch": 1})
+    for version, error in ((0, None), (4, 0.125)):
+        assert post(run, result(version, standard_error=error, failed=1)).status_code == 200
+    lines = [line.split() for line in terminal("evals", run.run).splitlines() if "held-out" in line]
+    assert lines == [["held-out", "4", "0.500", "0.125", "4", "1"], ["held-out", "0", "0.500", "-", "4", "1"]]
+    assert [one["version"] for one in terminal.json("evals", run.run)] == [4, 0]
 
 
 def test_groups_are_listed_by_condition_and_shown_with_their_rollouts(terminal: Terminal, run: RunClient) -> None:

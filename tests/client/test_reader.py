@@ -70,7 +70,7 @@ class ScriptedClient:
             raise answer
         return answer
 
-    def ack(self, step: int, epoch: int, feedback: object = None) -> None:
+    def ack(self, step: int, epoch: int, feedback: object = None, metrics: object = None) -> None:
         """Record the step."""
         assert epoch == EPOCH
         self.acked.append(step)

@@ -9,23 +9,26 @@ from tests.console.conftest import HOSTILE, OpenPage
 from tests.console.test_reason_charts import columns_of
 from tests.service.test_evaluations import post, result
 
+Metrics = dict[str, float | None]
 STRATEGY = {"name": "one-step-off-policy", "options": {"max_staleness": 9}}
 
 
-def train(run: RunClient, epoch: int, step: int, groups: int = 2, **metrics: float | None) -> None:
+def train(run: RunClient, epoch: int, step: int, metrics: Metrics | None = None, groups: int = 2) -> None:
     """Store the groups of a step and train it."""
     run.append(*(group(f"{step}-{number}", step) for number in range(groups)))
     assert run.ready_batch(step, epoch).status_code == 200
-    assert run.ack(step, epoch, metrics=metrics).status_code == 200
+    assert run.ack(step, epoch, metrics=metrics or {}).status_code == 200
     assert run.publish(step + 1, epoch).status_code == 200
 
 
-def start(run: RunClient, open_page: OpenPage, steps: int, path: str = "", **metrics: float | None) -> tuple[Any, int]:
+def start(
+    run: RunClient, open_page: OpenPage, steps: int, metrics: dict[str, float] | None = None, path: str = ""
+) -> tuple[Any, int]:
     """Train some steps of a run and open its page; return the page and the epoch."""
     run.put(batch={"groups_per_batch": 2}, strategy=STRATEGY)
     epoch = run.attach()
     for step in range(steps):
-        train(run, epoch, step, **{name: value and value * (step + 1) for name, value in metrics.items()})
+        train(run, epoch, step, {name: value * (step + 1) for name, value in (metrics or {}).items()})
     return open_page(str(run.http.base_url), path or f"/runs/{run.run}"), epoch
 
 
@@ -36,7 +39,7 @@ def titles(page: Any) -> list[str]:
 
 
 def test_the_page_opens_with_learning_and_each_section_folds(run: RunClient, open_page: OpenPage) -> None:
-    page, _ = start(run, open_page, 3, zeta=1.0, loss=0.5, kl=0.25)
+    page, _ = start(run, open_page, 3, {"zeta": 1.0, "loss": 0.5, "kl": 0.25})
     page.get_by_role("heading", name="loss", exact=True).wait_for()
     assert page.locator(".section > summary h2").all_inner_texts() == ["Learning", "Flow", "Speed", "Data"]
     learning = page.locator(".section", has=page.get_by_role("heading", name="Learning"))
@@ -48,9 +51,9 @@ def test_the_page_opens_with_learning_and_each_section_folds(run: RunClient, ope
 
 def test_a_metric_has_its_value_in_each_step(run: RunClient, open_page: OpenPage) -> None:
     """A step without one has no value; a name that comes later gets its chart while the page is open."""
-    page, epoch = start(run, open_page, 2, loss=0.5)
+    page, epoch = start(run, open_page, 2, {"loss": 0.5})
     page.get_by_role("heading", name="loss", exact=True).wait_for()
-    train(run, epoch, 2, entropy=1.5, loss=None)
+    train(run, epoch, 2, {"entropy": 1.5, "loss": None})
     page.get_by_role("heading", name="entropy", exact=True).wait_for()
     assert columns_of(page, "loss")["value"] == ("0.5", "1", "")
     assert columns_of(page, "entropy")["value"] == ("", "", "1.5")
@@ -85,7 +88,7 @@ def test_a_chart_of_one_value_is_a_line_of_text(run: RunClient, open_page: OpenP
 
 def test_lines_can_be_smoothed_and_the_raw_ones_stay(run: RunClient, open_page: OpenPage) -> None:
     """The file has the raw values; a logarithmic axis is refused where a value is not above 0, without an error."""
-    page, _ = start(run, open_page, 4, loss=0.5, below=-1.0)
+    page, _ = start(run, open_page, 4, {"loss": 0.5, "below": -1.0})
     chart = page.locator(".chart", has=page.get_by_role("heading", name="loss", exact=True))
     chart.locator("canvas").wait_for()
     page.get_by_label("Smoothing").select_option("10")
@@ -98,7 +101,7 @@ def test_lines_can_be_smoothed_and_the_raw_ones_stay(run: RunClient, open_page: 
 
 
 def test_many_metrics_are_folded_behind_those_that_people_look_for(run: RunClient, open_page: OpenPage) -> None:
-    page, _ = start(run, open_page, 2, **{f"m{number:02}": 1.0 for number in range(20)}, loss=1.0)
+    page, _ = start(run, open_page, 2, {f"m{number:02}": 1.0 for number in range(20)} | {"loss": 1.0})
     page.get_by_text("12 more metrics").wait_for()
     shown = titles(page)
     assert shown[2:4] == ["loss", "m00"] and "m19" not in shown
@@ -108,7 +111,7 @@ def test_many_metrics_are_folded_behind_those_that_people_look_for(run: RunClien
 
 def test_runs_are_compared_by_held_out_results_and_metrics(run: RunClient, open_page: OpenPage) -> None:
     """One line per run that has them."""
-    page, _ = start(run, open_page, 2, f"/compare?run={run.run}&run={run.run}", loss=0.5)
+    page, _ = start(run, open_page, 2, {"loss": 0.5}, f"/compare?run={run.run}&run={run.run}")
     assert post(run, result(0)).status_code == 200
     page.get_by_role("heading", name="Metric: loss").wait_for()
     assert columns_of(page, "Metric: loss")[run.run] == ("0.5", "1")

@@ -39,4 +39,4 @@ def test_the_snippets_train_the_policy_on_a_fresh_service(own_service: ServeProc
     assert len(rewards) == 30
     assert rewards[-1] > rewards[0] + 0.2
     assert "p0 stored" in stored
-    assert np.load(tmp_path / "weights" / "30.npy").argmax() == 7
+    assert np.load(tmp_path / ".replaybuf" / "toy" / "weights" / "30.npy").argmax() == 7

@@ -130,6 +130,8 @@ def test_a_token_for_some_runs_lists_these_runs_alone(guarded: Guarded) -> None:
         assert "theirs" in [row["run"] for row in root.http.get(path).json()["runs"]]
     listed = replaybuf("runs", "list", "--url", guarded.server.url, "--token", "guest")
     assert "ours-too" in listed.stdout and "theirs" not in listed.stdout
+    missing = guarded.client("later", "guest").get("").json()
+    assert missing["bound"] == ["ours", "ours-too"] and "theirs" not in missing["detail"]
     assert guest.http.get("/metrics").status_code == 403
     assert guarded.client("theirs", "guest").get("").status_code == 403
 

@@ -25,22 +25,23 @@ REDRAWN_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopOptions(ServiceOptions):
-    """Runs to watch."""
+    """How to watch."""
 
-    run: str | None = None
-    """Run to open. Default: the list of all runs."""
     every: Annotated[float, Parameter(validator=Number(gte=0.1, lte=3600))] = 2.0
     """Seconds between two questions to the service."""
     once: bool = False
     """Print one frame and end, as without a terminal."""
 
 
-def top(options: Annotated[TopOptions, Parameter(name="*")] = TopOptions()) -> None:
+def top(
+    run: Annotated[str | None, Parameter(help="Run to open. Default: the list of all runs.")] = None,
+    options: Annotated[TopOptions, Parameter(name="*")] = TopOptions(),
+) -> None:
     """Watch all runs, or the flow of one run: what moves, and what it waits for.
 
     Keys: up and down select a run, enter opens it, escape goes back, s sorts, q ends.
     """
-    run, addresses = check_run_name(options.run) if options.run else "", addresses_of(options.url)
+    run, addresses = check_run_name(run) if run else "", addresses_of(options.url)
     console = Console()
     if options.once or options.json or not console.is_terminal:
         frame = ask(addresses, options.token, run)

@@ -77,7 +77,7 @@ def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRec
     status: Any = patch.state or state.config_state
     if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
         raise Conflict(
-            f"state is {status!r}; the run reached max_steps = {config.max_steps} and stays finished",
+            f"the run is finished for good, because it reached max_steps = {config.max_steps}; it cannot be {status}",
             name="state",
             value=status,
             bound="finished",

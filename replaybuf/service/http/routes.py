@@ -27,6 +27,7 @@ from replaybuf.service.http.call.call_guard import Guard
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.call.metrics import Exposition
 from replaybuf.service.http.call.openapi import describe
+from replaybuf.service.http.call.visible_runs import hide_others
 from replaybuf.service.http.guard.auth import Caller, Tokens
 from replaybuf.service.http.guard.start_gate import StartGate
 from replaybuf.service.http.reply.problems import document_response, error_response
@@ -81,7 +82,7 @@ class Application:
         try:
             response = await self._respond(request)
         except ReplaybufError as error:
-            response = error_response(error, request_id.get())
+            response = error_response(hide_others(request, error), request_id.get())
         except Exception as error:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             response = error_response(ReplaybufError(f"{type(error).__name__}: {error}"), request_id.get())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from replaybuf.errors import NotFound, ReplaybufError, no_run
 from replaybuf.service.host import Service
 from replaybuf.service.http.guard.auth import Caller
 from replaybuf.service.run.served_run import Run
@@ -23,6 +24,15 @@ def list_unreadable(request: Request) -> dict[str, str]:
     reasons = service.unreadable.reasons.items()
     # A run that could be read is served a moment before it is taken out of the unreadable ones.
     return {name: why for name, why in reasons if name not in service.runs and caller.may_see(name)}
+
+
+def hide_others(request: Request, error: ReplaybufError) -> ReplaybufError:
+    """Leave only runs that the caller may see in the error of a run that does not exist."""
+    if not (isinstance(error, NotFound) and error.name == "run" and isinstance(error.bound, list)):
+        return error
+    return no_run(
+        str(error.value), [name for name, _ in list_runs(request)], f"create it with PUT /v1/runs/{error.value}"
+    )
 
 
 def describe_lost(request: Request) -> str | None:

@@ -1,0 +1,26 @@
+"""The command `replaybuf evals`: results of a run on held-out prompts, newest first."""
+
+from __future__ import annotations
+
+from replaybuf.cli.service import DEFAULT_SERVICE, RunName, Service, client, print_json, print_table
+from replaybuf.wire.evaluations import Evaluation
+
+MOST_RESULTS = 1000
+
+
+def evals(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
+    """List the results of a run on held-out prompts, newest first."""
+    with client(run, options) as service:
+        results = service.list_evaluations(MOST_RESULTS)
+    newest = sorted(results, key=lambda result: (result.at_s, result.version), reverse=True)
+    if options.json:
+        print_json(newest)
+        return
+    columns = ("set", ">version", ">reward", ">± error", ">completions", ">failed")
+    print_table(columns, map(_row, newest))
+
+
+def _row(result: Evaluation) -> list[object]:
+    name = f"{result.name}, {result.adapter}" if result.adapter else result.name
+    error = "-" if result.standard_error is None else f"{result.standard_error:.3f}"
+    return [name, result.version, f"{result.reward_mean:.3f}", error, result.rollouts, result.failed]
