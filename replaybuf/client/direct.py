@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from typing import TypeAlias
 
 import redis
 from redis.backoff import NoBackoff
@@ -29,7 +28,7 @@ from replaybuf.version import __version__
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group
-from replaybuf.wire.plan import Plan, PlannedGroup, build_body, decode_late, decode_payload
+from replaybuf.wire.plan import Body, Plan, PlannedGroup, build_body, decode_late, decode_payload
 from replaybuf.wire.spill import check_spill_url, stub_path
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,6 @@ COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 HTTP_ONLY_S = 30.0
 """How long bodies come over HTTP after Redis could not be reached."""
-
-Body: TypeAlias = bytes | memoryview
 
 
 class DirectBodies:

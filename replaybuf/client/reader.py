@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from replaybuf.client.http_client import HttpClient
 from replaybuf.client.retries import Patience
-from replaybuf.errors import BatchOverdue, Conflict, Invalid, RunFinished, ServiceUnavailable
+from replaybuf.errors import BatchOverdue, Conflict, Invalid, MissingExtra, RunFinished, ServiceUnavailable
 from replaybuf.wire.batch import Batch, BatchMeta, read_batch
 from replaybuf.wire.contract import WaitingAnswer
 
 if TYPE_CHECKING:
-    from replaybuf.client.direct import Body, DirectBodies
+    from replaybuf.client.direct import DirectBodies
+    from replaybuf.wire.plan import Body
 
 logger = logging.getLogger(__name__)
 
@@ -361,8 +362,10 @@ def _overdue(step: int, deadline_s: float | None, waits: WaitingAnswer | None) -
 def _open_direct(client: HttpClient, redis_url: str | None) -> DirectBodies | None:
     if redis_url is None:
         return None
-    from replaybuf.client.direct import DirectBodies  # loads redis, which other readers do not need
-
+    try:
+        from replaybuf.client.direct import DirectBodies  # loads redis, which other readers do not need
+    except ModuleNotFoundError as error:
+        raise MissingExtra("direct_redis_url", "direct") from error
     return DirectBodies(client, redis_url)
 
 

@@ -7,7 +7,7 @@ its frames from Redis (`replaybuf.client.direct`). Both get the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -21,6 +21,8 @@ from replaybuf.wire.token_versions import mask_stale, token_versions
 
 T = TypeVar("T")
 
+Body: TypeAlias = bytes | memoryview
+"""A batch body, as it came or as it was built."""
 MEDIA_TYPE = "application/vnd.replaybuf.plan+json"
 
 

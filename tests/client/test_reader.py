@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from replaybuf.client.client import Client
-from replaybuf.client.direct import Body
 from replaybuf.client.reader import BatchReader, ReaderOptions
 from replaybuf.errors import (
     BatchOverdue,
@@ -27,6 +26,7 @@ from replaybuf.errors import (
 )
 from replaybuf.wire.batch import encode_batch
 from replaybuf.wire.contract import MissingClient, WaitingAnswer
+from replaybuf.wire.plan import Body
 from tests.builders import batch_meta, waiting_answer
 from tests.conftest import RunClient, ServeProcess, group
 from tests.waiting import eventually

@@ -24,11 +24,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from replaybuf.client.direct import Body
 from replaybuf.client.http_client import HttpClient
 from replaybuf.client.reader import DEFAULTS, ReaderOptions, StepReader
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.batch import Batch, BatchMeta, MicroBatch, read_batch
+from replaybuf.wire.plan import Body
 
 logger = logging.getLogger(__name__)
 
