@@ -53,7 +53,7 @@ class Heartbeats:
 
     async def _send(self, inflight: InFlight, fleet: Fleet) -> None:
         engines = sum(engine.fault is None for engine in fleet.status())
-        failure, inflight.failure = inflight.failure, None
+        failure = inflight.failure  # it stays until the service has answered: this may be cancelled before
         try:
             answer = await inflight.client.send_heartbeat(
                 self._producer,
@@ -65,9 +65,10 @@ class Heartbeats:
         except ReplaybufError as error:  # the calls that matter retry, and report it
             logger.log(logging.DEBUG if self._failing else logging.WARNING, "no heartbeat: %s", error)
             self._failing = True
-            if isinstance(error, ServiceUnavailable):  # otherwise it would be refused again, and no heartbeat come
-                inflight.failure = inflight.failure or failure
+            if not isinstance(error, ServiceUnavailable):  # it would be refused again, and no heartbeat come
+                inflight.forget(failure)
             return
+        inflight.forget(failure)
         self._failing, self._every_s = False, answer.heartbeat_s / _SHARE
         if answer.state != "running":
             inflight.abort_sampling(f"run_{answer.state}", f"the run is {answer.state}")

@@ -227,6 +227,11 @@ class InFlight:
                         self.add(ticket)
             raise
 
+    def forget(self, failure: ProducerFailure | None) -> None:
+        """Forget a failure that was reported, if there is no newer one."""
+        if self.failure is failure:
+            self.failure = None
+
     async def return_ticket(self, job: Job, reason: str, detail: str, error: BaseException | None = None) -> None:
         """Return a ticket with its reason; a ticket that cannot be returned expires. `error`: what was raised."""
         if is_failure(reason):
