@@ -174,7 +174,7 @@ class FileQueue:
             time.sleep(POLL_S)
         return path.read_bytes()
 
-    def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None = None) -> None:
+    def ack(self, step: int, epoch: int, feedback: dict[str, Any] | None = None, metrics: Any = None) -> None:
         """Delete the batch of a trained step."""
         batch_file(self._folder, step).unlink()
 

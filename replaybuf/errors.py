@@ -169,10 +169,9 @@ class NotFound(ReplaybufError):
 
 def no_run(run: str, others: Sequence[str], way_out: str) -> NotFound:
     """Return the error of a run that does not exist; `others`: runs that do, `way_out`: how the caller makes one."""
-    named = ", ".join(others[:MOST_NAMED]) or "none"
-    more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
-    detail = f"run {run!r} does not exist; runs here: {named}{more}; {way_out}"
-    return NotFound(detail, name="run", value=run, bound=list(others[:MOST_NAMED]))
+    shown = [*others[:MOST_NAMED], "..."] if len(others) > MOST_NAMED else others
+    detail = f"run {run!r} does not exist; runs here: {', '.join(shown) or 'none'}; {way_out}"
+    return NotFound(detail, name="run", value=run, bound=list(others[: MOST_NAMED + 1]))
 
 
 def in_words_of(error: ReplaybufError, way_out: str) -> ReplaybufError:

@@ -46,6 +46,7 @@ COMMANDS: dict[Group, dict[str, str | None]] = {
         "top": "replaybuf.cli.top.command:top",
         "explain": "replaybuf.cli.explain:explain",
         "evals": "replaybuf.cli.evaluations:evals",
+        "report": "replaybuf.cli.report:report",
         "groups list": f"{_GROUPS}list_",
         "groups show": f"{_GROUPS}show",
         "groups failures": f"{_GROUPS}failures",

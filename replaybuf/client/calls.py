@@ -41,6 +41,7 @@ from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group
 from replaybuf.wire.late_columns import encode_columns, late_columns
+from replaybuf.wire.overview import History
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 from replaybuf.wire.run_status import RunFacts, RunList, RunStatus
@@ -268,6 +269,10 @@ class RunCalls:
     def list_evaluations(self, limit: int = 100) -> Exchange[list[Evaluation]]:
         """Return the newest results of evaluations, oldest first."""
         return answer_of((yield HttpRequest(path="/evaluations", params={"limit": limit})), Evaluations).evaluations
+
+    def get_history(self, points: int = 500) -> Exchange[History]:
+        """Return figures of the run over its steps, in at most so many rows."""
+        return answer_of((yield HttpRequest(path="/history", params={"points": points})), History)
 
     def get_record(self, step: int, generation: int | None = None) -> Exchange[StepRecord]:
         """Return the record of a batch, in the current history or in that of `generation`. Raises `NotFound`."""

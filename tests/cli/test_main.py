@@ -48,6 +48,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
         "completion",
         "top",
         "evals",
+        "report",
     }
     assert summaries.keys() == commands | {"engine", "fetch-weights", "init-model", "train"}
     assert summaries["generate"].startswith("Generate scored groups of rollouts")

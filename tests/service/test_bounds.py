@@ -110,7 +110,7 @@ EXAMPLES: dict[str, Any] = {
         "reward_parts": True,
         "metadata": True,
     },
-    "AckRequest": {"epoch": 1, "feedback": {}},
+    "AckRequest": {"epoch": 1, "feedback": {}, "metrics": {"loss": 0.5}},
     "PolicyRequest": {"epoch": 1, "version": 0, "weights_uri": "s3://w", "adapter": ""},
     "ColumnsRequest": {"columns": {}},
     "CursorRequest": {"position": "s0"},

@@ -19,6 +19,7 @@ from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_URI_BYTES, check_st
 
 CHECKED_ELSEWHERE = {
     "AckRequest.feedback": "by the size of the body and check_metadata",
+    "AckRequest.metrics": "by their number and the bound of a name",
     "StrategySpec.options": "by check_run_config",
     "StrategyChange.options": "by check_run_config",
     "AdmissionSpec.options": "by check_run_config",

@@ -1,0 +1,206 @@
+"""The page of a run: a headline, charts of what was learned and how fast, waits and drops, counts, configuration."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from string import Template
+from typing import Any
+
+import msgspec
+
+from replaybuf.errors import counted
+from replaybuf.report.charts import COLOURS, Chart, Line, Values, draw, number
+from replaybuf.wire.evaluations import Evaluation
+from replaybuf.wire.overview import History
+from replaybuf.wire.run_status import RunStatus
+
+MOST_METRICS = 64
+"""Metrics of the trainer that get a chart; the first names by alphabet."""
+_COUNTS = ("stored", "live", "in_batches", "retired", "dead_lettered")
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { --page: #fff; --text: #1c1f1d; --soft: #5b615c; --rule: #dedfd8;
+  --c0: #0b6b57; --c1: #b4542a; --c2: #3f5fb0; --c3: #8c4a8f; --c4: #6b6b1f; --c5: #4b7c8c; }
+@media (prefers-color-scheme: dark) { :root { --page: #131614; --text: #e6e9e6; --soft: #a3aaa5; --rule: #343a36;
+  --c0: #63c7ab; --c1: #e8956b; --c2: #8fa8ee; --c3: #d597d8; --c4: #c9c96a; --c5: #86bccd; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem;
+  margin: 2rem auto; padding: 0 1rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .3rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
+h3 { font-size: .95rem; margin: 0; }
+p, small { color: var(--soft); margin: 0; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: 1.2rem; }
+svg { width: 100%; height: auto; }
+svg text { font-size: 11px; fill: var(--soft); }
+svg polyline, .frame { fill: none; stroke: var(--rule); }
+svg polyline { stroke-width: 1.6; }
+.area { fill: var(--c0); fill-opacity: .14; }
+svg .edge { stroke: none; fill: none; }
+$colours
+table { border-collapse: collapse; }
+th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
+th { color: var(--soft); font-weight: 500; }
+td.number { text-align: right; }
+pre { white-space: pre-wrap; }
+</style>
+</head>
+<body>
+<h1>$headline</h1>
+<p>$lead</p>
+$sections
+</body>
+</html>
+""")
+
+
+def render(status: RunStatus, history: History, evaluations: Sequence[Evaluation]) -> str:
+    """Return the page as HTML. Text of users is shown as text; parts without data are left out."""
+    learning = [*_held_out(evaluations), *_rewards(history), *_metrics(history)]
+    sections = [
+        _charts("Learning", learning),
+        _charts("Speed", _speed(history)),
+        _charts("Data", _data(history)),
+        _sums("Waits of the trainer", "seconds", history.waited),
+        _sums("Dropped groups", "groups", history.dropped),
+        _table("Groups", ((name.replace("_", " "), str(getattr(status.groups, name))) for name in _COUNTS)),
+        _configuration(status.config),
+    ]
+    return _PAGE.substitute(
+        title=html.escape(f"Report of run {status.run}"),
+        headline=html.escape(headline(status, history)),
+        lead=html.escape(_lead(status, history)),
+        sections="\n".join(filter(None, sections)),
+        colours="\n".join(
+            f"svg .line{place} {{ stroke: var(--c{place}); }} svg .line{place}.point {{ fill: var(--c{place}); }} "
+            f".name{place} {{ color: var(--c{place}); }}"
+            for place in range(COLOURS)
+        ),
+    )
+
+
+def headline(status: RunStatus, history: History) -> str:
+    """Say in one sentence how far the run is, and where its reward went."""
+    rewards = history.columns.get("reward_mean") or []
+    steps = counted(status.step, "trained step")
+    if not rewards:
+        return f"{status.run}: {status.state}, no step yet"
+    moved = f"mean reward {number(rewards[0])} at first, {number(rewards[-1])} at last"
+    return f"{status.run}: {status.state}, {steps}, {moved}"
+
+
+def _lead(status: RunStatus, history: History) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(history.now_s))
+    waits = "" if status.waiting is None else f" It waits: {status.waiting.reason}."
+    missing = history.metrics_missing and f" {counted(history.metrics_missing, 'metric')} came without a number."
+    return f"Strategy {status.strategy.name}, published version {status.published_version}, {at}.{waits}{missing or ''}"
+
+
+def _held_out(evaluations: Sequence[Evaluation]) -> Iterable[Chart]:
+    by_set: dict[str, dict[int, Evaluation]] = {}
+    for result in evaluations:  # oldest first: the newest of a version counts
+        name = f"{result.name}, {result.adapter}" if result.adapter else result.name
+        by_set.setdefault(name, {})[result.version] = result
+    for name, by_version in sorted(by_set.items()):
+        results = [by_version[version] for version in sorted(by_version)]
+        upper, lower = (
+            [None if one.standard_error is None else one.reward_mean + sign * one.standard_error for one in results]
+            for sign in (1, -1)
+        )
+        means = [one.reward_mean for one in results]
+        lines = [Line("mean + error", upper), Line("mean − error", lower), Line("mean", means)]
+        versions = [float(one.version) for one in results]
+        yield Chart(f"Held-out: {name}", "mean reward ± standard error", "version", versions, lines, band=True)
+
+
+def _rewards(history: History) -> Iterable[Chart]:
+    columns = history.columns
+    pairs = list(zip(columns["reward_mean"], columns["reward_std"], strict=True))
+    lines = [
+        Line("mean + std", [mean + std for mean, std in pairs]),
+        Line("mean − std", [mean - std for mean, std in pairs]),
+        Line("mean", columns["reward_mean"]),
+    ]
+    yield Chart("Reward", "mean of groups ± spread inside a group", "step", columns["step"], lines, band=True)
+
+
+def _metrics(history: History) -> Iterable[Chart]:
+    for name, values in sorted(history.metrics.items())[:MOST_METRICS]:
+        yield _over_steps(history, name, "reported by the trainer", {"value": values})
+
+
+def _speed(history: History) -> Iterable[Chart]:
+    columns = history.columns
+    rates = {"trained": columns["tokens_out_per_s"], "stored": columns["tokens_in_per_s"]}
+    yield _over_steps(history, "Tokens per second", "tokens", rates)
+    yield _over_steps(history, "Seconds per step", "from ack to ack", {"step": columns["step_s"]})
+    yield _over_steps(history, "Time from stored to batch", "seconds", {"mean": columns["age_s"]})
+
+
+def _data(history: History) -> Iterable[Chart]:
+    columns = history.columns
+    staleness = {"mean": columns["staleness"], "oldest": columns["staleness_max"]}
+    yield _over_steps(history, "Staleness at use", "policy versions", staleness)
+    lengths = {"mean": columns["length"], "longest": columns["longest"]}
+    yield _over_steps(history, "Rollout length", "tokens", lengths)
+    yield _over_steps(history, "Uses of a group", "this use counted", {"mean": columns["uses"]})
+    yield _over_steps(history, "Groups per batch", "groups", {"groups": columns["groups"]})
+    yield _over_steps(history, "Batch fill", "share of the budget", {"fill": columns["fill"]})
+
+
+def _over_steps(history: History, title: str, unit: str, lines: Mapping[str, Values]) -> Chart:
+    return Chart(title, unit, "step", history.columns["step"], [Line(*line) for line in lines.items()])
+
+
+def _charts(title: str, charts: Iterable[Chart]) -> str:
+    shown = [chart for chart in charts if chart.known()]
+    panels = "".join(_panel(chart) for chart in shown if not chart.constant())
+    texts = _rows((chart.title, _constants(chart)) for chart in shown if chart.constant())
+    grid = f'<div class="charts">{panels}</div>' if panels else ""
+    return f"<h2>{title}</h2>{grid}{texts}" if shown else ""
+
+
+def _constants(chart: Chart) -> str:
+    return ", ".join(f"{name} {number(values[0])}" for name, values in chart.known())
+
+
+def _panel(chart: Chart) -> str:
+    shown = chart.lines[2:] if chart.band else chart.lines
+    names = (
+        ""
+        if len(shown) == 1
+        else " ".join(
+            f'<small class="name{place % COLOURS}">{html.escape(line.name)}</small>' for place, line in enumerate(shown)
+        )
+    )
+    head = f"<h3>{html.escape(chart.title)}</h3><small>{html.escape(chart.unit)}</small> {names}"
+    return f"<section>{head}{draw(chart)}</section>"
+
+
+def _sums(title: str, unit: str, by_reason: Mapping[str, Sequence[float]]) -> str:
+    totals = sorted(((sum(values), reason) for reason, values in by_reason.items()), reverse=True)
+    return _table(f"{title} ({unit})", ((reason, number(total)) for total, reason in totals if total))
+
+
+def _table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    shown = _rows(rows)
+    return f"<h2>{html.escape(title)}</h2>{shown}" if shown else ""
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(
+        f'<tr><th scope="row">{html.escape(name)}</th><td class="number">{html.escape(text)}</td></tr>'
+        for name, text in rows
+    )
+    return f"<table>{cells}</table>" if cells else ""
+
+
+def _configuration(config: dict[str, Any]) -> str:
+    text = msgspec.json.format(msgspec.json.encode(config), indent=2).decode()
+    return f"<h2>Configuration</h2><details><summary>as JSON</summary><pre>{html.escape(text)}</pre></details>"
