@@ -1,7 +1,7 @@
 """Measure how long each operation of a large run holds the event loop.
 
-    python benchmarks/holds.py                   # 100,000 live groups, batches of 10,000, 64 ranks
-    python benchmarks/holds.py --full            # a million live groups, batches of 100,000, 4096 ranks
+    python benchmarks/holds.py                   # 100,000 live groups, batches of 16,384, 64 ranks
+    python benchmarks/holds.py --full            # a million live groups, batches of 16,384, 4096 ranks
     python benchmarks/holds.py --where           # also print what ran during each hold
 
 The service runs in this process on a private Valkey. Groups are published straight into the index and have 64
@@ -40,6 +40,7 @@ from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE
 from replaybuf.service.server import SWITCH_INTERVAL_S, keep_freed_memory
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.store.durability import WritePolicy
+from replaybuf.wire.config import MOST_GROUPS
 from replaybuf.wire.contract import WaitingAnswer
 
 RUN = "holds"
@@ -305,11 +306,11 @@ async def prepare(data: Path, *, groups: int, batch: int) -> None:
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="a million live groups, batches of 100,000, 4096 ranks")
+    parser.add_argument("--full", action="store_true", help="a million live groups, batches of 16,384, 4096 ranks")
     parser.add_argument("--where", action="store_true", help="print what ran during holds")
     parser.add_argument("--data", type=Path, help="keep the published groups in this folder for the next time")
     given = parser.parse_args()
-    sizes = {"groups": 1_000_000, "batch": 100_000} if given.full else {"groups": 100_000, "batch": 10_000}
+    sizes = {"groups": 1_000_000 if given.full else 100_000, "batch": MOST_GROUPS}
     ranks = 4096 if given.full else 64
     logging.disable()
     sys.setswitchinterval(SWITCH_INTERVAL_S)

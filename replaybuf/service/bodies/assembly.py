@@ -20,7 +20,7 @@ from replaybuf.kernel.rows.column_table import ColumnTable
 from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state.run_state import Attachment
 from replaybuf.packing.batches import PackedGroups
-from replaybuf.service.bodies.release import SMALL, drop, release
+from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry, Store
 from replaybuf.store.keys import late_column
 from replaybuf.version import __version__
@@ -59,9 +59,6 @@ class FetchedGroups:
         """Bytes of the frames."""
         own = sum(int(entry.values["frame_bytes"]) for entry in self.entries)
         return own + sum(column.frame_bytes for columns in self.late.values() for column in columns)
-
-    def __del__(self) -> None:
-        release(self.entries, self.groups, self.late)
 
 
 def join_fetched(numbers: Sequence[int], one: FetchedGroups, other: FetchedGroups) -> FetchedGroups:
@@ -180,10 +177,6 @@ class PackedBatch(PackedGroups):
     bodies: dict[tuple[int, Coding], asyncio.Task[memoryview]] = dataclasses.field(default_factory=dict)
 
     def __del__(self) -> None:
-        if len(self.groups) > SMALL:
-            record = [self.record]
-            del self.record
-            drop(record)
         release(self.planned, self.groups, self.owners, self.grid, self.row_tokens, self.bodies)
 
     def etag(self, rank: int, form: Form) -> str:

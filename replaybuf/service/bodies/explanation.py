@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, pack
-from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry
 from replaybuf.wire.explain import MOST_ROWS, Choice, ChosenGroup, Layout, PackedRank, PackedRow, Packing
 from replaybuf.wire.ledger import BatchEntry, BatchRecord
@@ -86,7 +85,7 @@ def describe_packing(
     micro_batches = len(grid[0])
     places = micro_batches * layout.seq_len
     listed = micro_batches * len(grid) <= MOST_ROWS
-    packing = Packing(
+    return Packing(
         layout=when,
         dp_world_size=layout.dp_world_size,
         seq_len=layout.seq_len,
@@ -95,8 +94,6 @@ def describe_packing(
         fill=_share(int(lengths.sum(dtype=np.int64)), places * len(grid)),
         ranks=[_describe_rank(number, rows, lengths, codes, names, places, listed) for number, rows in enumerate(grid)],
     )
-    release(*grid, own)
-    return packing
 
 
 def _describe_rank(

@@ -30,7 +30,6 @@ from replaybuf.service.bodies.assembly import (
     hash_content,
     pack_batch,
 )
-from replaybuf.service.bodies.release import release
 from replaybuf.service.bodies.writer import Bodies
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Pace
@@ -67,9 +66,6 @@ class _Prepared:
     batch: PackedBatch | None = None
     fetching: asyncio.Task[bool] | None = None
     closed: bool = False
-
-    def __del__(self) -> None:
-        release(self.entries, self.groups, self.late)
 
     def keep(self, numbers: Sequence[int], columns: Mapping[int, list[str]]) -> None:
         """Drop all other groups, and those that got late columns (`columns`) since they were fetched."""

@@ -12,7 +12,6 @@ from replaybuf.errors import NotFound
 from replaybuf.kernel.decide.candidates import arrivals_between, count_candidates, layout_of
 from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status
 from replaybuf.service.bodies.explanation import explain_record
-from replaybuf.service.bodies.release import SMALL, drop, release
 from replaybuf.service.http.body.requests import GENERATION, STEP, Number, number, optional_number
 from replaybuf.service.http.call.handlers import json_response
 from replaybuf.service.run.served_run import Run
@@ -58,7 +57,7 @@ async def explain_batch(run: Run, step: int, generation: int | None, shown: int)
         unknown.append(_NOT_COMPARED)
     layout, when = _layout(run, own, retained=status == "assembled")
     choice, packing = await _describe(run, record, shown, layout, when, unknown)
-    answer = BatchExplanation(
+    return BatchExplanation(
         run=run.name,
         step=step,
         generation=record.generation,
@@ -75,11 +74,6 @@ async def explain_batch(run: Run, step: int, generation: int | None, shown: int)
         packing=packing,
         unknown=unknown,
     )
-    if len(record.groups) > SMALL:
-        held = [record]
-        del record
-        drop(held)
-    return answer
 
 
 async def _explain_next(run: Run) -> BatchExplanation:
@@ -140,11 +134,8 @@ async def _describe(
 ) -> tuple[Choice, Packing | None]:
     numbers = record.numbers.tolist()
     entries = await run.journal.store.groups.read_entries(run.name, numbers)
-    try:
-        if layout is None or len(entries) < len(numbers):
-            gone = len(numbers) - len(entries)
-            unknown.append(_NO_PACKING.format(gone, len(numbers)) if layout else _NO_TRAINER)
-            layout = None
-        return await call_beside(len(numbers), explain_record, record, entries, shown, layout, when)
-    finally:
-        release(entries)
+    if layout is None or len(entries) < len(numbers):
+        gone = len(numbers) - len(entries)
+        unknown.append(_NO_PACKING.format(gone, len(numbers)) if layout else _NO_TRAINER)
+        layout = None
+    return await call_beside(len(numbers), explain_record, record, entries, shown, layout, when)
