@@ -35,7 +35,6 @@ from replaybuf.kernel.decide.config import decide_create
 from replaybuf.kernel.state.retention import KEPT_GROUPS
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability
-from replaybuf.service.garbage import collect_garbage
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
@@ -254,7 +253,6 @@ class Service:
                 "measure": self._repeat(self._measure, REPORT_PERIOD_S),
                 "delete": self._repeat(self._delete, DELETE_PERIOD_S),
                 "watch_loop": self.loop_watch.run(),
-                "collect_garbage": collect_garbage(),
             }
             running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
             try:

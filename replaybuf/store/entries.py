@@ -59,7 +59,7 @@ class NewEntry(NamedTuple):
 class IndexEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One group of the index stream: its number, its numeric part (`ENTRY` scalar) and its strings.
 
-    Not seen by the garbage collector: a batch may have 100,000 of them.
+    Not seen by the garbage collector: a batch may have 16,384 of them, of 8 rollouts each.
     """
 
     number: int
