@@ -110,7 +110,7 @@ def delete(run: RunName, /, options: Annotated[DeleteOptions, Parameter(name="*"
 
 def _confirm(run: str) -> None:
     if not sys.stdin.isatty():
-        raise Invalid(f"deleting {run} needs --yes where nobody can be asked", name="yes", value=False)
+        raise Invalid(f"{run} stays: there is no terminal to ask in; to delete it, give --yes", name="yes", value=False)
     if Prompt.ask(f"All groups of {run} will be gone. Type its name to delete it") != run:
         raise Invalid(f"{run} stays: another name was typed", name="run", value=run)
 
@@ -148,7 +148,7 @@ def _parse_changes(changes: list[str]) -> dict[str, Any]:
         key, equals, value = change.partition("=")
         *parents, last = key.split(".")
         if not equals or not all([*parents, last]):
-            raise Invalid(f"{change!r} is no change; write KEY=VALUE", name="changes", value=change)
+            raise Invalid(f"{change!r} has no value to set; write KEY=VALUE", name="changes", value=change)
         part = patch
         for parent in parents:
             part = part.setdefault(parent, {})

@@ -75,7 +75,7 @@ def fetch_runs(options: ServiceOptions) -> list[RunStatus]:
 def _describe_server(ready: Readiness) -> list[str]:
     lines = [
         f"durability {ready.durability} ({ready.durability_met_by}), wanted {ready.durability_wanted}, "
-        f"{counted(ready.replicas, 'replica')} connected, {ready.wait_replicas} waited for, "
+        f"{counted(ready.replicas, 'replica')} connected, each write waits for {ready.wait_replicas}, "
         f"{ready.server or 'server unknown'}"
     ]
     lines += [f"  {reason}" for reason in ready.durability_reasons]

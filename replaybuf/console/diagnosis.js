@@ -25,7 +25,7 @@ export function diagnose(row) {
 function findCauses(row) {
   const dead = (seconds) => seconds !== null && seconds > Math.max(SILENT_S, 0.5 * (row.idle_s ?? 0));
   const { trainer_last_seen_s: trainer, producers_last_seen_s: producers, producers_without_engine: hungry } = row;
-  const engines = hungry > 0 && { place: "Producers", what: `${count(hungry)} of ${counted(row.producers_known, "producer")} ${hungry === 1 ? "has" : "have"} no engine that takes requests.`, todo: "Look at the engines and their logs, then start them again. Then look at the trainer: it loads its weights into them.", page: "/problems" };
+  const engines = hungry > 0 && { place: "Producers", what: row.producers_known === 1 ? "No engine takes the requests of the producer." : `No engine takes the requests of ${count(hungry)} of ${counted(row.producers_known, "producer")}.`, todo: "Look at the engines and their logs, then start them again. Then look at the trainer: it loads its weights into them.", page: "/problems" };
   const trained = dead(trainer) && { place: "Trainer", what: `The trainer is gone: no call for ${age(trainer)}.`, todo: "Look at its process and its log, then start it again. It resumes at its checkpoint and gets the same batches." };
   const produced = dead(producers) && { place: "Producers", what: `The producers are gone: no call for ${age(producers)}.`, todo: "Look at their processes and logs, then start them again. Their tickets go to others.", page: "/problems" };
   const both = row.waiting?.blocked_on === "producers" ? [produced, trained] : [trained, produced];

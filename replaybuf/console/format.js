@@ -49,7 +49,7 @@ export function shorten(text, most = LONGEST_TEXT) {
 
 // Why a run waits: what the reason means, and what a person can do.
 const REASONS = {
-  finished: ["The run is finished.", "Nothing is left to do. Delete the run when you need its name or space."],
+  finished: ["The run is finished.", "Nothing is left to do. Deleting the run frees its name and its memory."],
   paused: ["The run is paused.", "Read the reason, then resume the run on its page Act."],
   awaiting_ack: ["The trainer has a batch and did not ack it yet.", "Check that the trainer is alive and how long its step takes."],
   awaiting_publication: ["The trainer did not publish the version that the next batch needs.", "Check that the trainer loads its weights into the engines and then publishes."],

@@ -76,7 +76,7 @@ def test_a_run_is_not_deleted_unless_its_name_is_typed(
     run.put(batch={"groups_per_batch": 1})
     terminal("runs", "finish", run.run)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert "needs --yes" in terminal.refused("runs", "delete", run.run)
+    assert "give --yes" in terminal.refused("runs", "delete", run.run)
     typed = io.StringIO("another\n")
     monkeypatch.setattr(typed, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", typed)
@@ -87,7 +87,7 @@ def test_a_run_is_not_deleted_unless_its_name_is_typed(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["runs", "set", "{run}", "batch.groups"], "'batch.groups' is no change; write KEY=VALUE"),
+        (["runs", "set", "{run}", "batch.groups"], "'batch.groups' has no value to set; write KEY=VALUE"),
         (["runs", "set", "{run}", "batch=1", "batch.tail=drop"], "changes a part of a value"),
         (["runs", "set", "{run}", "batch.foo=1"], "unknown field `foo`"),
         (["runs", "set", "{run}", "tickets.ttl_s=9"], "tickets is fixed when the run is created"),

@@ -69,7 +69,7 @@ def test_a_dead_engine_is_the_first_cause(clocked: ClockedServe, open_page: Open
     clocked.put_forward(900.0)
     run.http.put(f"{run.path}/producers/gen-1", json={"engines": 0, "held_back_by": "engine_away"})
     page = open_page(clocked.url, "/runs/no-engine")
-    page.locator(".state.stopped strong", has_text="1 of 1 producer has no engine that takes requests.").wait_for()
+    page.locator(".state.stopped strong", has_text="No engine takes the requests of the producer.").wait_for()
     page.locator(".state", has_text="The trainer is gone").wait_for()
     page.get_by_text("gen-1: no engine takes its requests").wait_for()
     run.http.close()

@@ -24,7 +24,7 @@ export function openActions({ refreshNow }, run) {
       result,
       h("section", { class: "card" }, h("h2", {}, "State"), h("div", { class: "buttons" }, resume, pause, finish)),
       h("section", { class: "card" }, h("h2", {}, "Strategy, filters and limits"), h("label", { for: "change" }, "Edit the values. Only what you change is sent, and you see the difference first."), editor, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
-      h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "Both delete bytes for ever."), h("div", { class: "buttons" }, purge, remove)),
+      h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "The one deletes the bytes of dead letters, the other the run with all its groups. Neither can be undone."), h("div", { class: "buttons" }, purge, remove)),
     ],
     { refresh, period_ms: 3000 },
   );
