@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,4 +120,5 @@ def _run(console: Console, plan: Plan, lock: int, file: Path, options: UpOptions
         print_stop(console, stop, "up", command_line("up", str(file)))
         return stop.exit_code
     print_line(console, f"run {plan.run} is done; data and logs are in {plan.data_dir}")
+    print_line(console, f"open its console again: {shlex.join(plan.service.command)}")
     return 0

@@ -66,6 +66,11 @@ class Plan:
     stop_timeout_s: float
 
     @property
+    def report(self) -> Path:
+        """File of the report."""
+        return self.data_dir / "report.html"
+
+    @property
     def logs(self) -> Path:
         """Folder of the logs."""
         return self.data_dir / "logs"

@@ -27,6 +27,7 @@ from replaybuf.launch.processes import process_states
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, TrainerLine
 from replaybuf.launch.supervisor import Stop, Supervisor
 from replaybuf.launch.view import TRAINING, View
+from replaybuf.report import render
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import differing_fields
 from replaybuf.wire.run_status import RunStatus
@@ -34,6 +35,7 @@ from replaybuf.wire.run_status import RunStatus
 POLL_S = 1.0
 HTTP_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
+MOST_EVALUATIONS = 1000
 SILENCE_S = 10.0
 """A person's trainer that was silent for so long after the end of the run has read the end."""
 
@@ -93,7 +95,16 @@ class Session:
         """Update the progress, once a second."""
 
     async def conclude(self) -> None:
-        """Do what needs the service after all measurements; the view is updated no more."""
+        """Write the report of the run: what needs the service after all measurements. The view is updated no more."""
+        try:
+            async with self.client(HTTP_TIMEOUT_S) as client:
+                results = await client.list_evaluations(MOST_EVALUATIONS)
+                page = render(await client.get_run(), await client.get_history(), results)
+            await asyncio.to_thread(self._plan.report.write_text, page, encoding="utf-8")
+        except (ReplaybufError, OSError) as error:  # the training is done, whatever becomes of its report
+            self._view.event(f"there is no report: {error}")
+        else:
+            self._view.event(f"report of this run: {self._plan.report}")
 
     # ------------------------------------------------------------------ script
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from replaybuf.client import Client
+from replaybuf.errors import counted
 from tests.ports import free_ports
 from tests.waiting import eventually
 
@@ -117,6 +118,10 @@ def test_a_run_goes_to_its_end_and_leaves_no_process(run: Run) -> None:
     for line in (f"service at http://127.0.0.1:{run.port}, run up at step 0", "small at http://", "training is done"):
         assert line in output
     assert f"run up is done; data and logs are in {run.folder / 'data'}" in output
+    assert re.search(rf"open its console again: .* serve .*{run.folder / 'data' / 'service'}", output)
+    report = run.folder / "data" / "report.html"
+    assert f"report of this run: {report}" in output
+    assert f"up: finished, {counted(STEPS, 'trained step')}" in report.read_text()
     assert left(processes) == []
     code, output = ended(run.start())
     assert (code, "run up is finished; there is nothing to start" in output) == (0, True), output
