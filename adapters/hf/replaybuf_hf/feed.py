@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from replaybuf.errors import Invalid, counted
 from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
+from replaybuf_trainer.report.figures import ack_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +134,10 @@ class Feed:
                     )
             yield batch
 
-    def ack(self) -> None:
-        """Report that the newest batch is trained."""
-        self.ranks.first(self._attached.ack)
+    def ack(self, metrics: Mapping[str, torch.Tensor | float]) -> None:
+        """Report that the newest batch is trained, with numbers of the step that people want to see, by name."""
+        numbers = ack_metrics({name: float(value) for name, value in metrics.items()})
+        self.ranks.first(lambda: self._attached.ack(metrics=numbers))
         self.step += 1
 
     def publish_due(self, publish: Publish | None) -> None:

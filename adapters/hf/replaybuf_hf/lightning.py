@@ -165,7 +165,7 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ack the step and publish."""
+        """Ack the step with what the module has logged, and publish."""
         feed = _feed_of(trainer)
         if trainer.global_step != feed.step + 1:
             raise Invalid(
@@ -174,7 +174,7 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
                 value=trainer.global_step,
                 bound=feed.step + 1,
             )
-        feed.ack()
+        feed.ack(trainer.callback_metrics)
         self._publish(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -45,6 +45,7 @@ class ReplaybufTrainerMixin(Trainer):  # type: ignore[misc]
             warn_if_untested("replaybuf-hf", package, *tested)
         self.feed = Feed(replaybuf, self.args.device)
         self._batch: TensorBatch | None = None
+        self.step_loss = torch.zeros(())
         self.add_callback(ReplaybufCallback(self))
 
     def publish_weights(self, version: int) -> str | None:
@@ -103,6 +104,7 @@ class ReplaybufTrainerMixin(Trainer):  # type: ignore[misc]
             last = number == len(batch.micro_batches)
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 total = total + super().training_step(model, row, items)
+        self.step_loss = total
         return total
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -214,8 +216,9 @@ class ReplaybufCallback(TrainerCallback):  # type: ignore[misc]
         self._publish()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ack the step and publish."""
-        self._feed.ack()
+        """Ack the step with its loss, the mean over the ranks, and publish."""
+        losses = self._feed.ranks.gather(self._trainer.step_loss.detach().reshape(1))
+        self._feed.ack({"loss": losses.mean()})
         self._publish()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

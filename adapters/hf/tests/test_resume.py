@@ -40,6 +40,8 @@ def test_the_curve_after_random_kills_is_that_of_a_whole_training(
     assert Training(train, settings_of(run, tmp_path / "whole")).wait() == {}
     expected = curve(tmp_path / "whole")
     assert sorted(expected) == list(range(1, STEPS + 1))
+    losses = run.get("history").json()["metrics"]["loss"]
+    assert losses == pytest.approx([expected[step]["loss"] for step in sorted(expected)], abs=1e-4)
 
     kills = attempt = 0
     while kills < request.config.getoption("--kills"):

@@ -231,6 +231,7 @@ class Policy(LightningModule):
             optimizer.step()
         scheduler.step()
         everywhere = float(self.trainer.strategy.reduce(loss, reduce_op="mean"))
+        self.log("loss", everywhere)
         if self.trainer.is_global_zero:
             rate = scheduler.get_last_lr()[0]
             write_line(
