@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from replaybuf.service.bodies import release
-from replaybuf.service.bodies.assembly import FetchedGroups
 
 
 class Item:
@@ -24,29 +23,26 @@ class Item:
             Item.all_freed.set()
 
 
-def freed_by(containers: list[Any]) -> set[int | None]:
-    """Release the containers and return the threads that freed their items."""
+def freed_by(size: int) -> set[int | None]:
+    """Release a list and a table of so many items; return the threads that freed them."""
     Item.freed, Item.all_freed = [], threading.Event()
-    containers += [[Item(2 * release.SMALL + 2) for _ in range(release.SMALL + 1)]]
-    containers += [{n: Item(2 * release.SMALL + 2) for n in range(release.SMALL + 1)}]
-    fetched = FetchedGroups(containers[0], containers[1], {})
+    containers: list[release.Container] = [
+        [Item(2 * size) for _ in range(size)],
+        {n: Item(2 * size) for n in range(size)},
+    ]
+    release.release(*containers)
     containers.clear()
-    del fetched
     assert Item.all_freed.wait(30)
     return set(Item.freed)
 
 
-def test_the_groups_of_a_large_batch_are_freed_by_another_thread() -> None:
-    """By the owner itself, 100,000 groups took 0.3 s at once."""
-    assert threading.get_ident() not in freed_by([])
+def test_large_containers_are_freed_by_another_thread() -> None:
+    """By their owner itself, those of a batch of 16,384 groups took 0.1 s at once."""
+    assert threading.get_ident() not in freed_by(release.SMALL + 1)
 
 
-def test_a_small_batch_is_freed_at_once() -> None:
-    Item.freed, Item.all_freed = [], threading.Event()
-    items: Any = [Item(0) for _ in range(8)]
-    fetched = FetchedGroups(items, {}, {})
-    del items, fetched
-    assert Item.freed == [threading.get_ident()] * 8
+def test_small_containers_are_freed_at_once() -> None:
+    assert freed_by(8) == {threading.get_ident()}
 
 
 def test_a_container_is_emptied_in_pieces() -> None:
