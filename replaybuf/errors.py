@@ -47,11 +47,8 @@ Messages give name, value and bound. The problem document (RFC 9457) has the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-MOST_NAMED = 10
-"""Names of other runs in the error of a missing one."""
 LONGEST_DETAIL = 4000
 LONGEST_VALUE = 1000
 """Characters of a message, and of a value in it: a caller's string of megabytes must not fill answers and logs."""
@@ -165,19 +162,6 @@ class NotFound(ReplaybufError):
     """No such run, ticket, group, record or page."""
 
     status, slug, title = 404, "not-found", "Not found"
-
-
-def no_run(run: str, others: Sequence[str], way_out: str) -> NotFound:
-    """Return the error of a run that does not exist; `others`: runs that do, `way_out`: how the caller makes one."""
-    shown = [*others[:MOST_NAMED], "..."] if len(others) > MOST_NAMED else others
-    detail = f"run {run!r} does not exist; runs here: {', '.join(shown) or 'none'}; {way_out}"
-    return NotFound(detail, name="run", value=run, bound=list(others[: MOST_NAMED + 1]))
-
-
-def in_words_of(error: ReplaybufError, way_out: str) -> ReplaybufError:
-    """Return the error in the words of its reader: for a run that does not exist `way_out` is a call or a command."""
-    missing = isinstance(error, NotFound) and error.name == "run" and isinstance(error.bound, list)
-    return no_run(str(error.value), error.bound, way_out) if missing else error
 
 
 class NotAcceptable(ReplaybufError):

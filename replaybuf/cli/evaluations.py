@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from replaybuf.cli.service import DEFAULT_SERVICE, RunName, Service, client, print_json, print_table
-from replaybuf.wire.evaluations import Evaluation
-
-MOST_RESULTS = 1000
+from replaybuf.wire.evaluations import MOST_LISTED, Evaluation
 
 
 def evals(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
     """List the results of a run on held-out prompts, newest first."""
     with client(run, options) as service:
-        results = service.list_evaluations(MOST_RESULTS)
-    newest = sorted(results, key=lambda result: (result.at_s, result.version), reverse=True)
+        newest = service.list_evaluations(MOST_LISTED)[::-1]
     if options.json:
         print_json(newest)
         return

@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter, Token, convert
 
 from replaybuf.cli.configuration import global_flags, sources
-from replaybuf.errors import Invalid, MissingExtra, ReplaybufError, in_words_of
+from replaybuf.errors import Invalid, MissingExtra, ReplaybufError
 from replaybuf.logs import LogFormat, configure_logging
+from replaybuf.missing_run import in_words_of
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.tracing import spans
 from replaybuf.version import __version__

@@ -11,10 +11,10 @@ from cyclopts import Parameter
 from replaybuf.cli.service import RunName, ServiceOptions, client, print_json
 from replaybuf.errors import Invalid, counted
 from replaybuf.report import render
+from replaybuf.wire.evaluations import MOST_LISTED
 
 POINTS = 600
 """Rows of the history; more steps are merged."""
-MOST_EVALUATIONS = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ def report(run: RunName, /, options: Annotated[ReportOptions, Parameter(name="*"
     path = options.to or Path(f"{run}.html")
     with client(run, options) as service:
         status, history = service.get_run(), service.get_history(points=POINTS)
-        page = render(status, history, service.list_evaluations(MOST_EVALUATIONS))
+        page = render(status, history, service.list_evaluations(MOST_LISTED))
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import httpx
 
+from replaybuf.client.append_bodies import read_results, split_frames
 from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
 from replaybuf.client.http_request import encode_body, finite_metrics, given, segment
 from replaybuf.client.replies import answer_of, error_of
-from replaybuf.errors import Gone, InvalidGroups, Malformed, counted, in_words_of
+from replaybuf.errors import Gone, InvalidGroups
+from replaybuf.missing_run import in_words_of
 from replaybuf.wire.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import (
     AppendResult,
-    AppendResults,
     Attachment,
     BodyOptions,
     Heartbeat,
@@ -37,18 +38,14 @@ from replaybuf.wire.contract import (
 from replaybuf.wire.cursors import CursorList, CursorPage, CursorState
 from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
 from replaybuf.wire.explain import BatchExplanation
-from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
+from replaybuf.wire.frame import MEDIA_TYPE
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group
 from replaybuf.wire.late_columns import encode_columns, late_columns
 from replaybuf.wire.overview import History
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
-from replaybuf.wire.run_status import RunFacts, RunList, RunStatus
-
-APPEND_BODY_BYTES = 32 << 20
-"""Approximate maximum of one append body. A group is never split."""
-
+from replaybuf.wire.run_status import RunList, RunStatus
 
 _ABSENT = frozenset({httpx.codes.NOT_FOUND})
 _LOG_EVERY_S = 30.0
@@ -236,14 +233,14 @@ class RunCalls:
         """
         results = [self._reject(group) for group in groups]
         valid = [position for position, result in enumerate(results) if result is None]
-        for frames in _chunks(groups, valid, compress):
+        for frames in split_frames(groups, valid, compress):
             body = b"".join(frames.values())
             # 422 means that every group was rejected. The answer has a result for each one.
             answers = frozenset({InvalidGroups.status})
             reply = yield HttpRequest(
                 method="POST", path="/groups", content=body, media_type=MEDIA_TYPE, answers=answers
             )
-            for position, result in zip(frames, _append_results(reply, len(frames)), strict=True):
+            for position, result in zip(frames, read_results(reply, len(frames)), strict=True):
                 results[position] = result
         return [result for result in results if result is not None]
 
@@ -374,7 +371,7 @@ class RunCalls:
 
     def _remember(self, reply: httpx.Response) -> RunStatus:
         status = answer_of(reply, RunStatus)
-        self._bounds = _bounds(status.facts())
+        self._bounds = status.facts().group_limits()
         return status
 
     def _reject(self, group: Group) -> AppendResult | None:
@@ -394,43 +391,3 @@ class RunCalls:
 def _batch_request(step: int, epoch: int, dp_rank: int, wait_ms: int, accept: str | None = None) -> HttpRequest:
     params: dict[str, str | int] = {"epoch": epoch, "dp_rank": dp_rank, "wait_ms": wait_ms}
     return HttpRequest(path=f"/batches/{step}", params=params, accept=accept, wait_ms=wait_ms)
-
-
-def _bounds(facts: RunFacts) -> GroupLimits:
-    truncates = facts.batch.overlong == "truncate"
-    return GroupLimits(
-        adapters=frozenset(facts.adapters),
-        group_size=facts.group_size,
-        min_group_size=facts.min_group_size,
-        vocab_size=facts.vocab_size,
-        seq_len=None if truncates else facts.batch.seq_len,
-        tokens_per_batch=None if truncates else facts.batch.token_budget,
-    )
-
-
-def _chunks(groups: Sequence[Group], positions: list[int], compress: bool) -> Iterator[dict[int, bytes]]:
-    """Encode the groups at these positions; yield frames by position, about `APPEND_BODY_BYTES` at a time."""
-    chunk: dict[int, bytes] = {}
-    size_bytes = 0
-    for position in positions:
-        frame = encode_frame(groups[position], compress=compress)
-        if chunk and size_bytes + len(frame) > APPEND_BODY_BYTES:
-            yield chunk
-            chunk, size_bytes = {}, 0
-        chunk[position] = frame
-        size_bytes += len(frame)
-    if chunk:
-        yield chunk
-
-
-def _append_results(reply: httpx.Response, sent: int) -> list[AppendResult]:
-    if reply.status_code == InvalidGroups.status and not isinstance(error := error_of(reply), InvalidGroups):
-        raise error
-    results = answer_of(reply, AppendResults).results
-    if len(results) != sent:
-        raise Malformed(
-            f"the answer to an append of {counted(sent, 'group')} has {counted(len(results), 'result')}",
-            name="results",
-            value=sent,
-        )
-    return results

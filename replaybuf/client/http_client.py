@@ -19,7 +19,8 @@ from replaybuf.client.calls import Exchange, HttpRequest, RunCalls
 from replaybuf.client.replies import error_of
 from replaybuf.client.retries import Patience
 from replaybuf.client.transport import mounts_of, needs_certificates
-from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, in_words_of
+from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable
+from replaybuf.missing_run import in_words_of
 from replaybuf.tracing import Headers, spans
 from replaybuf.wire.config import check_run_name
 
@@ -48,8 +49,8 @@ class _Servers:
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
 
-    def _path(self, request: HttpRequest) -> str:
-        return f"/v1/runs{request.path}" if request.every_run else f"/v1/runs/{self._run}{request.path}"
+    def _base(self, request: HttpRequest) -> str:
+        return "/v1/runs" if request.every_run else f"/v1/runs/{self._run}"
 
     def arguments(self, request: HttpRequest, address: str, tracing: Headers) -> dict[str, Any]:
         """Return the arguments of `httpx.Client.request`."""
@@ -58,7 +59,7 @@ class _Servers:
             headers["accept"] = request.accept
         return {
             "method": request.method,
-            "url": base_url(address) + self._path(request),
+            "url": base_url(address) + self._base(request) + request.path,
             "params": request.params or None,
             "content": request.content or None,
             "headers": headers,
@@ -67,20 +68,16 @@ class _Servers:
 
     def span(self, request: HttpRequest, address: str) -> AbstractContextManager[Headers]:
         """Record a request; gives the headers to send with it."""
-        return spans.request(request.method, request.path, base_url(address) + f"/v1/runs/{self._run}")
+        return spans.request(request.method, request.path, base_url(address) + self._base(request))
 
     def unreachable(self, request: HttpRequest, address: str, error: httpx.TransportError) -> ServiceUnavailable:
         """Return the error of a request that got no answer, with address and cause."""
         cause = str(error) or type(error).__name__
         if isinstance(error, httpx.TimeoutException):
             cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({type(error).__name__})"
-        path = self._path(request)
-        return ServiceUnavailable(
-            f"{request.method} {address}{path}: {cause}",
-            retry_after_s=0.0,
-            name="url",
-            value=address + path.removesuffix(request.path),
-        )
+        url = address + self._base(request)
+        detail = f"{request.method} {url}{request.path}: {cause}"
+        return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=url)
 
     def checked(self, request: HttpRequest, reply: httpx.Response) -> httpx.Response:
         """Return `reply` if it is an answer. Raises the error that it describes."""

@@ -30,12 +30,12 @@ from replaybuf.launch.view import TRAINING, View
 from replaybuf.report import render
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import differing_fields
+from replaybuf.wire.evaluations import MOST_LISTED
 from replaybuf.wire.run_status import RunStatus
 
 POLL_S = 1.0
 HTTP_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
-MOST_EVALUATIONS = 1000
 SILENCE_S = 10.0
 """A person's trainer that was silent for so long after the end of the run has read the end."""
 
@@ -98,7 +98,7 @@ class Session:
         """Write the report of the run: what needs the service after all measurements. The view is updated no more."""
         try:
             async with self.client(HTTP_TIMEOUT_S) as client:
-                results = await client.list_evaluations(MOST_EVALUATIONS)
+                results = await client.list_evaluations(MOST_LISTED)
                 page = render(await client.get_run(), await client.get_history(), results)
             await asyncio.to_thread(self._plan.report.write_text, page, encoding="utf-8")
         except (ReplaybufError, OSError) as error:  # the training is done, whatever becomes of its report

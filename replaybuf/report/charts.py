@@ -34,8 +34,8 @@ class Chart(NamedTuple):
 
     def known(self) -> list[tuple[str, list[float]]]:
         """Return the lines that have a value, each with its name and the values that are not missing."""
-        found = ((line.name, [value for value in line.values if value is not None]) for line in self.lines)
-        return [(name, values) for name, values in found if values]
+        lines = ((line.name, [value for value in line.values if value is not None]) for line in self.lines)
+        return [(name, values) for name, values in lines if values]
 
     def constant(self) -> bool:
         """Return whether each line has one value, so that a sentence says as much as a chart."""

@@ -29,10 +29,10 @@ from replaybuf.errors import (
     NotLeader,
     ServiceUnavailable,
     Unreadable,
-    no_run,
 )
 from replaybuf.kernel.decide.config import decide_create
 from replaybuf.kernel.state.retention import KEPT_GROUPS
+from replaybuf.missing_run import no_run
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability
 from replaybuf.service.leadership import Leadership

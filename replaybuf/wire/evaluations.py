@@ -14,6 +14,9 @@ MOST_VERSIONS = 256
 MOST_PARTS = 64
 """Bound the size of a stored result to 25 kB."""
 
+MOST_LISTED = 1000
+"""Newest results that commands and reports show."""
+
 
 class EvaluationRequest(Request, frozen=True, kw_only=True):
     """Record the result of an evaluation.

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from replaybuf.errors import Malformed, counted
 from replaybuf.wire.config import TokensPerRank
 from replaybuf.wire.contract import Answer, WaitingAnswer
+from replaybuf.wire.group_check import GroupLimits
 from replaybuf.wire.prepared_types import prepared
 
 
@@ -204,6 +205,18 @@ class RunFacts(Struct, frozen=True):
     seed: int = 0
     advantage: str = "grpo"
     adapters: dict[str, Any] = {}
+
+    def group_limits(self) -> GroupLimits:
+        """Return the bounds of a group of this run."""
+        truncates = self.batch.overlong == "truncate"
+        return GroupLimits(
+            adapters=frozenset(self.adapters),
+            group_size=self.group_size,
+            min_group_size=self.min_group_size,
+            vocab_size=self.vocab_size,
+            seq_len=None if truncates else self.batch.seq_len,
+            tokens_per_batch=None if truncates else self.batch.token_budget,
+        )
 
 
 class RunStatus(Answer, frozen=True, kw_only=True):

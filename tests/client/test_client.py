@@ -318,7 +318,7 @@ def test_a_missing_result_is_an_error() -> None:
 
 
 def test_a_large_append_is_split_into_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replaybuf.client.calls.APPEND_BODY_BYTES", 1)
+    monkeypatch.setattr("replaybuf.client.append_bodies.APPEND_BODY_BYTES", 1)
     service = Service(lambda request: ok({"results": [{"group_id": _only_id(request), "status": "stored"}]}))
     with service.client() as client:
         results = client.append([make_group("a"), make_group("b")])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from replaybuf.errors import NotFound, ReplaybufError, no_run
+from replaybuf.errors import ReplaybufError
+from replaybuf.missing_run import is_missing_run, no_run
 from replaybuf.service.host import Service
 from replaybuf.service.http.guard.auth import Caller
 from replaybuf.service.run.served_run import Run
@@ -28,7 +29,7 @@ def list_unreadable(request: Request) -> dict[str, str]:
 
 def hide_others(request: Request, error: ReplaybufError) -> ReplaybufError:
     """Leave only runs that the caller may see in the error of a run that does not exist."""
-    if not (isinstance(error, NotFound) and error.name == "run" and isinstance(error.bound, list)):
+    if not is_missing_run(error):
         return error
     return no_run(
         str(error.value), [name for name, _ in list_runs(request)], f"create it with PUT /v1/runs/{error.value}"
