@@ -87,7 +87,7 @@ def test_the_option_compress_decides_whether_frames_are_compressed(
         used.append(compress)
         return encode_frame(group, compress=compress)
 
-    monkeypatch.setattr("replaybuf.client.calls.encode_frame", encode)
+    monkeypatch.setattr("replaybuf.client.append_bodies.encode_frame", encode)
     completed(tmp_path, ServiceDouble(prompts=2), compress=compress)
     assert used == [compress] * 2
 
