@@ -119,7 +119,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python benchmarks/tables.py
-	$(BIN)/python -m replaybuf.service.http.call.metric_page
+	$(BIN)/python -m replaybuf.service.http.call.reference_pages
 	$(BIN)/python docker/grafana/dashboards.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m pytest tests/docs $(ARGS)

@@ -15,7 +15,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from replaybuf.launch.options import options_of
 from replaybuf.launch.supervisor import Restarts
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.config_fields import DESCRIPTIONS
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}(?!\n)$"
 """`$` alone would let a newline at the end pass; JSON Schema does not know `\\Z`."""
@@ -272,9 +271,4 @@ def file_shape() -> type[Struct]:
 def file_schema() -> dict[str, Any]:
     """Return the JSON Schema of the file, with a description of every key."""
     schema = msgspec.json.schema(file_shape())
-    for name, definition in schema["$defs"].items():
-        texts = DESCRIPTIONS.get("RunConfig" if name == "RunSection" else name, {})
-        for key, property_ in definition.get("properties", {}).items():
-            if key in texts:
-                property_["description"] = texts[key]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

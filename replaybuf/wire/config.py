@@ -1,4 +1,8 @@
-"""Configuration of a run: the JSON of `PUT /v1/runs/{run}`, and its check."""
+"""Configuration of a run: the JSON of `PUT /v1/runs/{run}`.
+
+A field is described here and nowhere else: the JSON Schema, the changes that `PATCH` takes, the table in docs/http.md
+and the forms of the console come from these structs.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from replaybuf.errors import Invalid, counted
-from replaybuf.wire.frame import smallest_frame_bytes
-from replaybuf.wire.group import LARGEST_ROLLOUTS, hash_name
-from replaybuf.wire.metadata import check_metadata
+from replaybuf.errors import Invalid
+from replaybuf.wire.group import LARGEST_ROLLOUTS
 from replaybuf.wire.names import Name
-from replaybuf.wire.spill import check_spill_url
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -72,51 +73,77 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Base of all parts of the configuration: immutable; unknown fields are errors."""
 
 
+def _about(text: str) -> Meta:
+    return Meta(description=text)
+
+
 class StrategySpec(Spec, frozen=True):
     """A strategy or filter by the name of its entry point, with its options."""
 
-    name: Name = "one-step-off-policy"
-    options: dict[str, Any] = {}
+    name: Annotated[
+        Name, _about("Name of an installed strategy or filter; `replaybuf strategies list` lists them.")
+    ] = "one-step-off-policy"
+    options: Annotated[
+        dict[str, Any], _about("Its options, at most 64 KiB; `replaybuf strategies show NAME` explains them.")
+    ] = {}
 
 
 Filters = Annotated[list[StrategySpec], Meta(max_length=64)]
 
 
 class AdmissionSpec(Spec, frozen=True):
-    """An admission plug-in by the name of its entry point, with its options; `timeout_s` is for one group."""
+    """An admission plug-in by the name of its entry point, with its options."""
 
-    name: Name
-    options: dict[str, Any] = {}
-    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10
+    name: Annotated[Name, _about("Name of an installed admission plug-in.")]
+    options: Annotated[dict[str, Any], _about("Its options, at most 64 KiB.")] = {}
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=600, description="Seconds for one group; a group that takes longer is rejected.")
+    ] = 10
 
 
 Admissions = Annotated[list[AdmissionSpec], Meta(max_length=8)]
 
 
 class TokensPerRank(Spec, frozen=True):
-    """Token budget that follows the layout of the attached trainer: so many tokens for each rank."""
+    """Token budget that follows the layout of the attached trainer; one rank before the first attach."""
 
-    per_rank: Positive
+    per_rank: Annotated[Positive, _about("Tokens of a batch for each rank of the attached trainer.")]
 
 
 TokenBudget = Positive | TokensPerRank | None
 
 
 class BatchSpec(Spec, frozen=True):
-    """Bounds of a batch, which never exceeds `tokens_per_batch` and never splits a group.
+    """Bounds of a batch, which never exceeds `tokens_per_batch` and never splits a group."""
 
-    `seq_len`: tokens of one micro-batch; `overlong`: what happens to a longer rollout. `tail`: what happens to groups
-    that fill no batch when no prompt is left. After `timeout_s` at least `min_groups` make a short batch.
-    """
-
-    tokens_per_batch: TokenBudget = 65536
-    groups_per_batch: GroupCount | None = None
-    seq_len: RowTokens = 4096
-    pad_to_multiple_of: RowMultiple = 1
-    overlong: Literal["reject", "truncate"] = "reject"
-    tail: Literal["train", "drop"] = "train"
-    timeout_s: Seconds | None = None
-    min_groups: GroupCount = 1
+    tokens_per_batch: Annotated[
+        TokenBudget,
+        _about("Most tokens of a batch, or {per_rank = N} for N per rank of the trainer. It is full if no group fits."),
+    ] = 65536
+    groups_per_batch: Annotated[
+        GroupCount | None,
+        _about("Groups of a full batch. Default: no bound. At least one of the two bounds is set."),
+    ] = None
+    seq_len: Annotated[RowTokens, _about("Tokens of one micro-batch; a trainer may attach with another.")] = 4096
+    pad_to_multiple_of: Annotated[
+        RowMultiple, _about("The service pads rows to a multiple of it; it divides seq_len.")
+    ] = 1
+    overlong: Annotated[
+        Literal["reject", "truncate"],
+        _about("A rollout longer than seq_len: reject its group, or truncate its completion."),
+    ] = "reject"
+    tail: Annotated[
+        Literal["train", "drop"],
+        _about("Groups that fill no batch when no prompt is left: train makes a short last batch, drop evicts them."),
+    ] = "train"
+    timeout_s: Annotated[
+        Seconds | None,
+        _about(
+            "After the trainer has waited so many seconds for groups, its batch may be short. Default: never. Not with "
+            "tail = drop."
+        ),
+    ] = None
+    min_groups: Annotated[GroupCount, _about("Fewest groups of a short batch after timeout_s.")] = 1
 
     def token_budget(self, ranks: int) -> int | None:
         """Return the tokens of a batch for so many ranks."""
@@ -125,73 +152,104 @@ class BatchSpec(Spec, frozen=True):
 
 
 class TicketSpec(Spec, frozen=True):
-    """Tickets: lifetime, tries per prompt, number of prompts (None = endless).
+    """Rules for tickets, the permissions to generate groups."""
 
-    A producer that sends heartbeats and is silent for `heartbeat_s` loses its tickets. If more than `max_failed_share`
-    of the newest prompts failed, `on_failed_share` happens (None = no such rule).
-    """
-
-    ttl_s: Seconds = 600
-    max_attempts: Positive = 3
-    prompts: Positive | None = None
-    heartbeat_s: Seconds = 15
-    max_failed_share: Share | None = None
-    on_failed_share: Literal["alarm", "pause", "finish"] = "alarm"
+    ttl_s: Annotated[Seconds, _about("Lifetime of a ticket in seconds; then its prompt is issued again.")] = 600
+    max_attempts: Annotated[Positive, _about("Failed attempts after which a prompt is recorded as failed.")] = 3
+    prompts: Annotated[Positive | None, _about("Number of prompts. Default: endless.")] = None
+    heartbeat_s: Annotated[
+        Seconds, _about("A producer that sends heartbeats and is silent for so many seconds loses its tickets.")
+    ] = 15
+    max_failed_share: Annotated[
+        Share | None,
+        _about(
+            "Largest share of failed prompts among the newest 200 that were stored or failed, from 20 on. Default: any."
+        ),
+    ] = None
+    on_failed_share: Annotated[
+        Literal["alarm", "pause", "finish"],
+        _about("What happens above max_failed_share: alarm, pause or finish the run. After a resume it counts anew."),
+    ] = "alarm"
 
 
 class Limits(Spec, frozen=True):
-    """Bounds of the buffer: tokens and frame bytes of live groups, frame bytes in Redis, frame bytes of one group.
+    """Bounds of the buffer: beyond them no tickets, and 429 for appends, except for what the next batch lacks."""
 
-    Frames beyond `max_bytes_in_memory` move to the spill folder.
-    """
-
-    max_tokens_live: Positive | None = None
-    max_bytes_live: Positive | None = None
-    max_bytes_in_memory: Positive | None = None
-    max_group_bytes: StoredBytes = 67108864
+    max_tokens_live: Annotated[Positive | None, _about("Most live tokens. Default: no bound.")] = None
+    max_bytes_live: Annotated[
+        Positive | None, _about("Most bytes of live frames; at least max_group_bytes. Default: no bound.")
+    ] = None
+    max_bytes_in_memory: Annotated[
+        Positive | None,
+        _about("Most bytes of frames and late columns in Redis; those beyond it move to spill. Default: no bound."),
+    ] = None
+    max_group_bytes: Annotated[StoredBytes, _about("Largest frame of one group in bytes, stored and decompressed.")] = (
+        67108864
+    )
 
 
 class SpillSpec(Spec, frozen=True):
-    """Where frames beyond `limits.max_bytes_in_memory` are stored: `file:///FOLDER`, or an object store by fsspec."""
+    """Where frames beyond `limits.max_bytes_in_memory` are stored."""
 
-    url: Annotated[str, Meta(min_length=1, max_length=1024)]
+    url: Annotated[
+        str,
+        Meta(min_length=1, max_length=1024, description="file:///FOLDER, or the URL of an object store by fsspec."),
+    ]
 
 
 class AdapterSpec(Spec, frozen=True):
-    """A LoRA adapter: groups per step, number of prompts (None = endless), own steps per version (None = the run's).
+    """A LoRA adapter of the run."""
 
-    `paused`: it has no share of batches and gets no tickets. `removed`: for good, and its live groups are evicted.
-    """
-
-    groups_per_batch: GroupCount
-    prompts: Positive | None = None
-    steps_per_publish: Positive | None = None
-    paused: bool = False
-    removed: bool = False
+    groups_per_batch: Annotated[GroupCount, _about("Groups of the adapter per step.")]
+    prompts: Annotated[Positive | None, _about("Number of prompts of the adapter. Default: endless.")] = None
+    steps_per_publish: Annotated[
+        Positive | None,
+        _about("Steps of the adapter between two versions of it. Default: steps_per_publish of the run."),
+    ] = None
+    paused: Annotated[bool, _about("The adapter has no share of batches and gets no tickets.")] = False
+    removed: Annotated[bool, _about("The adapter is removed for good; its live groups are evicted.")] = False
 
 
 class RunConfig(Spec, frozen=True):
-    """Configuration of one run. `check_run_config` checks what the types cannot.
+    """Configuration of one run. `check_run_config` checks what the types cannot."""
 
-    `stale_token_mask`: tokens of versions so many below that of the batch leave its loss mask; None = no token does.
-    """
-
-    batch: BatchSpec
-    strategy: StrategySpec = StrategySpec()
-    filters: Filters = []
-    admissions: Admissions = []
-    group_size: RolloutCount | None = None
-    min_group_size: RolloutCount | None = None
-    vocab_size: Positive | None = None
-    steps_per_publish: Positive = 1
-    max_steps: Positive | None = None
-    stale_token_mask: NonNegative | None = None
-    seed: NonNegative = 0
-    advantage: Name = "grpo"
-    tickets: TicketSpec = TicketSpec()
-    limits: Limits = Limits()
-    adapters: Annotated[dict[Name, AdapterSpec], Meta(max_length=MOST_ADAPTERS)] = {}
-    spill: SpillSpec | None = None
+    batch: Annotated[BatchSpec, _about("Bounds of a batch.")]
+    strategy: Annotated[
+        StrategySpec, _about("Strategy that selects the groups of a batch: name of an installed one, and its options.")
+    ] = StrategySpec()
+    filters: Annotated[Filters, _about("Filters in the order in which the service asks them.")] = []
+    admissions: Annotated[
+        Admissions, _about("Admission plug-ins that check each group before it is stored, in this order.")
+    ] = []
+    group_size: Annotated[
+        RolloutCount | None, _about("Rollouts of a group; groups of another size are rejected. Default: any size.")
+    ] = None
+    min_group_size: Annotated[
+        RolloutCount | None,
+        _about("A group that lost rollouts to faults is stored if it has at least so many. Default: all."),
+    ] = None
+    vocab_size: Annotated[Positive | None, _about("Token ids must be below it. Default: not checked.")] = None
+    steps_per_publish: Annotated[Positive, _about("Steps between two publications of weights.")] = 1
+    max_steps: Annotated[
+        Positive | None, _about("The run is finished after this number of steps. Default: endless.")
+    ] = None
+    stale_token_mask: Annotated[
+        NonNegative | None,
+        _about("Tokens that are more than so many versions older than the batch leave its loss mask. Default: none."),
+    ] = None
+    seed: Annotated[NonNegative, _about("Seed of the selection of groups.")] = 0
+    advantage: Annotated[
+        Name, _about("Estimator for groups without advantages: grpo, dr-grpo, rloo, rloo-length, process.")
+    ] = "grpo"
+    tickets: Annotated[TicketSpec, _about("Rules for tickets, the permissions to generate groups.")] = TicketSpec()
+    limits: Annotated[Limits, _about("Bounds of the buffer.")] = Limits()
+    adapters: Annotated[
+        dict[Name, AdapterSpec], Meta(max_length=MOST_ADAPTERS, description="LoRA adapters of the run by name.")
+    ] = {}
+    spill: Annotated[
+        SpillSpec | None,
+        _about("Where frames beyond limits.max_bytes_in_memory are stored. Default: nowhere. It never changes."),
+    ] = None
 
     @property
     def least_rollouts(self) -> int | None:
@@ -246,155 +304,3 @@ def check_run_name(run: str) -> str:
         bound = RUN_NAME.pattern
         raise Invalid(f"run is {run!r}; it must match {bound}", name="run", value=run, bound=bound)
     return run
-
-
-def check_run_config(config: RunConfig, ranks: int = 1) -> None:
-    """Reject a configuration with which a run would wait for ever. Raises `Invalid` with the reason.
-
-    `ranks`: of the attached trainer, for a token budget that follows it.
-    """
-    batch = config.batch
-    _check_options("strategy.options", config.strategy.options)
-    for part in ("filters", "admissions"):
-        for number, spec in enumerate(getattr(config, part)):
-            _check_options(f"{part}[{number}].options", spec.options)
-    if config.adapters:
-        _check_adapters(config)
-    elif batch.tokens_per_batch is None and batch.groups_per_batch is None:
-        raise Invalid(
-            "batch.tokens_per_batch and batch.groups_per_batch are both null; a batch would never be full",
-            name="batch.tokens_per_batch",
-            value=None,
-            bound="one of the two set",
-        )
-    _check_sizes(config, batch.token_budget(ranks))
-    _check_short_batches(config)
-    _check_partial_groups(config)
-    _check_failed_share(config.tickets)
-    if batch.pad_to_multiple_of > batch.seq_len or batch.seq_len % batch.pad_to_multiple_of:
-        why = f"it must divide batch.seq_len, {batch.seq_len}"
-        raise _invalid("batch.pad_to_multiple_of", batch.pad_to_multiple_of, why, batch.seq_len)
-
-
-def _check_options(name: str, options: dict[str, Any]) -> None:
-    check_metadata(name, options)
-    size = len(msgspec.json.encode(options))
-    if size > LARGEST_OPTIONS_BYTES:
-        detail = f"{name} has {size} bytes as JSON; the maximum is {LARGEST_OPTIONS_BYTES}"
-        raise Invalid(detail, name=name, value=size, bound=LARGEST_OPTIONS_BYTES)
-
-
-def _invalid(name: str, value: int, why: str, bound: int | None) -> Invalid:
-    return Invalid(f"{name} is {value}; {why}", name=name, value=value, bound=bound)
-
-
-def _check_sizes(config: RunConfig, budget: int | None) -> None:
-    """Reject a batch that cannot hold one group, and a buffer that cannot hold one batch."""
-    most = config.limits.max_tokens_live
-    smallest_group = (config.least_rollouts or 1) * MIN_TOKENS_PER_ROLLOUT
-    if budget is not None and budget < smallest_group:
-        why = f"one group has at least {counted(smallest_group, 'token')}, so no batch could ever hold one"
-        raise _invalid("batch.tokens_per_batch", budget, why, smallest_group)
-    for adapter in config.adapter_names:
-        groups = config.groups_per_batch_of(adapter)
-        smallest_batch = max(smallest_group * (groups or 1), budget if groups is None and budget else 0)
-        if adapter and budget is not None:
-            smallest_batch = min(smallest_batch, budget)  # one step of an adapter may take several batches
-        if most is not None and most < smallest_batch:
-            owner = f"of adapter {adapter} " if adapter else ""
-            why = f"one batch {owner}needs {counted(smallest_batch, 'token')} live, so no batch would ever be full"
-            raise _invalid("limits.max_tokens_live", most, why, smallest_batch)
-    _check_spill(config)
-    _check_bytes(config.limits, config.group_size or 1)
-
-
-def _check_short_batches(config: RunConfig) -> None:
-    """Reject rules for short batches that contradict each other, or that no batch could meet."""
-    batch = config.batch
-    if batch.timeout_s is not None and batch.tail == "drop":
-        raise Invalid(
-            f"batch.tail is 'drop' and batch.timeout_s is {batch.timeout_s:g}; the time-out trains short batches and "
-            "the tail drops them: set tail to 'train', or timeout_s to null",
-            name="batch.tail",
-            value="drop",
-            bound="train",
-        )
-    sizes = [config.groups_per_batch_of(adapter) for adapter in config.kept_adapters]
-    most = sum(size for size in sizes if size) if sizes and all(sizes) else None
-    if most is not None and batch.min_groups > most:
-        why = f"a full batch has at most {counted(most, 'group')}, so the time-out would never make one"
-        raise _invalid("batch.min_groups", batch.min_groups, why, most)
-
-
-def _check_partial_groups(config: RunConfig) -> None:
-    """Reject a `min_group_size` without `group_size` or above it."""
-    least, size = config.min_group_size, config.group_size
-    if least is not None and (size is None or least > size):
-        bound = "not set: set it too" if size is None else f"{size}, the maximum"
-        raise _invalid("min_group_size", least, f"group_size is {bound}", size)
-
-
-def _check_failed_share(tickets: TicketSpec) -> None:
-    """Reject a rule for failed prompts without a share that would start it."""
-    if tickets.max_failed_share is None and tickets.on_failed_share != "alarm":
-        raise Invalid(
-            f"tickets.on_failed_share is {tickets.on_failed_share!r} and tickets.max_failed_share is null, so the rule "
-            "would never act; set max_failed_share, such as 0.2",
-            name="tickets.on_failed_share",
-            value=tickets.on_failed_share,
-            bound="max_failed_share set",
-        )
-
-
-def _check_bytes(limits: Limits, rollouts: int) -> None:
-    """Reject a buffer that cannot hold the largest group, and a limit below the smallest frame."""
-    if limits.max_bytes_live is not None and limits.max_bytes_live < limits.max_group_bytes:
-        raise _invalid("limits.max_bytes_live", limits.max_bytes_live, _no_group(limits), limits.max_group_bytes)
-    smallest = smallest_frame_bytes(rollouts)
-    if limits.max_group_bytes < smallest:
-        why = f"the smallest frame of {counted(rollouts, 'rollout')} has {smallest} bytes, so no group could ever enter"
-        raise _invalid("limits.max_group_bytes", limits.max_group_bytes, why, smallest)
-
-
-def _no_group(limits: Limits) -> str:
-    return f"one group may have limits.max_group_bytes, {limits.max_group_bytes}, so it could never enter"
-
-
-def _check_spill(config: RunConfig) -> None:
-    """Reject a bound without a folder, a bound below the largest group, and folders that cannot hold frames."""
-    most, limits = config.limits.max_bytes_in_memory, config.limits
-    if most is not None and most < limits.max_group_bytes:
-        raise _invalid("limits.max_bytes_in_memory", most, _no_group(limits), limits.max_group_bytes)
-    if most is not None and config.spill is None:
-        raise _invalid("limits.max_bytes_in_memory", most, "it needs a folder for the rest: set spill.url too", None)
-    if config.spill:
-        check_spill_url(config.spill.url)
-
-
-def _check_adapters(config: RunConfig) -> None:
-    """Reject names with equal hashes, and fields that only a run without named adapters may set."""
-    coded: dict[int, str] = {hash_name(""): ""}
-    for name in config.adapter_names:
-        if not ADAPTER_NAME.fullmatch(name):
-            bound = ADAPTER_NAME.pattern
-            raise Invalid(f"adapters has {name!r}; a name must match {bound}", name="adapters", value=name, bound=bound)
-        other = coded.setdefault(hash_name(name), name)
-        if other != name:
-            raise Invalid(
-                f"adapters {other!r} and {name!r} have the same code, {hash_name(name)}; rename one of them",
-                name="adapters",
-                value=name,
-                bound=other,
-            )
-    groups = sum(config.adapters[name].groups_per_batch for name in config.kept_adapters)
-    if len(config.adapters) > MOST_ADAPTERS:  # a PATCH added some
-        raise _invalid("adapters", len(config.adapters), "removed ones count too", MOST_ADAPTERS)
-    if groups > MOST_GROUPS:
-        why = f"one batch may hold the groups of all adapters, and at most {MOST_GROUPS}"
-        raise _invalid("adapters.*.groups_per_batch", groups, why, MOST_GROUPS)
-    for field, value, instead in (
-        ("batch.groups_per_batch", config.batch.groups_per_batch, "groups_per_batch"),
-        ("tickets.prompts", config.tickets.prompts, "prompts"),
-    ):
-        if value is not None:
-            raise _invalid(field, value, f"in a run with adapters each has its own: set adapters.NAME.{instead}", None)

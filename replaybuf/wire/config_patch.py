@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType, field
+from msgspec import NODEFAULT, UNSET, Meta, UnsetType, field
 
-from replaybuf.wire.config import (
-    MOST_ADAPTERS,
-    Admissions,
-    BatchSpec,
-    Filters,
-    GroupCount,
-    Limits,
-    Positive,
-    RunConfig,
-    Seconds,
-    Spec,
-    StoredBytes,
-    TokenBudget,
-)
+from replaybuf.wire.config import MOST_ADAPTERS, AdapterSpec, Admissions, BatchSpec, Filters, Limits, RunConfig, Spec
 from replaybuf.wire.names import Name
+
+S = TypeVar("S", bound=Spec)
+
+
+class Change(Spec, frozen=True):
+    """Base of the changes of one part: an absent field stays; null is the default where the field takes no null."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that change, by name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
+
+    def of(self, part: S) -> S:
+        """Return the part with these changes."""
+        defaults = {known.name: known.default for known in msgspec.structs.fields(part) if not _takes_null(known.type)}
+        changes = {name: defaults.get(name) if value is None else value for name, value in self.fields.items()}
+        return msgspec.structs.replace(part, **changes)
+
+
+def _takes_null(hint: Any) -> bool:
+    return NoneType in get_args(get_args(hint)[0])
+
+
+def _change_of(part: type[Spec], *fixed: str) -> type[Change]:
+    """Derive the struct of changes of a part, without the fields that are `fixed` in a live run."""
+    hints = get_type_hints(part, include_extras=True)
+    fields = [
+        (known.name, hints[known.name] | UnsetType | (UnsetType if known.default is NODEFAULT else None), UNSET)
+        for known in msgspec.structs.fields(part)
+        if known.name not in fixed
+    ]
+    name = f"{part.__name__.removesuffix('Spec')}Change"
+    doc = f"New values of fields of `{part.__name__}`; an absent field stays."
+    derived: type[Change] = msgspec.defstruct(
+        name, fields, bases=(Change,), module=__name__, namespace={"__doc__": doc}, frozen=True
+    )  # type: ignore[assignment]
+    return derived
+
+
+if TYPE_CHECKING:
+    LimitsChange: TypeAlias = Change
+    AdapterChange: TypeAlias = Change
+    BatchChange: TypeAlias = Change
+else:
+    LimitsChange = _change_of(Limits)
+    AdapterChange = _change_of(AdapterSpec, "removed")
+    BatchChange = _change_of(BatchSpec, "seq_len", "pad_to_multiple_of", "overlong")
 
 
 class StrategyChange(Spec, frozen=True):
@@ -31,58 +66,27 @@ class StrategyChange(Spec, frozen=True):
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class LimitsChange(Spec, frozen=True):
-    """New limits: an absent limit stays, null restores its default."""
-
-    max_tokens_live: Positive | UnsetType | None = UNSET
-    max_bytes_live: Positive | UnsetType | None = UNSET
-    max_bytes_in_memory: Positive | UnsetType | None = UNSET
-    max_group_bytes: StoredBytes | UnsetType | None = UNSET
-
-    def of(self, limits: Limits) -> Limits:
-        """Return `limits` with these changes."""
-        bounds = msgspec.structs.asdict(limits)
-        bounds |= {name: bound for name, bound in msgspec.structs.asdict(self).items() if bound is not UNSET}
-        return Limits(**{name: bound for name, bound in bounds.items() if bound is not None})
-
-
-class AdapterChange(Spec, frozen=True):
-    """A new adapter, which needs `groups_per_batch`, or a change of `paused`; an absent field stays."""
-
-    groups_per_batch: GroupCount | UnsetType = UNSET
-    prompts: Positive | UnsetType | None = UNSET
-    steps_per_publish: Positive | UnsetType | None = UNSET
-    paused: bool | UnsetType = UNSET
-
-
-class BatchChange(Spec, frozen=True):
-    """New budgets and rules of batches, from the next unassembled step on: an absent field stays."""
-
-    tokens_per_batch: TokenBudget | UnsetType = UNSET
-    groups_per_batch: GroupCount | UnsetType | None = UNSET
-    tail: Literal["train", "drop"] | UnsetType = UNSET
-    timeout_s: Seconds | UnsetType | None = UNSET
-    min_groups: GroupCount | UnsetType = UNSET
-
-    def of(self, batch: BatchSpec) -> BatchSpec:
-        """Return `batch` with these changes."""
-        changes = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
-        return msgspec.structs.replace(batch, **changes)
-
-
 class ConfigPatch(Spec, frozen=True):
-    """JSON of `PATCH /v1/runs/{run}`: changes of a live run; an absent or null part stays.
-
-    `adapters`: by name; null removes an adapter.
-    """
+    """JSON of `PATCH /v1/runs/{run}`: changes of a live run; an absent or null part stays."""
 
     strategy: StrategyChange | None = None
     filters: Filters | None = None
     admissions: Admissions | None = None
     limits: LimitsChange | None = None
-    batch: BatchChange | None = None
+    batch: Annotated[
+        BatchChange | None, Meta(description="New budgets and rules of batches, from the next unassembled step on.")
+    ] = None
     state: Literal["running", "paused", "finished"] | None = None
-    adapters: Annotated[dict[Name, AdapterChange | None], Meta(max_length=MOST_ADAPTERS)] | None = None
+    adapters: (
+        Annotated[
+            dict[Name, AdapterChange | None],
+            Meta(
+                max_length=MOST_ADAPTERS,
+                description="By name: a new adapter needs groups_per_batch; of others `paused` changes; null removes.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:

@@ -13,7 +13,7 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.strategy.waiting import BLOCKED_ON
 from replaybuf.plugins.entry_points import STRATEGIES, names
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS
-from replaybuf.service.http.call.metric_page import write_page
+from replaybuf.service.http.call.reference_pages import http_page, metrics_page
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.wire.contract import REASONS
 from replaybuf.wire.group import GroupJson, RolloutJson
@@ -76,9 +76,10 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient, tmp_
         assert labels == set(re.findall(r"\w+", name.partition("{")[2]))
 
 
-def test_the_page_of_metrics_is_that_of_the_table() -> None:
-    """`make docs` writes it."""
-    assert write_page() == METRICS_PAGE
+def test_metrics_and_fields_of_the_configuration_are_those_of_the_code() -> None:
+    """`make docs` writes them."""
+    assert metrics_page() == METRICS_PAGE
+    assert http_page(HTTP) == HTTP
 
 
 def test_every_call_is_documented_with_its_roles() -> None:
@@ -147,7 +148,7 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
 
 def test_every_strategy_ledger_type_and_reason_of_dead_letters_is_named() -> None:
     """Both pages list the same reasons of dead letters."""
-    strategy = re.findall(r"^\| `strategy` \|(.*)$", HTTP, re.MULTILINE)[0]
+    strategy = re.findall(r"^- Strategies:(.*)$", HTTP, re.MULTILINE)[0]
     assert {name for name in names(STRATEGIES) if f"`{name}`" not in strategy} == set()
     tags = {record.__struct_config__.tag for record in get_args(AnyRecord)}
     types = re.findall(r"Types:\s`([A-Z_ ]+)`", HTTP)[0].split()

@@ -66,7 +66,7 @@ def test_all_problems_of_single_keys_are_listed_with_the_nearest_key() -> None:
         "run.groupsize is not a key of this file; did you mean group_size?",
         "run.batch.seq_len is 1: expected `int` >= 2",
         "run.batch.tokens_per_batch.per_rnk is not a key of this file; did you mean per_rank?",
-        "run.batch.tokens_per_batch.per_rank is missing: it has no default",
+        "run.batch.tokens_per_batch.per_rank is missing: Tokens of a batch for each rank of the attached trainer",
         "run.filters[1].nam is not a key of this file; did you mean name?",
         "service.port is '8900': expected `int`, got `str`",
         "service.redis_url is a wrong value: expected `str`, got `int`",
@@ -159,7 +159,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes, messag
 
 
 def test_every_key_of_the_schema_has_a_description() -> None:
-    """A new option or field without one fails here: options have docstrings, fields a line in wire/config_fields.py."""
+    """A new option or field without one fails here: options have docstrings, fields one in wire/config.py."""
     schema = file_schema()
     missing = [
         f"{name}.{key}"

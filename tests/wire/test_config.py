@@ -20,9 +20,9 @@ from replaybuf.wire.config import (
     StrategySpec,
     TicketSpec,
     TokensPerRank,
-    check_run_config,
     check_run_name,
 )
+from replaybuf.wire.config_check import check_run_config
 from replaybuf.wire.config_patch import ConfigPatch, differing_fields
 from replaybuf.wire.config_record import read_config, recorded
 from replaybuf.wire.decoding import decode_json

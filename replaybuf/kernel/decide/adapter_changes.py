@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from msgspec import UNSET
 
 from replaybuf.errors import Conflict, Invalid
 from replaybuf.wire.config import AdapterSpec, RunConfig
@@ -47,12 +46,11 @@ def _remove(name: str, adapters: Mapping[str, AdapterSpec]) -> AdapterSpec:
 
 
 def _add_or_change(name: str, change: AdapterChange, adapters: Mapping[str, AdapterSpec]) -> AdapterSpec:
-    given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not UNSET}
     field = f"adapters.{name}.groups_per_batch"
     before = adapters.get(name)
-    if before is None and "groups_per_batch" not in given:
+    if before is None and "groups_per_batch" not in change.fields:
         raise Invalid(f"{field} is missing; a new adapter needs it", name=field, value=None, bound=1)
-    spec = msgspec.structs.replace(before or AdapterSpec(groups_per_batch=1), removed=False, **given)
+    spec = msgspec.structs.replace(change.of(before or AdapterSpec(groups_per_batch=1)), removed=False)
     for fixed in ("groups_per_batch", "prompts", "steps_per_publish"):
         if before and getattr(spec, fixed) != getattr(before, fixed):
             field, old, new = f"adapters.{name}.{fixed}", getattr(before, fixed), getattr(spec, fixed)
