@@ -10,7 +10,7 @@ Life cycle of a child::
   stopped with it. Its output goes to a log file, so it never waits for a reader.
 - An unexpected exit without a restart, or a signal to this process, ends the session early; it is a value, `Stop`.
 - The guard (`guard.py`) handles `kill -9` of this process; `kill -9` of the guard is an unexpected exit. If both are
-  killed at once, the commands of this package end by themselves (`tie.py`).
+  killed at once, the commands of this package end by themselves.
 
 Children stop in phases, lowest first: SIGTERM to a phase when the earlier ones are gone, or at the end of the grace
 time; SIGKILL to all `LAST_PHASE_S` later. A second signal to this process sends SIGKILL at once.
@@ -33,7 +33,6 @@ from typing import Any, Self, TypeVar
 
 from replaybuf.errors import Invalid, ServiceUnavailable, counted
 from replaybuf.launch import guard
-from replaybuf.launch.tie import PARENT
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +236,7 @@ class Supervisor:
                     stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **program.environment, PARENT: str(os.getpid())},
+                    env={**os.environ, **program.environment, guard.PARENT: str(os.getpid())},
                     cwd=program.folder,
                     start_new_session=True,
                     pass_fds=pass_fds,
