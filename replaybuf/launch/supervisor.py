@@ -29,7 +29,10 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from replaybuf.errors import Invalid, ServiceUnavailable, counted
 from replaybuf.launch import guard
@@ -37,6 +40,7 @@ from replaybuf.launch import guard
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Seconds = Annotated[float, Meta(gt=0, le=86400.0)]
 
 GRACE_S = 2.0
 """Default time for all phases but the last to stop."""
@@ -64,17 +68,24 @@ class Stop:
     log_lines: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
-    """Bounds for starting a failed child again: pauses double from `first_pause_s` up to `longest_pause_s`.
+class Restarts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bounds for starting a failed process again."""
 
-    A child that has run for `reset_s` gets all of its `most` restarts back.
-    """
-
-    most: int = 5
-    first_pause_s: float = 1.0
-    longest_pause_s: float = 30.0
-    reset_s: float = 60.0
+    most: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Maximum number of restarts of one process in a row. After that everything stops.",
+        ),
+    ] = 5
+    first_pause_s: Annotated[
+        Seconds, Meta(description="Pause before the first restart, in seconds; it doubles with every further one.")
+    ] = 1.0
+    longest_pause_s: Annotated[Seconds, Meta(description="Longest pause before a restart, in seconds.")] = 30.0
+    reset_s: Annotated[
+        Seconds, Meta(description="A process that has run for this many seconds gets all its restarts back.")
+    ] = 60.0
 
     def pause_s(self, failures: int) -> float:
         """Return the pause before the next start, after so many failures in a row."""
