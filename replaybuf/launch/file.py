@@ -24,7 +24,7 @@ SHOWN = 60
 """Characters of a wrong value in a message."""
 _WRONG = object()
 """Decoded value of a wrong value."""
-_REPLACED = {"run": RunSection(name="", batch=BatchSpec()), "trainer": MINE}
+_REPLACED = {"run": RunSection(name="unknown", batch=BatchSpec()), "trainer": MINE}
 """Values of sections that cannot be decoded, so that the others can still be checked."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)

@@ -130,6 +130,12 @@ def test_sections_with_wrong_keys_do_not_hide_the_problems_of_others(tmp_path: P
     assert ["is no name in [[engines]]" in problem for problem in found] == [False, True]
 
 
+def test_a_run_without_a_usable_name_is_one_problem(tmp_path: Path) -> None:
+    """The generator gets the name from [run], so it lacks nothing of its own."""
+    found = problems(tmp_path, run=RUN | {"name": "Bad Name"})
+    assert [problem.partition(" ")[0] for problem in found] == ["run.name"]
+
+
 def test_ports_in_use_and_shared_ports_are_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
