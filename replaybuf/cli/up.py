@@ -17,7 +17,8 @@ from rich.console import Console
 
 from replaybuf.errors import Conflict, Invalid, counted
 from replaybuf.launch.file import read_file
-from replaybuf.launch.machine import lock_folder, port_problems
+from replaybuf.launch.guard import lock_folder
+from replaybuf.launch.machine import port_problems
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.planning import Planner
 from replaybuf.launch.session import Session

@@ -6,19 +6,26 @@ exists: every remaining group gets SIGTERM and, `GRACE_S` later, SIGKILL. A pipe
 whole process groups, unlike PR_SET_PDEATHSIG.
 
 The guard may be killed at the same moment as the supervisor. Therefore the commands of this package also tie themselves
-to the supervisor (`tie_to_parent`). The script imports only the standard library, so that it needs little memory.
+to the supervisor (`tie_to_parent`). The guard also holds the lock of the data folder until the end. The module imports
+only the standard library, so that the script needs little memory.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, MutableMapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GRACE_S = 2.0
 POLL_S = 0.05
+LOCK_WAIT_S = 5.0
 PARENT = "REPLAYBUF_ENDS_WITH"
 """Environment variable of a tied process: the id of the process that started it."""
 _PR_SET_PDEATHSIG = 1
@@ -50,6 +57,25 @@ def end(groups: set[int], grace_s: float = GRACE_S) -> None:
         left = {group for group in left if signal_group(group, 0)}
     for group in left:
         signal_group(group, signal.SIGKILL)
+
+
+def lock_folder(path: Path, in_use: Exception) -> int:
+    """Lock the file `path` and return its descriptor. Raises `in_use` after `LOCK_WAIT_S`.
+
+    The guard of a session that was just killed holds the lock until its processes are gone.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise in_use from None
+            time.sleep(POLL_S)
+        else:
+            return lock
 
 
 def tie_to_parent(environment: MutableMapping[str, str] = os.environ) -> None:

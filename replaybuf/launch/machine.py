@@ -1,19 +1,15 @@
-"""Checks of this machine before anything starts: files that must exist, programs, extras, ports, the data folder."""
+"""Checks of this machine before anything starts: files that must exist, programs, extras, ports."""
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
-import os
 import shutil
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replaybuf.errors import Conflict
 from replaybuf.launch.plan import Address
 from replaybuf.launch.supervisor import Program
 
@@ -23,8 +19,6 @@ FILE_ENDINGS = (".jsonl", ".parquet", ".toml")
 """A source of prompts with another ending may be a name or MODULE:FUNCTION."""
 MODEL_FOLDERS = frozenset({("engine", "model"), ("train", "model")})
 TORCH_COMMANDS = ("engine", "train")
-LOCK_WAIT_S = 5.0
-POLL_S = 0.1
 
 
 def file_problems(
@@ -63,25 +57,6 @@ def port_problems(addresses: Sequence[Address]) -> Iterator[str]:
             yield f"{address.where} is {address.port}, and so is {', '.join(others)}; give each its own port"
         elif problem := _use_of(address):
             yield problem
-
-
-def lock_folder(path: Path, in_use: Conflict) -> int:
-    """Lock the file `path` and return its descriptor. Raises `in_use` after `LOCK_WAIT_S`.
-
-    The guard of a session that was just killed holds the lock until its processes are gone.
-    """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(lock)
-                raise in_use from None
-            time.sleep(POLL_S)
-        else:
-            return lock
 
 
 def _use_of(address: Address) -> str | None:
