@@ -1,7 +1,7 @@
 """Entry point of `python -m replaybuf`."""
 
 from replaybuf.cli.main import main
-from replaybuf.launch.tie import tie_to_parent
+from replaybuf.launch.guard import tie_to_parent
 
 if __name__ == "__main__":
     tie_to_parent()

@@ -16,7 +16,7 @@ from replaybuf.backup.target import open_target
 from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import RunName, print_json
 from replaybuf.errors import counted
-from replaybuf.launch.work_bar import work_bar
+from replaybuf.launch.view import work_bar
 from replaybuf.store import Store
 from replaybuf.store.embedded import embedded_url
 

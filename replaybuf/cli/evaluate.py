@@ -16,7 +16,7 @@ from replaybuf.generator.evaluation import open_held_out
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.options import EvaluateOptions, default_producer
 from replaybuf.generator.preflight import check_tokenizer
-from replaybuf.launch.work_bar import work_bar
+from replaybuf.launch.view import work_bar
 from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.model_tokenizer import Tokenizer
 

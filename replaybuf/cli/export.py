@@ -12,7 +12,7 @@ from replaybuf.cli.service import RunName, ServiceOptions, client, print_json
 from replaybuf.client.exports.export import export_run
 from replaybuf.client.exports.import_run import import_run
 from replaybuf.client.exports.reader import ExportReader
-from replaybuf.launch.work_bar import work_bar
+from replaybuf.launch.view import work_bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,13 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from replaybuf.errors import Conflict, Invalid, counted
-from replaybuf.launch.ending import log_to, print_line, print_stop
 from replaybuf.launch.file import read_file
-from replaybuf.launch.lock import lock_folder
+from replaybuf.launch.guard import lock_folder
 from replaybuf.launch.machine import port_problems
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.planning import Planner
 from replaybuf.launch.session import Session
-from replaybuf.launch.view import View
+from replaybuf.launch.view import View, log_to, print_line, print_stop
 from replaybuf.program import command_line
 
 WRONG_FILE_EXIT_CODE = 2

@@ -1,25 +1,42 @@
-"""Read the file of `replaybuf up` and check each value by itself: names of keys, types, bounds, missing keys.
+"""Read and decode the file of `replaybuf up`: names of keys, types, bounds, missing keys.
 
-All problems are collected: a person corrects a file once, not once per problem.
+One pass decodes all sections and collects all problems: a person corrects a file once, not once per problem.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 
 from replaybuf.errors import Invalid
-from replaybuf.launch.options import options_of
-from replaybuf.launch.sections import COMMANDS, FOLLOWS, file_shape
+from replaybuf.launch.sections import MINE, Key, RunFile, RunSection, Section, keys_of
+from replaybuf.wire.config import BatchSpec
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 SHOWN = 60
 """Characters of a wrong value in a message."""
+_WRONG = object()
+"""Decoded value of a wrong value."""
+_REPLACED = {"run": RunSection(name="unknown", batch=BatchSpec()), "trainer": MINE}
+"""Values of sections that cannot be decoded, so that the others can still be checked."""
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodedFile:
+    """The sections of a file without their wrong values; `broken` are the keys of the file that have `problems`."""
+
+    sections: RunFile
+    problems: list[str]
+    broken: set[str]
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -31,56 +48,71 @@ def read_file(path: Path) -> dict[str, Any]:
         raise Invalid(f"{path} cannot be read: {cause}", name="file", value=str(path)) from error
 
 
-def problems_of(tables: dict[str, Any]) -> list[str]:
-    """List what is wrong with single keys of a file, one line each."""
-    return list(_table_problems("", tables, file_shape()))
+def decode_file(tables: Mapping[str, Any]) -> DecodedFile:
+    """Decode the tables of a file, and list what is wrong with single keys, one line each."""
+    decoder = _Decoder()
+    sections = RunFile(**{**_REPLACED, **decoder.values("", tables, RunFile)})
+    return DecodedFile(sections, decoder.problems, decoder.broken)
 
 
-def _table_problems(where: str, table: Mapping[str, Any], shape: type[msgspec.Struct]) -> Iterator[str]:
-    fields = {field.encode_name: field for field in msgspec.structs.fields(shape)}
-    for key, value in table.items():
-        place = f"{where}.{key}" if where else key
-        if key not in fields:
-            yield _unknown(where, key, list(fields))
-        else:
-            yield from _value_problems(place, value, fields[key].type)
-    for key, field in fields.items():
-        if field.required and key not in table:
-            yield f"{f'{where}.{key}' if where else key} is missing: {_description(field.type)}"
+class _Decoder:
+    """Decodes tables key by key, because msgspec stops at the first problem."""
 
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.broken: set[str] = set()
 
-def _value_problems(where: str, value: Any, hint: Any) -> Iterator[str]:
-    """Check one value; tables and lists of tables key by key, because msgspec stops at the first problem."""
-    shape, inner = _struct_in(hint), _items_of(hint)
-    if isinstance(value, dict) and shape is not None:
-        yield from _table_problems(where, value, shape)
-    elif isinstance(value, (dict, list)) and inner is not None and _struct_in(inner) is not None:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)
-        for key, item in pairs:
-            yield from _value_problems(f"{where}[{key}]", item, inner)
-    else:
+    def values(self, where: str, table: Mapping[str, Any], shape: type[msgspec.Struct]) -> dict[str, Any]:
+        """Return the fields of a struct that a table has, without wrong values."""
+        keys, values = keys_of(shape), {}
+        follows = shape.follows if issubclass(shape, Section) else {}
+        for key, value in table.items():
+            place = f"{where}.{key}" if where else key
+            if key in keys:
+                if (decoded := self._value(place, value, keys[key])) is not _WRONG:
+                    values[key] = decoded
+            elif key in follows:
+                self._reject(place, f" cannot be set: {follows[key]}")
+            else:
+                near = difflib.get_close_matches(key, keys, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(keys))}"
+                self._reject(place, f" is not a key of this file; {hint}")
+        for key, known in keys.items():
+            if known.required and key not in table:
+                text = known.description.split(". ")[0].rstrip(".")
+                self._reject(f"{where}.{key}" if where else key, f" is missing: {text}")
+        if issubclass(shape, Section):
+            own = {key: values.pop(key) for key in shape.__struct_fields__ if key in values}
+            # Options stay as the file has them: 1 instead of 1.0, as in the command that a person reads.
+            return {**own, "options": {key: table[key] for key in values}}
+        return values
+
+    def _struct(self, where: str, table: Mapping[str, Any], shape: type[StructT]) -> StructT | object:
+        values = self.values(where, table, shape)
+        lacks = any(field.required and field.name not in values for field in msgspec.structs.fields(shape))
+        return _WRONG if lacks else shape(**values)
+
+    def _value(self, where: str, value: Any, key: Key) -> Any:
+        shape, inner = _struct_in(key.hint), _items_of(key.hint)
+        if isinstance(value, dict) and shape is not None:
+            return self._struct(where, value, shape)
+        if isinstance(value, (dict, list)) and inner is not None and _struct_in(inner) is not None:
+            item = dataclasses.replace(key, hint=inner)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)
+            items = {name: self._value(f"{where}[{name}]", part, item) for name, part in pairs}
+            sound = {name: part for name, part in items.items() if part is not _WRONG}
+            return sound if isinstance(value, dict) else list(sound.values())
         try:
-            msgspec.convert(value, hint)
+            return msgspec.convert(value, key.hint)
         except msgspec.ValidationError as error:
-            yield f"{where} is {_shown(where, value)}: {str(error)[:1].lower()}{str(error)[1:]}"
+            text = repr(value)
+            shown = "a wrong value" if key.secret else text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+            self._reject(where, f" is {shown}: {str(error)[:1].lower()}{str(error)[1:]}")
+            return _WRONG
 
-
-def _unknown(where: str, key: str, known: list[str]) -> str:
-    section = where.partition("[")[0]
-    if key in FOLLOWS.get(section, {}):
-        return f"{where}.{key} cannot be set: {FOLLOWS[section][key]}"
-    near = difflib.get_close_matches(key, known, 1)
-    keys = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
-    return f"{f'{where}.{key}' if where else key} is not a key of this file; {keys}"
-
-
-def _shown(where: str, value: Any) -> str:
-    """Return the value for a message, unless it is a secret."""
-    section, _, key = where.partition(".")
-    command = COMMANDS.get(section.partition("[")[0])
-    option = options_of(command).get(key) if command else None
-    text = repr(value)
-    return "a wrong value" if option and option.secret else text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    def _reject(self, where: str, problem: str) -> None:
+        self.problems.append(where + problem)
+        self.broken.add(re.split(r"[.\[]", where, maxsplit=1)[0])
 
 
 def _parts(hint: Any) -> Iterator[Any]:
@@ -102,12 +134,3 @@ def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
 def _items_of(hint: Any) -> Any:
     """Return the type of the items of a list or of the values of a table; None for other types."""
     return next((get_args(part)[-1] for part in _parts(hint) if get_origin(part) in (list, dict)), None)
-
-
-def _description(hint: Any) -> str:
-    """Return the description of a type, the words before the first stop."""
-    if get_origin(hint) is Annotated:
-        texts = [meta.description for meta in get_args(hint)[1:] if isinstance(meta, msgspec.Meta) and meta.description]
-        if texts:
-            return texts[-1].split(". ")[0].rstrip(".")
-    return "it has no default"

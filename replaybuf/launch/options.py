@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from cyclopts import App, Argument, CycloptsError, Parameter
 from cyclopts.validators import Number
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from replaybuf.errors import Invalid, ReplaybufError
 from replaybuf.generator.options import EvaluateOptions, GenerateOptions
@@ -29,7 +29,7 @@ _BOUNDS = {"gt": "gt", "gte": "ge", "lt": "lt", "lte": "le"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a command. `default` None: it has none, or it is null, which TOML does not have."""
+    """One option of a command. `default` None: it has none, it is null, or it differs between machines."""
 
     key: str
     flag: str
@@ -39,15 +39,6 @@ class Option:
     required: bool
     default: Any
     secret: bool
-
-    @property
-    def field(self) -> tuple[str, Any, Any]:
-        """Return name, type and default of a struct field for it, always optional."""
-        hint: Any = self.hint
-        described = Annotated[hint, Meta(description=self.help)]
-        if isinstance(self.default, (bool, int, float, str)) and self.default != "":
-            return self.key, described, self.default
-        return self.key, Union[described, UnsetType], UNSET  # noqa: UP007 - the type is a value here
 
 
 @functools.cache
@@ -103,7 +94,8 @@ def _option(argument: Argument, secret: frozenset[str]) -> Option:
         if (value := getattr(number, name)) is not None
     }
     default = argument.field_info.default
-    absent = default is inspect.Parameter.empty or default is None
+    # `--help` hides a default of this machine, such as a host name.
+    absent = default is inspect.Parameter.empty or default is None or argument.parameter.show_default is False
     plain = _toml_type(hint)
     return Option(
         key=flag.removeprefix("--").replace("-", "_"),

@@ -6,35 +6,29 @@ the others are still checked against its names.
 
 from __future__ import annotations
 
-import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
+from msgspec import UNSET
 
 from replaybuf.errors import Invalid
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.launch import options
 from replaybuf.launch.crosschecks import cross_problems
-from replaybuf.launch.file import problems_of
+from replaybuf.launch.file import decode_file
 from replaybuf.launch.machine import file_problems, program_problem
 from replaybuf.launch.plan import QUIET, Address, Engine, Plan
 from replaybuf.launch.sections import (
-    COMMANDS,
     FIRST_ENGINE_PORT,
-    MINE,
-    OWN_KEYS,
-    EngineKeys,
-    EvaluationKeys,
-    FileKeys,
-    GeneratorKeys,
-    Keys,
-    ProcessKeys,
-    RestartKeys,
-    TrainerKeys,
+    ClientSection,
+    EngineSection,
+    EvaluationSection,
+    GeneratorSection,
+    Section,
+    TrainerSection,
 )
 from replaybuf.launch.supervisor import Program
 from replaybuf.wire.config import RunConfig
@@ -43,8 +37,6 @@ PROGRAM = (sys.executable, "-m", "replaybuf")
 FENCED_EXIT_CODE = 3
 TRAINER_PHASE, GENERATOR_PHASE, ENGINE_PHASE, SERVICE_PHASE = range(4)
 """Order of the stop."""
-
-KeysT = TypeVar("KeysT", bound=Keys)
 
 
 class Planner:
@@ -63,58 +55,58 @@ class Planner:
         program: Sequence[str] = PROGRAM,
         made_later: Path | None = None,
     ) -> None:
+        self._decoded = decode_file(tables)
+        self._file, self._broken = self._decoded.sections, self._decoded.broken
+        self._folder = folder.resolve()
+        self._data_dir = (self._folder / self._file.data_dir).resolve()
+        self._has_token = has_token
         self._words = tuple(program)
         self._made_later = made_later
-        self.problems = problems_of(dict(tables))
-        self._tables = tables
-        self._folder = folder.resolve()
-        self._has_token = has_token
-        self._broken = {re.split(r"[.\[ ]", problem)[0] for problem in self.problems}
-        keys = self._own(FileKeys, {} if self._broken & set(FileKeys.__struct_fields__) else tables)
-        self._start_timeout_s, self._stop_timeout_s = keys.start_timeout_s, keys.stop_timeout_s
-        self._data_dir = (self._folder / keys.data_dir).resolve()
-        self._restarts = self._sound(RestartKeys, "restarts").bounds()
-        self._engine_tables: list[dict[str, Any]] = self._sound_table("engines", [])
+        self.problems = list(self._decoded.problems)
         self.addresses: list[Address] = []
 
     def plan(self) -> Plan | None:
         """Return the plan; None if there are problems."""
+        file, run = self._file, self._file.run.name
         config = self._config()
-        service = self._service()
-        url = self._url()
-        engines = [self._engine(place, table) for place, table in enumerate(self._engine_tables, 1)]
-        self._engines = {engine.name: engine.url for engine in engines if engine}
-        generators = self._generator_tables()
-        trainer = self._sound_table("trainer", MINE)
-        self.problems += cross_problems(self._tables, self._broken, has_token=self._has_token)
-        common = {"url": url, "run": self._run_name()}
-        generator_programs = [
-            self._generator(common, place, len(generators), table) for place, table in enumerate(generators, 1)
+        service, url = self._service()
+        sections = [] if "engines" in self._broken else file.engines
+        engines = [
+            engine
+            for place, (name, section) in enumerate(zip(file.engine_names, sections, strict=False), 1)
+            if (engine := self._engine(f"engines[{place}]", name, section, FIRST_ENGINE_PORT + place - 1))
         ]
-        trainer_program = None if trainer == MINE else self._trainer(common, trainer)
-        evaluation, keys = self._evaluation(common, generators)
+        self._engines = {engine.name: engine.url for engine in engines}
+        self.problems += cross_problems(self._decoded, has_token=self._has_token)
+        common = {"url": url, "run": run}
+        generator_sections = {} if "generator" in self._broken else file.generators
+        generators = [self._generator(common, where, section) for where, section in generator_sections.items()]
+        trainer = None
+        if isinstance(file.trainer, TrainerSection) and "trainer" not in self._broken:
+            trainer = self._trainer(common, file.trainer)
+        evaluation = None
+        if file.evaluation is not UNSET and not self._broken & {"evaluation", "generator"}:
+            evaluation = self._evaluation(common, file.evaluation, next(iter(generator_sections.values()), None))
         if self.problems or config is None or service is None:
             return None
         return Plan(
             folder=self._folder,
             data_dir=self._data_dir,
-            run=self._run_name(),
+            run=run,
             config=config,
             url=url,
             addresses=self.addresses,
             service=service,
-            engines=[engine for engine in engines if engine],
-            trainer=trainer_program,
-            generators=[program for program in generator_programs if program],
+            engines=engines,
+            trainer=trainer,
+            generators=[program for program in generators if program],
             evaluation=evaluation,
-            evaluate_at_start=keys.at_start,
-            evaluate_at_end=keys.at_end,
-            trainer_metrics=self._path_in(trainer_program, "--metrics-file"),
-            generator_metrics=[
-                path for program in generator_programs if (path := self._path_in(program, "--metrics-file"))
-            ],
-            start_timeout_s=self._start_timeout_s,
-            stop_timeout_s=self._stop_timeout_s,
+            evaluate_at_start=file.evaluation is not UNSET and file.evaluation.at_start,
+            evaluate_at_end=file.evaluation is not UNSET and file.evaluation.at_end,
+            trainer_metrics=self._metrics_file(trainer),
+            generator_metrics=[path for program in generators if (path := self._metrics_file(program))],
+            start_timeout_s=file.start_timeout_s,
+            stop_timeout_s=file.stop_timeout_s,
         )
 
     # ------------------------------------------------------------------ sections
@@ -123,110 +115,86 @@ class Planner:
         if "run" in self._broken:
             return None
         try:
-            config = msgspec.convert({k: v for k, v in self._tables["run"].items() if k != "name"}, RunConfig)
-            return resolve_config(config)[0]
-        except (Invalid, msgspec.ValidationError) as error:
+            return resolve_config(self._file.run.config)[0]
+        except Invalid as error:
             self.problems.append(f"run: {error}")
             return None
 
-    def _run_name(self) -> str:
-        return "" if "run" in self._broken else str(self._tables["run"]["name"])
-
-    def _service(self) -> Program | None:
-        values = {"data_dir": str(self._data_dir / "service"), **self._options("service")}
+    def _service(self) -> tuple[Program | None, str]:
+        """Return the program of the service and its URL."""
         if "service" in self._broken:
-            return None
+            return None, ""
+        section = self._file.service
+        values = {"data_dir": str(self._data_dir / "service"), **section.options}
         if values.get("tcp", True):
             address = self._address("service.port", values, 8900)
-            values["port"] = address.port
-        return self._program("service", "service", values, phase=SERVICE_PHASE)
+            values["port"], url = address.port, address.url
+        else:
+            url = f"unix:{(self._folder / values.get('uds', '')).resolve()}"
+        return self._program("service", "service", section, values, phase=SERVICE_PHASE), url
 
-    def _url(self) -> str:
-        values = self._options("service")
-        if values.get("tcp", True):
-            return next((address.url for address in self.addresses if address.where == "service.port"), "")
-        return f"unix:{(self._folder / values.get('uds', '')).resolve()}"
-
-    def _engine(self, place: int, table: Mapping[str, Any]) -> Engine | None:
-        keys, where = self._own(EngineKeys, table), f"engines[{place}]"
-        name = keys.name or f"engine-{place}"
-        values = self._options("engines", table)
-        if keys.url is msgspec.UNSET and keys.command is msgspec.UNSET and "model" in values:
-            address = self._address(f"{where}.port", values, FIRST_ENGINE_PORT + place - 1)
+    def _engine(self, where: str, name: str, section: EngineSection, port: int) -> Engine | None:
+        values = dict(section.options)
+        if section.url is UNSET and section.command is UNSET and "model" in values:
+            address = self._address(f"{where}.port", values, port)
             values["port"] = address.port
-            return Engine(name, address.url, self._program(where, name, values, phase=ENGINE_PHASE, keys=keys))
-        if keys.url is msgspec.UNSET:
-            needed = "url, the address at which command listens" if keys.command else "model, url, or command with url"
+            return Engine(name, address.url, self._program(where, name, section, values, phase=ENGINE_PHASE))
+        if section.url is UNSET:
+            needed = (
+                "url, the address at which command listens" if section.command else "model, url, or command with url"
+            )
             self.problems.append(f"{where} ({name}) lacks {needed}")
             return None
         if values:
             self.problems.append(f"{where} ({name}) has url, so it is not `replaybuf engine`; remove {_names(values)}")
             return None
-        program = None
-        if keys.command:
-            program = self._custom(name, keys.command, keys.env, phase=ENGINE_PHASE)
-        return Engine(name, keys.url, program)
+        program = self._custom(name, section.command, section.env, phase=ENGINE_PHASE) if section.command else None
+        return Engine(name, section.url, program)
 
-    def _generator_tables(self) -> list[dict[str, Any]]:
-        given: Any = self._sound_table("generator", [])
-        return given if isinstance(given, list) else [given]
-
-    def _generator(self, common: Mapping[str, str], place: int, count: int, table: Mapping[str, Any]) -> Program | None:
-        keys, where = self._own(GeneratorKeys, table), "generator" if count == 1 else f"generator[{place}]"
-        name = keys.name or ("generator" if count == 1 else f"generator-{place}")
-        trainer = self._tables.get("trainer")
-        model = trainer.get("model") if isinstance(trainer, dict) else None
-        derived = {"tokenizer": model} if model else {}
+    def _generator(self, common: Mapping[str, str], where: str, section: GeneratorSection) -> Program | None:
+        name = section.name or where.replace("[", "-").removesuffix("]")
         values = {
             **common,
-            **derived,
+            **self._file.trained_model,
             "metrics_file": str(self._data_dir / "metrics" / f"{name}.jsonl"),
-            **self._options("generator", table),
-            "engine": self._engine_urls(where, keys.engines),
+            **section.options,
+            "engine": self._engine_urls(section),
         }
-        return self._program(where, name, values, phase=GENERATOR_PHASE, keys=keys, may_finish=True)
+        return self._program(where, name, section, values, phase=GENERATOR_PHASE, may_finish=True)
 
-    def _trainer(self, common: Mapping[str, str], table: Mapping[str, Any]) -> Program | None:
-        keys, values = self._own(TrainerKeys, table), self._options("trainer", table)
-        if keys.command:
-            if values:
-                self.problems.append(f"trainer has command; remove the options of `replaybuf train`: {_names(values)}")
-            environment = {"REPLAYBUF_URL": common["url"], "REPLAYBUF_RUN": common["run"], **keys.env}
-            return self._custom("trainer", keys.command, environment, phase=TRAINER_PHASE, may_finish=True)
+    def _trainer(self, common: Mapping[str, str], section: TrainerSection) -> Program | None:
+        if section.command:
+            if section.options:
+                text = f"trainer has command; remove the options of `replaybuf train`: {_names(section.options)}"
+                self.problems.append(text)
+            environment = {"REPLAYBUF_URL": common["url"], "REPLAYBUF_RUN": common["run"], **section.env}
+            return self._custom("trainer", section.command, environment, phase=TRAINER_PHASE, may_finish=True)
         data = self._data_dir
         values = {
             **common,
             "checkpoint_dir": str(data / "checkpoints"),
             "weights_dir": str(data / "weights"),
             "metrics_file": str(data / "metrics" / "trainer.jsonl"),
-            **values,
-            "engine": self._engine_urls("trainer", keys.engines),
+            **section.options,
+            "engine": self._engine_urls(section),
         }
         codes = {
             FENCED_EXIT_CODE: f"another trainer took the run {common['run']}; stop it before you start this file again"
         }
-        return self._program(
-            "trainer", "trainer", values, phase=TRAINER_PHASE, keys=keys, may_finish=True, final_codes=codes
-        )
+        return self._program("trainer", "trainer", section, values, may_finish=True, final_codes=codes)
 
     def _evaluation(
-        self, common: Mapping[str, str], generators: Sequence[Mapping[str, Any]]
-    ) -> tuple[Program | None, EvaluationKeys]:
-        table = self._sound_table("evaluation", None)
-        if table is None or "generator" in self._broken:
-            return None, EvaluationKeys()
-        keys, first = self._own(EvaluationKeys, table), next(iter(generators), {})
-        trainer = self._tables.get("trainer")
-        model = {"tokenizer": trainer["model"]} if isinstance(trainer, dict) and "model" in trainer else {}
-        same = {key: first[key] for key in ("environment", "tokenizer", "max_tokens") if key in first}
+        self, common: Mapping[str, str], section: EvaluationSection, generator: GeneratorSection | None
+    ) -> Program | None:
+        first: Mapping[str, Any] = generator.options if generator else {}
         values = {
             **common,
-            **model,
-            **same,
-            **self._options("evaluation", table),
-            "engine": self._engine_urls("evaluation", keys.engines),
+            **self._file.trained_model,
+            **{key: first[key] for key in ("environment", "tokenizer", "max_tokens") if key in first},
+            **section.options,
+            "engine": self._engine_urls(section),
         }
-        return self._program("evaluation", "evaluation", values, keys=keys, may_finish=True), keys
+        return self._program("evaluation", "evaluation", section, values, may_finish=True)
 
     # ------------------------------------------------------------------ parts of sections
 
@@ -234,15 +202,15 @@ class Planner:
         self,
         where: str,
         name: str,
+        section: Section,
         values: Mapping[str, Any],
         *,
         phase: int = TRAINER_PHASE,
-        keys: ProcessKeys | None = None,
         may_finish: bool = False,
         final_codes: Mapping[int, str] | None = None,
     ) -> Program | None:
         """Check the options as the command does, and return the program."""
-        command = COMMANDS[where.partition("[")[0]]
+        command = section.subcommand
         known = options.options_of(command)
         missing = [key for key, option in known.items() if option.required and not values.get(key)]
         self.problems += [f"{where}.{key} is missing: {known[key].help}" for key in missing if key != "engine"]
@@ -254,16 +222,15 @@ class Planner:
         except Invalid as error:
             self.problems.append(f"{where}: {error.detail}")
             return None
-        own = keys or self._own(ProcessKeys, self._sound_table(where, {}))
         return Program(
             name=name,
             command=[*self._words, command, *options.words(command, values)],
-            environment={**QUIET, **options.secrets(command, values), **own.env},
+            environment={**QUIET, **options.secrets(command, values), **section.env},
             folder=self._folder,
             may_finish=may_finish,
             stop_phase=phase,
             ends_children=command == "serve",
-            restarts=self._restarts,
+            restarts=self._file.restarts,
             final_codes=final_codes or {},
         )
 
@@ -277,16 +244,15 @@ class Planner:
             folder=self._folder,
             may_finish=may_finish,
             stop_phase=phase,
-            restarts=self._restarts,
+            restarts=self._file.restarts,
         )
         if problem := program_problem(program):
             self.problems.append(problem)
         return program
 
-    def _engine_urls(self, where: str, names: Any) -> list[str]:
-        """Return the URLs of the named engines, or of all."""
-        if names is msgspec.UNSET:
-            return list(self._engines.values())
+    def _engine_urls(self, section: ClientSection) -> list[str]:
+        """Return the URLs of the engines that a section names, or of all."""
+        names = self._engines if section.engines is UNSET else section.engines
         return [self._engines[name] for name in names if name in self._engines]
 
     def _address(self, where: str, values: Mapping[str, Any], default: int) -> Address:
@@ -296,29 +262,11 @@ class Planner:
         self.addresses.append(address)
         return address
 
-    def _options(self, section: str, table: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the keys of a section that are options of its command."""
-        table = self._sound_table(section, {}) if table is None else table
-        known = options.options_of(COMMANDS[section])
-        own = OWN_KEYS[section].__struct_fields__
-        return {key: value for key, value in table.items() if key in known and key not in own}
-
-    def _own(self, shape: type[KeysT], table: Mapping[str, Any]) -> KeysT:
-        """Return the keys of a section that are none of its command."""
-        return msgspec.convert({key: value for key, value in table.items() if key in shape.__struct_fields__}, shape)
-
-    def _sound(self, shape: type[KeysT], section: str) -> KeysT:
-        return self._own(shape, self._sound_table(section, {}))
-
-    def _sound_table(self, section: str, otherwise: Any) -> Any:
-        """Return a section of the file; `otherwise` if it is missing or has problems."""
-        return otherwise if section in self._broken else self._tables.get(section, otherwise)
-
-    def _path_in(self, program: Program | None, flag: str) -> Path | None:
-        """Return the path that a command has after a flag."""
-        if program is None or flag not in program.command:
+    def _metrics_file(self, program: Program | None) -> Path | None:
+        """Return the path of a program's metrics; None for a person's own command."""
+        if program is None or "--metrics-file" not in program.command:
             return None
-        return self._folder / program.command[list(program.command).index(flag) + 1]
+        return self._folder / program.command[list(program.command).index("--metrics-file") + 1]
 
 
 def _names(values: Mapping[str, Any]) -> str:

@@ -1,91 +1,79 @@
 """The file of `replaybuf up` as structs: all keys of all sections, with types, bounds, defaults and descriptions.
 
-The keys of a section are the options of its command (`options.py`), without those that follow from other sections, and
-a few keys of its own. The structs exist for the check of a file and for its JSON Schema; a file stays a table.
+The keys of a section that starts processes are the options of its command, read from the command itself
+(`options.py`), without those that follow from other sections, and the fields of its struct.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Annotated, Any, Literal, Union
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from replaybuf.launch.options import options_of
-from replaybuf.launch.supervisor import Restarts
+from replaybuf.launch.supervisor import Restarts, Seconds
 from replaybuf.wire.config import RunConfig
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}(?!\n)$"
 """`$` alone would let a newline at the end pass; JSON Schema does not know `\\Z`."""
 FIRST_ENGINE_PORT = 8001
 MOST_PARTS = 256
-MINE = "mine"
+MINE: Literal["mine"] = "mine"
 """Value of `trainer` in a run whose trainer a person starts."""
-COMMANDS = {
-    "service": "serve",
-    "engines": "engine",
-    "generator": "generate",
-    "trainer": "train",
-    "evaluation": "eval",
-}
-"""Command of each section that starts processes."""
 FOLLOWS = {
-    "service": {},
-    "engines": {"name": "the name in the API is always policy"},
-    "generator": {
-        "url": "it follows from [service]",
-        "run": "it follows from [run]",
-        "engine": "name entries of [[engines]] in the key engines",
-    },
-    "trainer": {
-        "url": "it follows from [service]",
-        "run": "it follows from [run]",
-        "engine": "name entries of [[engines]] in the key engines",
-    },
-    "evaluation": {
-        "url": "it follows from [service]",
-        "run": "it follows from [run]",
-        "engine": "name entries of [[engines]] in the key engines",
-        "json": "the service records the result",
-    },
+    "url": "it follows from [service]",
+    "run": "it follows from [run]",
+    "engine": "name entries of [[engines]] in the key engines",
 }
-"""Options that a section does not have, each with the reason."""
-DEFAULTS = {
-    ("service", "data_dir"): "service in data_dir of the file",
-    ("engines", "port"): "8001 and up, in the order of [[engines]]",
-    ("generator", "tokenizer"): "the model of [trainer]",
-    ("generator", "metrics_file"): "metrics/NAME.jsonl in data_dir of the file",
-    ("trainer", "checkpoint_dir"): "checkpoints in data_dir of the file",
-    ("trainer", "weights_dir"): "weights in data_dir of the file",
-    ("trainer", "metrics_file"): "metrics/trainer.jsonl in data_dir of the file",
-    ("evaluation", "environment"): "the value of the first generator",
-    ("evaluation", "tokenizer"): "the value of the first generator",
-    ("evaluation", "max_tokens"): "the value of the first generator",
-}
-"""Defaults that a section has in place of its command's."""
+"""Options that a section with engines does not have, each with the reason."""
 
 PartName = Annotated[str, Meta(pattern=NAME_PATTERN)]
-Seconds = Annotated[float, Meta(gt=0, le=86400.0)]
 Words = Annotated[list[str], Meta(min_length=1, max_length=4096)]
 
 
-class Keys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the sections: unknown keys are errors."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a table. `secret`: no message shows its value."""
+
+    hint: Any
+    description: str
+    required: bool
+    secret: bool = False
 
 
-class ProcessKeys(Keys, frozen=True):
-    """Keys of every section that starts processes."""
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A section that starts processes. `options`: values for its command, as the file has them.
 
+    Of the class: `subcommand`; `follows`: options that the section does not have, each with the reason; `defaults`: in
+    place of those of the command; `needs_options`: the required options are required in the file.
+    """
+
+    subcommand: ClassVar[str]
+    follows: ClassVar[Mapping[str, str]] = {}
+    defaults: ClassVar[Mapping[str, str]] = {}
+    needs_options: ClassVar[bool] = False
+
+    options: dict[str, Any] = {}
     env: Annotated[dict[str, str], Meta(description="More environment variables of the process.")] = {}
 
 
-class ServiceKeys(ProcessKeys, frozen=True):
+class ServiceSection(Section, frozen=True):
     """`replaybuf serve`."""
 
+    subcommand = "serve"
+    defaults = {"data_dir": "service in data_dir of the file"}
 
-class EngineKeys(ProcessKeys, frozen=True):
+
+class EngineSection(Section, frozen=True):
     """An inference engine: `replaybuf engine`, a command of yours (`command` and `url`), or a running one (`url`)."""
+
+    subcommand = "engine"
+    follows = {"name": "the name in the API is always policy"}
+    defaults = {"port": "8001 and up, in the order of [[engines]]"}
 
     name: Annotated[
         PartName | UnsetType,
@@ -101,16 +89,22 @@ class EngineKeys(ProcessKeys, frozen=True):
     ] = UNSET
 
 
-class ClientKeys(ProcessKeys, frozen=True):
-    """Keys of sections that use engines."""
+class ClientSection(Section, frozen=True):
+    """A section whose command uses engines."""
+
+    follows = FOLLOWS
 
     engines: Annotated[
         list[PartName] | UnsetType, Meta(description="Names of the entries of [[engines]] to use. Default: all.")
     ] = UNSET
 
 
-class GeneratorKeys(ClientKeys, frozen=True):
+class GeneratorSection(ClientSection, frozen=True):
     """`replaybuf generate`."""
+
+    subcommand = "generate"
+    defaults = {"tokenizer": "the model of [trainer]", "metrics_file": "metrics/NAME.jsonl in data_dir of the file"}
+    needs_options = True
 
     name: Annotated[
         PartName | UnsetType,
@@ -118,8 +112,15 @@ class GeneratorKeys(ClientKeys, frozen=True):
     ] = UNSET
 
 
-class TrainerKeys(ClientKeys, frozen=True):
+class TrainerSection(ClientSection, frozen=True):
     """`replaybuf train`, or a command of yours."""
+
+    subcommand = "train"
+    defaults = {
+        "checkpoint_dir": "checkpoints in data_dir of the file",
+        "weights_dir": "weights in data_dir of the file",
+        "metrics_file": "metrics/trainer.jsonl in data_dir of the file",
+    }
 
     command: Annotated[
         Words | UnsetType,
@@ -130,38 +131,30 @@ class TrainerKeys(ClientKeys, frozen=True):
     ] = UNSET
 
 
-class EvaluationKeys(ClientKeys, frozen=True):
+class EvaluationSection(ClientSection, frozen=True):
     """`replaybuf eval`, before and after the training."""
+
+    subcommand = "eval"
+    follows = FOLLOWS | {"json": "the service records the result"}
+    defaults = dict.fromkeys(("environment", "tokenizer", "max_tokens"), "the value of the first generator")
+    needs_options = True
 
     at_start: Annotated[bool, Meta(description="Evaluate before the first step of a new run.")] = True
     at_end: Annotated[bool, Meta(description="Evaluate after the training.")] = True
 
 
-class RestartKeys(Keys, frozen=True):
-    """Bounds for starting a failed process again."""
+class RunSection(RunConfig, frozen=True, kw_only=True):
+    """Name and configuration of the run, as `PUT /v1/runs/{run}` takes it."""
 
-    most: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1000,
-            description="Maximum number of restarts of one process in a row. After that everything stops.",
-        ),
-    ] = 5
-    first_pause_s: Annotated[
-        Seconds, Meta(description="Pause before the first restart, in seconds; it doubles with every further one.")
-    ] = 1.0
-    longest_pause_s: Annotated[Seconds, Meta(description="Longest pause before a restart, in seconds.")] = 30.0
-    reset_s: Annotated[
-        Seconds, Meta(description="A process that has run for this many seconds gets all its restarts back.")
-    ] = 60.0
+    name: Annotated[str, Meta(pattern=NAME_PATTERN, description="Name of the run.")]
 
-    def bounds(self) -> Restarts:
-        """Return what the supervisor takes."""
-        return Restarts(**msgspec.structs.asdict(self))
+    @property
+    def config(self) -> RunConfig:
+        """Configuration without the name."""
+        return RunConfig(**{field: getattr(self, field) for field in RunConfig.__struct_fields__})
 
 
-class FileKeys(Keys, frozen=True):
+class RunFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One file for a whole run: service, engines, generators, trainer and evaluation."""
 
     data_dir: Annotated[
@@ -175,100 +168,91 @@ class FileKeys(Keys, frozen=True):
         Seconds, Meta(description="Maximum time until the service or an engine listens, in seconds.")
     ] = 300.0
     stop_timeout_s: Annotated[
-        Seconds,
-        Meta(description="Time for trainer, generators and engines to end after a signal, in seconds."),
+        Seconds, Meta(description="Time for trainer, generators and engines to end after a signal, in seconds.")
     ] = 30.0
-
-
-OWN_KEYS: dict[str, type[ProcessKeys]] = {
-    "service": ServiceKeys,
-    "engines": EngineKeys,
-    "generator": GeneratorKeys,
-    "trainer": TrainerKeys,
-    "evaluation": EvaluationKeys,
-}
-"""Keys of each section that are not options of its command."""
-RUN_NAME = Annotated[str, Meta(pattern=NAME_PATTERN, description="Name of the run.")]
-
-
-@functools.cache
-def section_of(name: str) -> type[Struct]:
-    """Return the struct of one section that starts processes."""
-    base = OWN_KEYS[name]
-    fields = []
-    for key, option in options_of(COMMANDS[name]).items():
-        if key in FOLLOWS[name]:
-            continue
-        field, hint, default = option.field
-        if (name, key) in DEFAULTS:
-            text = f"{option.help} Default: {DEFAULTS[name, key]}."
-            hint, default = Union[Annotated[option.hint, Meta(description=text)], UnsetType], UNSET  # noqa: UP007
-        elif option.required and issubclass(base, (GeneratorKeys, EvaluationKeys)):
-            hint, default = Annotated[option.hint, Meta(description=option.help)], msgspec.NODEFAULT
-        fields.append((field, hint, default))
-    return msgspec.defstruct(
-        f"{base.__name__.removesuffix('Keys')}Section",
-        fields,
-        bases=(base,),
-        namespace={"__doc__": base.__doc__},
-        frozen=True,
-        kw_only=True,
-        forbid_unknown_fields=True,
-    )
-
-
-@functools.cache
-def file_shape() -> type[Struct]:
-    """Return the struct of the whole file."""
-    run = msgspec.defstruct(
-        "RunSection",
-        [("name", RUN_NAME)],
-        bases=(RunConfig,),
-        namespace={"__doc__": "Name and configuration of the run, as `PUT /v1/runs/{run}` takes it."},
-        frozen=True,
-        kw_only=True,
-        forbid_unknown_fields=True,
-    )
-    service, engine, generator, trainer, evaluation = (section_of(name) for name in COMMANDS)
-    sections: list[tuple[str, Any, str, Any]] = [
-        ("run", run, "Name and configuration of the run.", msgspec.NODEFAULT),
-        ("service", service, "Options of the service.", UNSET),
-        ("engines", Annotated[list[engine], Meta(max_length=MOST_PARTS)], "Inference engines.", UNSET),  # type: ignore[valid-type]
-        (
-            "generator",
-            Union[generator, Annotated[list[generator], Meta(max_length=MOST_PARTS)]],  # type: ignore[valid-type]  # noqa: UP007
-            "Options of the generator. Write [[generator]] for several.",
-            UNSET,
-        ),
-        (
-            "trainer",
-            Union[Literal["mine"], trainer],  # noqa: UP007
-            'Options of the trainer, or trainer = "mine" at the top of the file if you start it.',
-            msgspec.NODEFAULT,
-        ),
-        ("evaluation", evaluation, "Options of the evaluation. Default: no evaluation.", UNSET),
-        ("restarts", RestartKeys, "Bounds for starting a failed process again.", RestartKeys()),
+    run: Annotated[RunSection, Meta(description="Name and configuration of the run.")]
+    service: Annotated[ServiceSection, Meta(description="Options of the service.")] = ServiceSection()
+    engines: Annotated[list[EngineSection], Meta(max_length=MOST_PARTS, description="Inference engines.")] = []
+    generator: Annotated[
+        GeneratorSection | Annotated[list[GeneratorSection], Meta(max_length=MOST_PARTS)],
+        Meta(description="Options of the generator. Write [[generator]] for several."),
+    ] = []
+    trainer: Annotated[
+        Literal["mine"] | TrainerSection,
+        Meta(description='Options of the trainer, or trainer = "mine" at the top of the file if you start it.'),
     ]
-    fields = [
-        (
-            name,
-            Annotated[Union[hint, UnsetType] if default is UNSET else hint, Meta(description=text)],  # noqa: UP007
-            default,
+    evaluation: Annotated[
+        EvaluationSection | UnsetType, Meta(description="Options of the evaluation. Default: no evaluation.")
+    ] = UNSET
+    restarts: Annotated[Restarts, Meta(description="Bounds for starting a failed process again.")] = Restarts()
+
+    @property
+    def engine_names(self) -> list[str]:
+        """Names of the engines in their order."""
+        return [engine.name or f"engine-{place}" for place, engine in enumerate(self.engines, 1)]
+
+    @property
+    def generators(self) -> dict[str, GeneratorSection]:
+        """Generators by their place in the file."""
+        sections = self.generator if isinstance(self.generator, list) else [self.generator]
+        if len(sections) == 1:
+            return {"generator": sections[0]}
+        return {f"generator[{place}]": section for place, section in enumerate(sections, 1)}
+
+    @property
+    def trained_model(self) -> dict[str, Any]:
+        """Option `tokenizer` of the other sections: the model of the trainer, where that is in the file."""
+        options = {} if self.trainer == MINE else self.trainer.options
+        return {"tokenizer": options["model"]} if "model" in options else {}
+
+
+SECTIONS = (ServiceSection, EngineSection, GeneratorSection, TrainerSection, EvaluationSection)
+
+
+@functools.cache
+def keys_of(shape: type[Struct]) -> Mapping[str, Key]:
+    """Return the keys of a table: the fields of its struct, and the options of the command of a section."""
+    fields = {field.name: Key(field.type, _description(field.type), field.required) for field in _fields(shape)}
+    return _option_keys(shape) | fields if issubclass(shape, Section) else fields
+
+
+def _option_keys(shape: type[Section]) -> dict[str, Key]:
+    return {
+        key: Key(
+            option.hint,
+            f"{option.help} Default: {shape.defaults[key]}." if key in shape.defaults else option.help,
+            option.required and shape.needs_options and key not in shape.defaults,
+            option.secret,
         )
-        for name, hint, text, default in sections
-    ]
-    return msgspec.defstruct(
-        "RunFile",
-        fields,
-        bases=(FileKeys,),
-        namespace={"__doc__": FileKeys.__doc__},
-        frozen=True,
-        kw_only=True,
-        forbid_unknown_fields=True,
-    )
+        for key, option in options_of(shape.subcommand).items()
+        if key not in shape.follows
+    }
+
+
+def _fields(shape: type[Struct]) -> list[msgspec.structs.FieldInfo]:
+    hidden = {"options"} if issubclass(shape, Section) else set()
+    return [field for field in msgspec.structs.fields(shape) if field.name not in hidden]
+
+
+def _description(hint: Any) -> str:
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((meta.description for meta in reversed(metas) if meta.description), "it has no default")
 
 
 def file_schema() -> dict[str, Any]:
     """Return the JSON Schema of the file, with a description of every key."""
-    schema = msgspec.json.schema(file_shape())
+    schema = msgspec.json.schema(RunFile)
+    for shape in SECTIONS:
+        definition = schema["$defs"][shape.__name__]
+        del definition["properties"]["options"]
+        keys = _option_keys(shape)
+        definition["properties"] |= {key: _key_schema(shape, key, text) for key, text in keys.items()}
+        definition["required"] = [key for key in keys if keys[key].required]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _key_schema(shape: type[Section], key: str, option: Key) -> dict[str, Any]:
+    default = options_of(shape.subcommand)[key].default
+    shown = key not in shape.defaults and isinstance(default, (bool, int, float, str)) and default != ""
+    schema = msgspec.json.schema(Annotated[option.hint, Meta(description=option.description)])
+    return schema | ({"default": default} if shown else {})

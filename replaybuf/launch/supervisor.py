@@ -10,7 +10,7 @@ Life cycle of a child::
   stopped with it. Its output goes to a log file, so it never waits for a reader.
 - An unexpected exit without a restart, or a signal to this process, ends the session early; it is a value, `Stop`.
 - The guard (`guard.py`) handles `kill -9` of this process; `kill -9` of the guard is an unexpected exit. If both are
-  killed at once, the commands of this package end by themselves (`tie.py`).
+  killed at once, the commands of this package end by themselves.
 
 Children stop in phases, lowest first: SIGTERM to a phase when the earlier ones are gone, or at the end of the grace
 time; SIGKILL to all `LAST_PHASE_S` later. A second signal to this process sends SIGKILL at once.
@@ -29,15 +29,18 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from replaybuf.errors import Invalid, ServiceUnavailable, counted
 from replaybuf.launch import guard
-from replaybuf.launch.tie import PARENT
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Seconds = Annotated[float, Meta(gt=0, le=86400.0)]
 
 GRACE_S = 2.0
 """Default time for all phases but the last to stop."""
@@ -65,17 +68,24 @@ class Stop:
     log_lines: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
-    """Bounds for starting a failed child again: pauses double from `first_pause_s` up to `longest_pause_s`.
+class Restarts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bounds for starting a failed process again."""
 
-    A child that has run for `reset_s` gets all of its `most` restarts back.
-    """
-
-    most: int = 5
-    first_pause_s: float = 1.0
-    longest_pause_s: float = 30.0
-    reset_s: float = 60.0
+    most: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Maximum number of restarts of one process in a row. After that everything stops.",
+        ),
+    ] = 5
+    first_pause_s: Annotated[
+        Seconds, Meta(description="Pause before the first restart, in seconds; it doubles with every further one.")
+    ] = 1.0
+    longest_pause_s: Annotated[Seconds, Meta(description="Longest pause before a restart, in seconds.")] = 30.0
+    reset_s: Annotated[
+        Seconds, Meta(description="A process that has run for this many seconds gets all its restarts back.")
+    ] = 60.0
 
     def pause_s(self, failures: int) -> float:
         """Return the pause before the next start, after so many failures in a row."""
@@ -237,7 +247,7 @@ class Supervisor:
                     stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **program.environment, PARENT: str(os.getpid())},
+                    env={**os.environ, **program.environment, guard.PARENT: str(os.getpid())},
                     cwd=program.folder,
                     start_new_session=True,
                     pass_fds=pass_fds,

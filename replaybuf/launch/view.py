@@ -1,27 +1,36 @@
-"""Terminal output of a session: a live panel in a terminal, plain lines elsewhere."""
+"""Terminal output of commands: the live panel of a session or its plain lines, its last lines, and progress bars."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import Progress as WorkProgress
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from replaybuf.errors import counted
 from replaybuf.launch.progress import Progress
-from replaybuf.launch.text import clock, megabytes, percent, whole_seconds
+from replaybuf.launch.supervisor import Stop
 
 PLAIN_PERIOD_S = 5.0
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_POINTS = 32
 TRAINING = "training"
+QUICK_S = 2.0
+"""Work that takes longer shows a bar."""
+
+Report = Callable[[int, int], None]
+"""Receives how much is done, and how much there is in all."""
 
 
 class View:
@@ -100,6 +109,66 @@ def sparkline(values: Sequence[float], points: int = SPARK_POINTS) -> str:
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
     lowest, span = min(means), max(means) - min(means)
     return "".join(BARS[int((mean - lowest) / span * (len(BARS) - 1))] if span else BARS[0] for mean in means)
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print a line as it is: no markup, no line breaks added."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_stop(console: Console, stop: Stop, what: str, again: str) -> None:
+    """Print why `what` ended early, the last log lines of the child that caused it, and the command to continue."""
+    print_line(console, f"{what} stopped: {stop.reason}")
+    if stop.log is not None:
+        print_line(console, f"last lines of {stop.log}:" if stop.log_lines else f"{stop.log} is empty")
+        for line in stop.log_lines:
+            print_line(console, f"  {line}")
+    print_line(console, f"all processes are stopped; continue with: {again}")
+
+
+def log_to(path: Path) -> None:
+    """Log to a file: the terminal belongs to the view."""
+    logging.basicConfig(
+        filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+
+
+@contextlib.contextmanager
+def work_bar(what: str, console: Console | None = None) -> Iterator[Report]:
+    """Return a callback for what is done and what there is in all; show a bar that disappears at the end."""
+    begun_s, bar = time.monotonic(), WorkProgress(console=console or Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=None)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if time.monotonic() - begun_s >= QUICK_S and bar.console.is_terminal:
+            bar.start()
+
+    try:
+        yield report
+    finally:
+        bar.stop()
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as minutes:seconds."""
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def megabytes(size: int | None) -> str:
+    """Return a size in MB (10^6 bytes); `-` if unknown."""
+    return "-" if size is None else f"{size / 1e6:,.0f} MB"
+
+
+def whole_seconds(duration_s: float | None) -> str:
+    """Return a duration in whole seconds; `-` if unknown."""
+    return "-" if duration_s is None else f"{duration_s:,.0f} s"
+
+
+def percent(share: float | None) -> str:
+    """Return a share, 0..1, in percent; `-` if unknown."""
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _bar(progress: Progress) -> RenderableType:

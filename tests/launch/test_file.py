@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.launch.file import problems_of, read_file
+from replaybuf.launch.file import decode_file, read_file
 from replaybuf.launch.machine import port_problems
 from replaybuf.launch.planning import Planner
 from replaybuf.launch.sections import file_schema
@@ -59,7 +59,7 @@ def test_all_problems_of_single_keys_are_listed_with_the_nearest_key() -> None:
         environment = "e"
         max-tokens = 3
     """)
-    assert problems_of(tables) == [
+    assert decode_file(tables).problems == [
         "dat_dir is not a key of this file; did you mean data_dir?",
         "start_timeout_s is 'soon': expected `float`, got `str`",
         "run.name is 'Bad Name': expected `str` matching regex '^[a-z0-9][a-z0-9._-]{0,62}(?!\\\\n)$'",
@@ -130,6 +130,12 @@ def test_sections_with_wrong_keys_do_not_hide_the_problems_of_others(tmp_path: P
     assert ["is no name in [[engines]]" in problem for problem in found] == [False, True]
 
 
+def test_a_run_without_a_usable_name_is_one_problem(tmp_path: Path) -> None:
+    """The generator gets the name from [run], so it lacks nothing of its own."""
+    found = problems(tmp_path, run=RUN | {"name": "Bad Name"})
+    assert [problem.partition(" ")[0] for problem in found] == ["run.name"]
+
+
 def test_ports_in_use_and_shared_ports_are_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -168,6 +174,12 @@ def test_every_key_of_the_schema_has_a_description() -> None:
         if not property_.get("description")
     ]
     assert missing == []
+
+
+def test_the_schema_names_no_machine_and_no_process() -> None:
+    """Two prints of the schema are equal: a default that differs between processes is described in words."""
+    producer = file_schema()["$defs"]["GeneratorSection"]["properties"]["producer"]
+    assert "default" not in producer and "host name" in producer["description"]
 
 
 def test_the_schema_is_valid_and_accepts_the_example() -> None:

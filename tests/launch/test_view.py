@@ -1,4 +1,4 @@
-"""Terminal output: a panel in a terminal, plain lines elsewhere."""
+"""Terminal output: a panel in a terminal, plain lines elsewhere; progress bars only for work that takes a while."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rich.console import Console
 
 from replaybuf.launch import view as views
 from replaybuf.launch.progress import Progress
-from replaybuf.launch.text import clock
-from replaybuf.launch.view import TRAINING, View, panel, sparkline, summary
+from replaybuf.launch.view import TRAINING, View, clock, panel, sparkline, summary, work_bar
 
 ESCAPE = "\x1b"
 
@@ -138,3 +137,25 @@ def test_a_run_without_an_end_shows_its_step_alone_and_why_it_waits() -> None:
     text = console.export_text()
     assert "replaybuf up · run r" in text and "7 steps" in text and "accuracy" not in text
     assert "now: no_groups, blocked on producers" in text
+
+
+def work_shown(*, terminal: bool) -> str:
+    """Do some work with a bar; return what is written."""
+    written = io.StringIO()
+    with work_bar("counting sheep", Console(file=written, force_terminal=terminal, width=80)) as report:
+        for done in range(1, 4):
+            report(done, 3)
+    return written.getvalue()
+
+
+def test_work_that_takes_a_while_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "QUICK_S", 0.0)
+    assert "counting sheep" in work_shown(terminal=True) and "100%" in work_shown(terminal=True)
+
+
+def test_quick_work_and_files_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs and pipes stay free of escape codes."""
+    monkeypatch.setattr(views, "QUICK_S", 3600.0)
+    assert not work_shown(terminal=True)
+    monkeypatch.setattr(views, "QUICK_S", 0.0)
+    assert not work_shown(terminal=False).strip()

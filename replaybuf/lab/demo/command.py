@@ -14,8 +14,7 @@ from rich.console import Console
 
 from replaybuf.errors import MissingExtra
 from replaybuf.lab.demo.folder import CHARACTERS, DemoOptions, Folder, Request, demo_command, open_folder
-from replaybuf.launch.ending import log_to, print_line, print_stop
-from replaybuf.launch.view import View
+from replaybuf.launch.view import View, log_to, print_line, print_stop
 from replaybuf.program import command_line
 
 if TYPE_CHECKING:

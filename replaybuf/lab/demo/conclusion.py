@@ -14,9 +14,9 @@ from replaybuf.lab.demo.picture import draw
 from replaybuf.lab.demo.report import Report, build_report
 from replaybuf.lab.demo.run_file import list_hyperparameters
 from replaybuf.lab.demo.summary import print_report
-from replaybuf.launch.ending import print_line
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, read_sessions
+from replaybuf.launch.view import print_line
 
 
 async def conclude(console: Console, folder: Folder, plan: Plan, progress: Progress, *, keep_open: bool | None) -> None:

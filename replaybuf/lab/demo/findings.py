@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from replaybuf.errors import counted
 from replaybuf.lab.demo.changes import MEASURED_ERRORS, points
 from replaybuf.lab.demo.report import Report
-from replaybuf.launch.text import clock, percent
+from replaybuf.launch.view import clock, percent
 
 SMALL_SHARE = 0.05
 """A part that waits less than this share of its time is not held up."""

@@ -28,7 +28,7 @@ from cyclopts import Parameter
 from cyclopts.types import Port
 
 from replaybuf.errors import Conflict, Invalid, counted
-from replaybuf.launch.lock import lock_folder
+from replaybuf.launch.guard import lock_folder
 from replaybuf.program import command_line
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from replaybuf.errors import counted
 from replaybuf.lab.demo.findings import GENERATOR_WAITS, TRAINER_WAITS, headline
 from replaybuf.lab.demo.report import Report
-from replaybuf.launch.text import percent
+from replaybuf.launch.view import percent
 
 Floats = npt.NDArray[np.float64]
 

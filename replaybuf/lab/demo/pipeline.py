@@ -28,8 +28,7 @@ from replaybuf.launch.plan import QUIET, Plan
 from replaybuf.launch.progress import KILLED, SESSION_EVERY_S, Evaluation, LineReader, Session, append_line
 from replaybuf.launch.session import HTTP_TIMEOUT_S, POLL_S
 from replaybuf.launch.supervisor import Child, Program, Stop, Supervisor
-from replaybuf.launch.text import percent
-from replaybuf.launch.view import View
+from replaybuf.launch.view import View, percent
 from replaybuf.wire.run_status import RunStatus
 
 EVALUATION_SHARES = (0.2, 0.4, 0.6, 0.8)

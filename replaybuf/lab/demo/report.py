@@ -28,7 +28,7 @@ from replaybuf.launch.progress import (
     TrainerLine,
     Waiting,
 )
-from replaybuf.launch.text import clock, megabytes, percent, whole_seconds
+from replaybuf.launch.view import clock, megabytes, percent, whole_seconds
 
 NumberT = TypeVar("NumberT", int, float)
 

@@ -19,7 +19,7 @@ from replaybuf.lab.simulate.picture import draw
 from replaybuf.lab.simulate.recording import RecordedSupply, Recording, derive, read_file, read_service, save
 from replaybuf.lab.simulate.report import Study, print_study
 from replaybuf.lab.simulate.workload import DEFAULT_GROUP_SIZE, Supply, Workload, check_prompts, check_workload
-from replaybuf.launch.work_bar import Report, work_bar
+from replaybuf.launch.view import Report, work_bar
 from replaybuf.plugins.entry_points import option_pairs
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.wire.decoding import decode_json

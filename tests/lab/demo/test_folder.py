@@ -134,7 +134,7 @@ def test_options_out_of_bounds_are_rejected(tmp_path: Path, options: dict[str, i
 
 def test_two_demos_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second demo is rejected while the first demo or its guard runs."""
-    monkeypatch.setattr("replaybuf.launch.lock.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("replaybuf.launch.guard.LOCK_WAIT_S", 0.1)
     new(tmp_path)
     holder = (
         "import sys; from pathlib import Path; from replaybuf.lab.demo.folder import DemoOptions, open_folder\n"
