@@ -215,6 +215,16 @@ def test_prometheus_scrapes_the_service_with_the_readers_token() -> None:
     assert all((DOCKER / name).is_file() for name in config["rule_files"])
 
 
+def test_prometheus_sends_its_alerts_to_the_alertmanager_of_compose() -> None:
+    config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    (alertmanager,) = config["alerting"]["alertmanagers"]
+    ((name, port),) = (target.split(":") for target in alertmanager["static_configs"][0]["targets"])
+    assert f"127.0.0.1:{port}:{port}" in SERVICES[name]["ports"]
+    assert {each["source"] for each in SERVICES[name]["configs"]} <= COMPOSE["configs"].keys()
+    (config_file,) = (each["target"] for each in SERVICES[name]["configs"])
+    assert f"--config.file={config_file}" in words(SERVICES[name]["command"])
+
+
 # ---------------------------------------------------------------------- metrics
 
 

@@ -44,7 +44,7 @@ class EvaluationRequest(Request, frozen=True, kw_only=True):
 
     @property
     def set_name(self) -> str:
-        """Return the name of the held-out set, with the adapter if there is one; `evaluationsBySet` in the console too."""
+        """Return the name of the held-out set, with its adapter; `evaluationsBySet` of the console does the same."""
         return f"{self.name}, {self.adapter}" if self.adapter else self.name
 
 
