@@ -52,7 +52,7 @@ def words(value: str | list[str] | None) -> list[str]:
 def test_without_a_profile_compose_brings_up_what_needs_no_gpu() -> None:
     """Generator and trainer are in the profile `train`."""
     plain = {name for name, service in SERVICES.items() if "profiles" not in service}
-    assert plain == {"valkey", "init", "serve", "prometheus", "grafana"}
+    assert plain == {"valkey", "init", "serve", "prometheus", "alertmanager", "grafana"}
     assert {name for name, s in SERVICES.items() if s.get("profiles") == ["train"]} == {"generator", "trainer"}
 
 
