@@ -30,6 +30,26 @@ def configure_logging(level: str, form: LogFormat) -> None:
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
+def announce(message: str, *values: object) -> None:
+    """Print an event on standard output in the form of the log messages, such as the address of a server."""
+    print(_write("replaybuf", logging.INFO, message, values), flush=True)
+
+
+def announce_failure(program: str, detail: str) -> None:
+    """Print on standard error why a program ends, in the form of the log messages."""
+    text = detail if _is_json() else f"{program}: {detail}"
+    print(_write(program, logging.ERROR, "%s", (text,)), file=sys.stderr, flush=True)
+
+
+def _is_json() -> bool:
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+def _write(logger: str, level: int, message: str, values: tuple[object, ...]) -> str:
+    record = logging.LogRecord(logger, level, "", 0, message, values, None)
+    return JsonLines().format(record) if _is_json() else record.getMessage()
+
+
 class TextLines(logging.Formatter):
     """Text with `request=ID` at the end. A message is one line; only a traceback has more."""
 

@@ -68,7 +68,7 @@ class ServeProcess:
     """
 
     module = "replaybuf"
-    address = r"listening on (http://\S+)"
+    address = r"(?:\{.*\")?listening on (http://[^\s\"]+)"
     port = "0"
     """0 = a free one."""
 

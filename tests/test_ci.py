@@ -20,7 +20,7 @@ def run(folder: Path, *present: str, options: tuple[str, ...] = ()) -> subproces
 
 
 def test_what_cannot_be_installed_is_named_in_one_line(tmp_path: Path) -> None:
-    done = run(tmp_path, "promtool", "chromium")
+    done = run(tmp_path, "promtool", "amtool", "chromium")
     assert done.returncode == 0 and "there is no apt-get" in done.stdout
     assert done.stderr == (
         "NOT TESTED HERE: accessibility of the console; completion in zsh; completion in fish; install npm zsh fish\n"
@@ -29,7 +29,7 @@ def test_what_cannot_be_installed_is_named_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("browser", ["chromium", "chromium-browser", "google-chrome"])
 def test_nothing_is_installed_where_all_is_there(tmp_path: Path, browser: str) -> None:
-    done = run(tmp_path, "promtool", "npm", "zsh", "fish", browser)
+    done = run(tmp_path, "promtool", "amtool", "npm", "zsh", "fish", browser)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -44,7 +44,7 @@ def test_missing_programs_are_installed_once_by_apt_get(tmp_path: Path) -> None:
     sudo = tmp_path / "sudo"
     sudo.write_text('#!/bin/sh\nshift; exec "$@"\n')
     sudo.chmod(0o755)
-    done = run(tmp_path, "promtool", "chromium", "npm", "zsh")
+    done = run(tmp_path, "promtool", "amtool", "chromium", "npm", "zsh")
     assert done.returncode == 0 and "installing fish" in done.stdout and not done.stderr
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked == ["update -qq", "install -y -qq --no-install-recommends fish"]

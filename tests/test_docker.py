@@ -27,6 +27,7 @@ from replaybuf.store import ServerReport, Store
 from replaybuf.store.embedded import valkey_binary
 from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_evaluations import post, result
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
@@ -52,7 +53,7 @@ def words(value: str | list[str] | None) -> list[str]:
 def test_without_a_profile_compose_brings_up_what_needs_no_gpu() -> None:
     """Generator and trainer are in the profile `train`."""
     plain = {name for name, service in SERVICES.items() if "profiles" not in service}
-    assert plain == {"valkey", "init", "serve", "prometheus", "grafana"}
+    assert plain == {"valkey", "init", "serve", "prometheus", "alertmanager", "grafana"}
     assert {name for name, s in SERVICES.items() if s.get("profiles") == ["train"]} == {"generator", "trainer"}
 
 
@@ -215,6 +216,16 @@ def test_prometheus_scrapes_the_service_with_the_readers_token() -> None:
     assert all((DOCKER / name).is_file() for name in config["rule_files"])
 
 
+def test_prometheus_sends_its_alerts_to_the_alertmanager_of_compose() -> None:
+    config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    (alertmanager,) = config["alerting"]["alertmanagers"]
+    ((name, port),) = (target.split(":") for target in alertmanager["static_configs"][0]["targets"])
+    assert f"127.0.0.1:{port}:{port}" in SERVICES[name]["ports"]
+    assert {each["source"] for each in SERVICES[name]["configs"]} <= COMPOSE["configs"].keys()
+    (config_file,) = (each["target"] for each in SERVICES[name]["configs"])
+    assert f"--config.file={config_file}" in words(SERVICES[name]["command"])
+
+
 # ---------------------------------------------------------------------- metrics
 
 
@@ -238,6 +249,7 @@ def exposed(run: RunClient) -> dict[str, set[str]]:
     """Return the label names of each sample of a run with every rule that stored, used, dropped and rejected groups."""
     run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.5}, limits={"max_tokens_live": 1000})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
+    assert post(run, result(standard_error=0.125)).status_code == 200
     epoch = run.attach(seq_len=8)
     assert run.batch(0, epoch).status_code == run.ack(0, epoch).status_code == 200
     families = text_string_to_metric_families(run.http.get("/metrics").text)
@@ -295,6 +307,24 @@ def test_a_dashboard_uses_the_provisioned_source_and_no_panels_overlap(name: str
     cells = [(p["x"] + dx, p["y"] + dy) for p in places for dx in range(p["w"]) for dy in range(p["h"])]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
+
+
+def test_a_value_of_a_run_links_to_its_page_in_the_console(service: ServeProcess) -> None:
+    """The place is where the console's own links to a run go; the address of the console is that of compose."""
+    panels = [panel for board in DASHBOARDS.values() for panel in board["panels"]]
+    links = [link for panel in panels for link in panel["fieldConfig"]["defaults"].get("links", ())]
+    assert len(links) > 50
+    (url,) = {link["url"] for link in links}
+    place, _, name = url.rpartition("/")
+    assert (place, name) == ("${console}/#/runs", "${__field.labels.run:percentencode}")
+    scripts = (ROOT / "replaybuf" / "console").glob("**/*.js")
+    assert any("`#/runs/${encodeURIComponent(" in script.read_text() for script in scripts)
+    page = httpx.get(service.url)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    for board in DASHBOARDS.values():
+        (console,) = (each for each in board["templating"]["list"] if each["name"] == "console")
+        address = console["query"].removeprefix("http://")
+        assert f"{address}:8900" in SERVICES["serve"]["ports"]
 
 
 def test_grafana_finds_what_is_provisioned() -> None:

@@ -80,6 +80,23 @@ def test_a_problem_names_its_request_and_the_log_has_the_same_id(tmp_path: Path)
     assert requests["job-7"]["status"] == 404
 
 
+def test_a_service_writes_json_on_both_streams_also_when_it_cannot_start(tmp_path: Path) -> None:
+    """Standard output has the address; the port of the second service is taken."""
+    server = ServeProcess(tmp_path / "data", "--log-format", "json")
+    server.address = r'\{.*"message":"listening on (http://[^\s"]+)"\}\n'
+    server.start()
+    try:
+        port = server.url.rpartition(":")[2]
+        command = [sys.executable, "-m", "replaybuf", "--log-format", "json", "serve", "--port", port]
+        command += ["--data-dir", str(tmp_path / "other")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        server.end()
+    assert done.returncode == 1
+    failures = [msgspec.json.decode(line) for line in (done.stdout + done.stderr).splitlines()]
+    assert failures[-1]["level"] == "error" and port in failures[-1]["message"]
+
+
 def test_every_command_takes_the_form_also_from_the_environment() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "replaybuf", "status", "--url", "http://127.0.0.1:1"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,8 +22,10 @@ import yaml
 from replaybuf.lab.demo.folder import DemoOptions, open_folder
 from replaybuf.lab.demo.run_file import TASK
 from tests.conftest import ClockedServe, RunClient, group
+from tests.metric_push.receiver import Pushed, Receiver
 from tests.ports import free_port
-from tests.test_docker import ALERTS, DASHBOARDS, DOCKER
+from tests.service.test_evaluations import post, result
+from tests.test_docker import ALERTS, COMPOSE, DASHBOARDS, DOCKER, SERVICES, words
 
 START_TIMEOUT_S = 60.0
 DATA_TIMEOUT_S = 120.0
@@ -44,15 +48,17 @@ def free_address() -> str:
 
 
 @contextlib.contextmanager
-def scraping(folder: Path, *targets: str) -> Iterator[httpx.Client]:
+def scraping(folder: Path, *targets: str, alertmanager: str = "127.0.0.1:9") -> Iterator[httpx.Client]:
     """Run Prometheus with the configuration of docker/, but a scrape every second and without a token.
 
-    `targets`: addresses of the service, then of generator and trainer if there are any.
+    `targets`: addresses of the service, then of generator and trainer if there are any. Nothing listens on the default
+    of `alertmanager`.
     """
     binary = find("prometheus")
     config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DOCKER / name) for name in config["rule_files"]]
+    config["alerting"]["alertmanagers"][0]["static_configs"] = [{"targets": [alertmanager]}]
     jobs = config["scrape_configs"] = config["scrape_configs"][: len(targets)]
     del jobs[0]["authorization"]
     for job, target in zip(jobs, targets, strict=True):
@@ -113,6 +119,7 @@ def start_run(run: RunClient) -> int:
     """Store, use, drop, reject, ack, publish and checkpoint, so that each metric of a run has a value."""
     run.put(batch={"groups_per_batch": 1}, tickets={"max_failed_share": 0.5}, limits={"max_tokens_live": 1000})
     run.append(group("used"), group("dropped", tokens=9), group("rejected", version=9))
+    assert post(run, result(standard_error=0.125)).status_code == 200
     epoch = run.attach(seq_len=8)
     run.train(epoch, range(1))
     assert run.post("checkpoints", epoch=epoch, step=1).status_code == 200
@@ -252,3 +259,94 @@ def wait_for_alerts(prometheus: httpx.Client, runs: set[str]) -> None:
     while (found := firing(prometheus, "ReplaybufTrainerGone")) != runs:
         assert time.monotonic() < until_s, found
         time.sleep(0.2)
+
+
+# ---------------------------------------------------------------------- Alertmanager
+
+
+def alertmanager_config(folder: Path, url: str) -> Path:
+    """Write the configuration of compose with the URL of a receiver in place of the variable."""
+    text, number = re.subn(r"\$\{ALERT_WEBHOOK:-[^}]*\}", url, COMPOSE["configs"]["alertmanager"]["content"])
+    assert number == 1
+    path = folder / "alertmanager.yml"
+    path.write_text(text)
+    return path
+
+
+def find_alertmanager(*names: str) -> str:
+    """Return the path of the first program that is there; skip the test without it."""
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    pytest.skip(f"no {names[0]}: install Alertmanager (Debian: apt-get install prometheus-alertmanager)")
+
+
+@contextlib.contextmanager
+def alerting(folder: Path, url: str) -> Iterator[str]:
+    """Run Alertmanager with the options and the configuration of compose; give its address."""
+    binary, address = find_alertmanager("prometheus-alertmanager", "alertmanager"), free_address()
+    own = {
+        "--config.file": str(alertmanager_config(folder, url)),
+        "--storage.path": str(folder / "alerts"),
+    }
+    options = [word.partition("=")[::2] for word in words(SERVICES["alertmanager"]["command"])]
+    command = [f"{name}={own.get(name, value)}" for name, value in options] + [f"--web.listen-address={address}"]
+    log = folder / "alertmanager.log"
+    with log.open("w") as written:
+        process = subprocess.Popen([binary, *command], stdout=written, stderr=written)
+    try:
+        with httpx.Client(base_url=f"http://{address}", timeout=30.0) as client:
+            wait_until_ready(client, process, log)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+SILENT_TRAINER = "ReplaybufTrainerGone"
+
+
+def read_call(call: Pushed) -> dict[str, Any]:
+    """Decode a call of Alertmanager to its receiver."""
+    decoded: dict[str, Any] = json.loads(call.body)
+    return decoded
+
+
+def names_of(call: dict[str, Any]) -> set[str]:
+    """Return the names of the alerts of a call."""
+    return {alert["labels"]["alertname"] for alert in call["alerts"]}
+
+
+def test_amtool_finds_no_fault_in_the_configuration(tmp_path: Path) -> None:
+    config = alertmanager_config(tmp_path, "http://127.0.0.1:9")
+    command = [find_alertmanager("amtool"), "check-config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_receiver_is_called_when_a_shipped_alert_fires(tmp_path: Path) -> None:
+    """The trainer of a run is silent for 15 minutes; rules, route and receiver are those that ship."""
+    find("prometheus")
+    service = ClockedServe(tmp_path / "data", tmp_path / "clock").start()
+    run = RunClient(service.url, "dead")
+    try:
+        run.put(batch={"groups_per_batch": 1})
+        run.append(group("a"))
+        run.train(run.attach(), range(1))
+        service.put_forward(900.0)
+        with (
+            Receiver().up() as receiver,
+            alerting(tmp_path, f"http://{receiver.address}/alerts") as alertmanager,
+            scraping(tmp_path, service.url.removeprefix("http://"), alertmanager=alertmanager),
+        ):
+            until_s = time.monotonic() + DATA_TIMEOUT_S
+            while not (calls := [call for call in map(read_call, receiver.came) if names_of(call) == {SILENT_TRAINER}]):
+                assert time.monotonic() < until_s, (tmp_path / "alertmanager.log").read_text()
+                time.sleep(0.2)
+    finally:
+        run.http.close()
+        service.end()
+    (alert,) = calls[0]["alerts"]
+    assert (calls[0]["receiver"], alert["status"]) == ("webhook", "firing")
+    assert (alert["labels"]["run"], alert["labels"]["severity"]) == ("dead", "critical")
+    assert alert["annotations"]["runbook_url"].endswith("#replaybuftrainergone")

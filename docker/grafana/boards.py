@@ -5,7 +5,9 @@ from __future__ import annotations
 from panels import (
     DROPPED,
     DURABILITY,
+    EVALUATED,
     GROUPS,
+    HELD_OUT,
     IN_BUFFER,
     LAST_CALLS,
     LIMITS,
@@ -35,7 +37,7 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         "replaybuf: overview",
         (
             *(SERVICE, REDIS, DURABILITY, STATE, STEP, TICKETS_OUT),
-            *(REWARD, TOKENS, VERSIONS, WAITING, DROPPED, STALENESS, IN_BUFFER, GROUPS, LAST_CALLS),
+            *(HELD_OUT, REWARD, TOKENS, VERSIONS, WAITING, DROPPED, STALENESS, IN_BUFFER, GROUPS, LAST_CALLS),
         ),
     ),
     "staleness": (
@@ -126,6 +128,8 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             stat("Seconds per step", "Without waiting.", newest("step_seconds"), "{{run}}", unit="s"),
             stat("Checkpoint", "Step of the newest checkpoint.", newest("checkpoint_step"), "{{run}}"),
             stat("Rewinds", "Resumes at an earlier step.", newest("generation"), "{{run}}"),
+            HELD_OUT,
+            EVALUATED,
             REWARD,
             graph(
                 "Spread of rewards",

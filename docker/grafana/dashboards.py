@@ -15,6 +15,8 @@ from panels import Panel
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = {"type": "prometheus", "uid": "replaybuf-prometheus"}
 WIDTH = 24
+CONSOLE = "http://127.0.0.1:8900"
+"""Address of the console with the ports of the compose file."""
 
 
 def _targets(panel: Panel) -> list[dict[str, Any]]:
@@ -23,6 +25,14 @@ def _targets(panel: Panel) -> list[dict[str, Any]]:
         | ({"instant": True} if panel.stat else {})
         for n, (query, legend) in enumerate(panel.queries)
     ]
+
+
+def _links(panel: Panel) -> dict[str, Any]:
+    """Return the link from a value to the console's page of its run, if every value of the panel has a run."""
+    if not all("{{run}}" in legend for _, legend in panel.queries):
+        return {}
+    url = "${console}/#/runs/${__field.labels.run:percentencode}"
+    return {"links": [{"title": "Run ${__field.labels.run} in the console", "url": url, "targetBlank": True}]}
 
 
 def _stat_parts(panel: Panel) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -70,7 +80,7 @@ def _panels(panels: tuple[Panel, ...]) -> list[dict[str, Any]]:
                 "description": panel.text,
                 "datasource": SOURCE,
                 "gridPos": {"h": height, "w": width, "x": x, "y": y},
-                "fieldConfig": {"defaults": defaults, "overrides": []},
+                "fieldConfig": {"defaults": defaults | _links(panel), "overrides": []},
                 "options": options,
                 "targets": _targets(panel),
             }
@@ -93,6 +103,14 @@ def write_dashboard(name: str) -> dict[str, Any]:
         "multi": True,
         "current": {"text": ["All"], "value": ["$__all"]},
     }
+    # A person who opens the console at another address writes it once; links between dashboards carry it along.
+    console = {
+        "name": "console",
+        "label": "console",
+        "type": "textbox",
+        "query": CONSOLE,
+        "current": {"text": CONSOLE, "value": CONSOLE},
+    }
     links = {"type": "dashboards", "tags": ["replaybuf"], "title": "replaybuf", "keepTime": True, "includeVars": True}
     return {
         "uid": f"replaybuf-{name}",
@@ -104,7 +122,7 @@ def write_dashboard(name: str) -> dict[str, Any]:
         "refresh": "5s",
         "time": {"from": "now-15m", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [run]},
+        "templating": {"list": [run, console]},
         "annotations": {"list": []},
         "links": [links],
         "panels": _panels(panels),

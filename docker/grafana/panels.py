@@ -141,6 +141,26 @@ LAST_CALLS = graph(
     (f"min by (run) (replaybuf_producers_last_seen_seconds{R})", "{{run}} producers"),
     unit="s",
 )
+HELD_OUT = graph(
+    "Held-out reward",
+    "Mean reward of the newest evaluation of each held-out set, with one standard error above and below.",
+    (newest("evaluation_reward_mean", ", set, adapter"), "{{run}} {{set}} {{adapter}}"),
+    *(
+        (
+            f"{newest('evaluation_reward_mean', ', set, adapter')} {sign} "
+            f"{newest('evaluation_standard_error', ', set, adapter')}",
+            f"{{{{run}}}} {{{{set}}}} {{{{adapter}}}} {sign} error",
+        )
+        for sign in "+-"
+    ),
+    unit="none",
+)
+EVALUATED = graph(
+    "Evaluated version",
+    "Oldest policy version that sampled the newest evaluation. Far below the published version: evaluations are late.",
+    (newest("evaluation_version", ", set, adapter"), "{{run}} {{set}} {{adapter}}"),
+    (newest("published_version"), "{{run}} published"),
+)
 LIMITS = graph(
     "Limits in use",
     "Share of each limit of the run that is set; at 1 producers get 429.",

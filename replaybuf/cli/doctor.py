@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from replaybuf.cli.event_loop import run_async
+from replaybuf.cli.service import print_json
 from replaybuf.errors import ReplaybufError
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.store import EmbeddedServer, ServerReport, Store
@@ -57,16 +58,18 @@ class DoctorOptions:
     """Address that the service would listen on."""
     port: Port = 8900
     """Port that the service would listen on."""
+    json: bool = False
+    """Print the checks as one JSON list of objects with name, state, text and way_out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check: `level` is `ok`, `warn` or `fail`; `advice` is what to do."""
+    """The result of one check: `state` is `ok`, `warn` or `fail`; `way_out` is what to do."""
 
-    what: str
-    level: str
-    seen: str
-    advice: str = ""
+    name: str
+    state: str
+    text: str
+    way_out: str = ""
 
 
 _DEFAULTS = DoctorOptions()
@@ -84,15 +87,22 @@ def doctor(options: Annotated[DoctorOptions, Parameter(name="*")] = _DEFAULTS) -
         _plugins(),
         *run_async(_redis(options.redis_url)),
     ]
+    if options.json:
+        print_json(findings)
+    else:
+        Console().print(_table(findings))
+    if any(finding.state == "fail" for finding in findings):
+        sys.exit(1)
+
+
+def _table(findings: Iterable[Finding]) -> Table:
     table = Table(title="replaybuf doctor", title_justify="left")
     for column in ("check", "", "seen", "what to do"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        mark = f"[{_COLOURS[finding.level]}]{finding.level}[/]"
-        table.add_row(finding.what, mark, escape(finding.seen), escape(finding.advice))
-    Console().print(table)
-    if any(finding.level == "fail" for finding in findings):
-        sys.exit(1)
+        mark = f"[{_COLOURS[finding.state]}]{finding.state}[/]"
+        table.add_row(finding.name, mark, escape(finding.text), escape(finding.way_out))
+    return table
 
 
 def _machine(data_dir: Path) -> Iterator[Finding]:

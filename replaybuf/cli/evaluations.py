@@ -18,6 +18,5 @@ def evals(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
 
 
 def _row(result: Evaluation) -> list[object]:
-    name = f"{result.name}, {result.adapter}" if result.adapter else result.name
     error = "-" if result.standard_error is None else f"{result.standard_error:.3f}"
-    return [name, result.version, f"{result.reward_mean:.3f}", error, result.rollouts, result.failed]
+    return [result.set_name, result.version, f"{result.reward_mean:.3f}", error, result.rollouts, result.failed]

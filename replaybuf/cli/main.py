@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, Token, convert
 
 from replaybuf.cli.configuration import global_flags, sources
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError
-from replaybuf.logs import LogFormat, configure_logging
+from replaybuf.logs import LogFormat, announce_failure, configure_logging
 from replaybuf.missing_run import in_words_of
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.tracing import spans
@@ -130,13 +130,13 @@ def main(arguments: list[str] | None = None) -> None:
         _mount(arguments)
         app.meta([*global_flags(app, arguments), *arguments])
     except ReplaybufError as error:
-        print(f"replaybuf: {in_words_of(error, _way_out(error)).detail}", file=sys.stderr)
+        announce_failure("replaybuf", in_words_of(error, _way_out(error)).detail)
         logger.debug("error", exc_info=True)
         sys.exit(1)
     except ImportError as error:
         if _missing_module(error) not in _OF_EXTRAS:
             raise
-        print(f"replaybuf: {_missing_extra(arguments).detail}", file=sys.stderr)
+        announce_failure("replaybuf", _missing_extra(arguments).detail)
         logger.debug("error", exc_info=True)
         sys.exit(1)
     except _interruptions():

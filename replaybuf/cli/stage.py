@@ -16,6 +16,7 @@ from replaybuf.client import Client
 from replaybuf.generator.last_failure import report_failure
 from replaybuf.generator.options import default_producer
 from replaybuf.generator.stage_daemon import StageDaemon, load_compute
+from replaybuf.logs import announce
 from replaybuf.wire.late_columns import check_name
 
 RETRY_S = 30.0
@@ -70,8 +71,8 @@ def _add_columns(run: str, options: StageOptions) -> None:
 
     # In a daemon thread: a function that hangs does not keep the process. A call cut short is repeated without harm.
     threading.Thread(target=work, name="stage", daemon=True).start()
-    print(f"stage adds {options.column} to groups of {run} at {options.url}", flush=True)
+    announce("stage adds %s to groups of %s at %s", options.column, run, options.url)
     stop.wait()
     if errors:
         raise errors[0]
-    print(f"added {daemon.added}, passed {daemon.passed}, failed {daemon.failed}", flush=True)
+    announce("added %d, passed %d, failed %d", daemon.added, daemon.passed, daemon.failed)

@@ -99,6 +99,7 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
     groups, histograms = status.groups, status.histograms
     prompts = msgspec.structs.asdict(status.coverage)
     prompts.pop("share")
+    newest = {result.set_name: result for result in evaluations}  # oldest first
     for name, value in (
         ("state", status.state + paused),
         ("next batch", _waiting(status.waiting) + _since(status.waiting_s)),
@@ -120,7 +121,7 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
         ("age when dropped", _drop_ages(histograms.dropped)),
         ("prompts", _pairs(prompts)),
         *((f"adapter {name}", _adapter(adapter)) for name, adapter in status.adapters.items()),
-        *((f"evaluation {name}", _evaluation(result)) for name, result in _newest(evaluations).items()),
+        *((f"evaluation {name}", _evaluation(result)) for name, result in newest.items()),
         ("last seen", _last_seen(status)),
         ("epoch, generation", f"{status.epoch}, {status.generation}"),
         ("durability", status.durability),
@@ -147,11 +148,6 @@ def _adapter(status: AdapterStatus) -> str:
         f"{counted(status.tokens_used, 'token')} used, staleness at use {_pairs(status.staleness)}, "
         f"{progress.groups} of {progress.groups_per_batch} given to step {progress.step}; {_waiting(status.waiting)}"
     )
-
-
-def _newest(evaluations: Sequence[Evaluation]) -> dict[str, Evaluation]:
-    """Return the newest result of each held-out set, by its name and adapter."""
-    return {" ".join(filter(None, (result.name, result.adapter))): result for result in evaluations}
 
 
 def _evaluation(result: Evaluation) -> str:

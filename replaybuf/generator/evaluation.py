@@ -242,7 +242,7 @@ def describe(result: EvaluationRequest) -> str:
     error = "" if result.standard_error is None else f" ± {result.standard_error:.3f}"
     versions = ", ".join(str(version) for version in result.versions)
     return (
-        f"{result.name} at version {versions}: reward {result.reward_mean:.3f}{error} over {result.rollouts} "
+        f"{result.set_name} at version {versions}: reward {result.reward_mean:.3f}{error} over {result.rollouts} "
         f"completions, {counted(result.failed, 'prompt')} failed, {result.seconds or 0.0:.1f} s"
     )
 

@@ -38,6 +38,7 @@ from replaybuf.generator.preflight import (
 )
 from replaybuf.generator.prompts.curriculum import Supply
 from replaybuf.generator.staleness import StalenessBound, max_staleness
+from replaybuf.logs import announce
 from replaybuf.wire.model_tokenizer import Tokenizer
 from replaybuf.wire.run_status import RunFacts
 
@@ -66,7 +67,7 @@ async def run_generator(options: GenerateOptions, reread: Reread | None = None) 
         client = await stack.enter_async_context(AsyncClient(options.url, options.run, token=options.token))
         if options.metrics_port is not None:
             serving = serve_metrics(options.metrics_host, options.metrics_port, lambda: exposition(options.run, daemon))
-            print(f"metrics at {await stack.enter_async_context(serving)}/metrics", flush=True)
+            announce("metrics at %s/metrics", await stack.enter_async_context(serving))
         daemon = await _unless_stopped(stop, _prepare(options, client, fleet, servers, stack))
         if daemon is not None:
             async with _reload_on_hangup(options, daemon, servers, reread):

@@ -187,7 +187,7 @@ class Session:
         async with self.client(HTTP_TIMEOUT_S) as client:
             for result in await client.list_evaluations(1):
                 figures = f"reward {result.reward_mean:.3f} over {counted(result.rollouts, 'completion')}"
-                self._view.event(f"evaluation {result.name} of version {result.version}: {figures}")
+                self._view.event(f"evaluation {result.set_name} of version {result.version}: {figures}")
 
     async def _train(self, supervisor: Supervisor, status: RunStatus) -> None:
         """Start trainer and generators; return when the trainer is done."""

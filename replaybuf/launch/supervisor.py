@@ -54,7 +54,7 @@ OUTPUT_BYTES = 1 << 20
 EXIT_AFTER_FAULT_S = 1.0
 """How long a failed call waits for the exit of a child that may have caused it."""
 
-LISTENING = re.compile(r"listening on (http://\S+)")
+LISTENING = re.compile(r"listening on (http://[^\s\"]+)")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

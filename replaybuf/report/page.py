@@ -105,8 +105,7 @@ def _lead(status: RunStatus, history: History) -> str:
 def _held_out(evaluations: Sequence[Evaluation]) -> Iterable[Chart]:
     by_set: dict[str, dict[int, Evaluation]] = {}
     for result in evaluations:  # oldest first: the newest of a version counts
-        name = f"{result.name}, {result.adapter}" if result.adapter else result.name
-        by_set.setdefault(name, {})[result.version] = result
+        by_set.setdefault(result.set_name, {})[result.version] = result
     for name, by_version in sorted(by_set.items()):
         results = [by_version[version] for version in sorted(by_version)]
         upper, lower = (

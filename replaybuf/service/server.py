@@ -22,6 +22,7 @@ import uvicorn
 from replaybuf.certificates import Certificate
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Invalid
+from replaybuf.logs import announce
 from replaybuf.program import command_line
 from replaybuf.service.host import Service
 from replaybuf.service.http.guard.auth import Tokens
@@ -71,13 +72,13 @@ async def serve(options: ServeOptions) -> None:
             server = _Server(service, OwnPagesOnly(app, hosts, service.traffic), table, certificate)
             report = service.report
             durability = report.summary if report else "unknown"
-            print(f"durability {durability} on {report.name if report else 'an unknown server'}", flush=True)
+            announce("durability %s on %s", durability, report.name if report else "an unknown server")
             # A collection over all loaded modules would hold the event loop for tens of ms.
             await load_anyio()
             gc.collect()
             gc.freeze()
             for url in listening:
-                print(f"listening on {url}", flush=True)
+                announce("listening on %s", url)
             pushed = app.state.exposition.pushed(
                 options.push_metrics, _instance(next(iter(listening))), options.push_metrics_every_s
             )

@@ -42,6 +42,11 @@ class EvaluationRequest(Request, frozen=True, kw_only=True):
     seconds: float | None = None
     producer: Name = ""
 
+    @property
+    def set_name(self) -> str:
+        """Return the name of the held-out set, with its adapter; `evaluationsBySet` of the console does the same."""
+        return f"{self.name}, {self.adapter}" if self.adapter else self.name
+
 
 class Evaluation(EvaluationRequest, frozen=True, forbid_unknown_fields=False, kw_only=True):
     """A stored result: `at_s` in seconds since the epoch, `generation` = rewinds of the run before it."""

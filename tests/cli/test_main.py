@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import re
 import socket
@@ -272,9 +273,17 @@ def test_doctor_fails_for_a_data_folder_that_is_a_file_and_for_a_foreign_host(tm
 
 
 def test_doctor_fails_if_redis_is_unreachable() -> None:
-    done = replaybuf("doctor", "--redis-url", "redis://127.0.0.1:1")
-    assert done.returncode == 1
-    assert "fail" in done.stdout
+    """The JSON has the checks of the table and the same exit code."""
+    command = ("doctor", "--redis-url", "redis://127.0.0.1:1", "--port", "0")
+    table, listed = replaybuf(*command, COLUMNS="300"), replaybuf(*command, "--json")
+    assert table.returncode == listed.returncode == 1
+    checks = json.loads(listed.stdout)
+    assert all(check.keys() == {"name", "state", "text", "way_out"} for check in checks)
+    assert re.findall(r"^│ (\w[\w ]*?) +│ (\w+) ", table.stdout, re.MULTILINE) == [
+        (check["name"], check["state"]) for check in checks
+    ]
+    (failed,) = (check for check in checks if check["state"] == "fail")
+    assert failed["name"] == "redis" and "redis://127.0.0.1:1" in failed["text"] and "--redis-url" in failed["way_out"]
 
 
 def test_a_wide_table_wraps_strategy_names() -> None:

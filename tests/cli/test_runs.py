@@ -114,6 +114,18 @@ def test_results_on_held_out_prompts_are_listed_newest_first(terminal: Terminal,
     assert [one["version"] for one in terminal.json("evals", run.run)] == [4, 0]
 
 
+def test_a_held_out_set_has_the_same_name_in_list_status_and_report(
+    terminal: Terminal, run: RunClient, tmp_path: Path
+) -> None:
+    """The name of the adapter follows a comma."""
+    adapters = {"math": {"groups_per_batch": 1}}
+    assert run.put(batch={"tokens_per_batch": 512, "seq_len": 64}, adapters=adapters).status_code == 201
+    assert post(run, result(adapter="math")).status_code == 200
+    terminal("report", run.run, "--to", tmp_path / "report.html")
+    shown = terminal("evals", run.run), terminal("status", "--run", run.run), (tmp_path / "report.html").read_text()
+    assert all("held-out, math" in text for text in shown), shown
+
+
 def test_groups_are_listed_by_condition_and_shown_with_their_rollouts(terminal: Terminal, run: RunClient) -> None:
     """Text of producers is shown without markup."""
     run.put(batch={"groups_per_batch": 2})

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.conftest import JSON, RunClient
+from replaybuf.service.run.evaluations import MOST_SETS
+from tests.conftest import JSON, RunClient, ServeProcess
 
 
 def result(version: int = 0, **changes: Any) -> dict[str, Any]:
@@ -36,6 +39,45 @@ def test_results_are_kept_by_version_and_the_last_of_a_version_counts(run: RunCl
     after = run.state()
     assert (after["groups"], after["tickets"], after["step"]) == (before["groups"], before["tickets"], before["step"])
     assert [record["type"] for record in run.get("ledger").json()["records"]] == ["CONFIG"]
+
+
+def evaluation_samples(text: str) -> dict[str, float]:
+    """Return the metrics of evaluations by name and labels."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith("replaybuf_evaluation_"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_metrics_have_the_newest_result_of_each_set_also_after_a_restart(tmp_path: Path) -> None:
+    """The newest held-out result has no standard error, so that of the older one is gone."""
+    server = ServeProcess(tmp_path / "data").start()
+    try:
+        run = RunClient(server.url, "r")
+        run.put(batch={"groups_per_batch": 1})
+        for body in (result(4, standard_error=0.125), result(0, name="other"), result(8, reward_mean=0.75)):
+            assert post(run, body).status_code == 200
+        held_out, other = (f'{{adapter="",run="r",set="{name}"}}' for name in ("held-out", "other"))
+        expected = {
+            f"replaybuf_evaluation_reward_mean{held_out}": 0.75,
+            f"replaybuf_evaluation_version{held_out}": 8.0,
+            f"replaybuf_evaluation_reward_mean{other}": 0.5,
+            f"replaybuf_evaluation_version{other}": 0.0,
+        }
+        assert evaluation_samples(run.http.get("/metrics").text) == expected
+        run.http.close()
+        server.kill()
+        server.start()
+        assert evaluation_samples(httpx.get(f"{server.url}/metrics").text) == expected
+    finally:
+        server.end()
+
+
+def test_sets_beyond_the_bound_leave_the_metrics_oldest_first(run: RunClient) -> None:
+    run.put(batch={"groups_per_batch": 1})
+    for number in range(MOST_SETS + 1):
+        assert post(run, result(name=f"set-{number}")).status_code == 200
+    text = run.http.get("/metrics").text
+    names = [name for name in evaluation_samples(text) if "reward_mean" in name and f'run="{run.run}"' in name]
+    assert len(names) == MOST_SETS and not any('set="set-0"' in name for name in names)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from replaybuf.cli.top.screen import Screen, attention
 from replaybuf.cli.top.texts import age, amount, count, since, waits
 from replaybuf.errors import counted
 from replaybuf.launch.view import sparkline
-from replaybuf.wire.contract import ProducerStatus
+from replaybuf.wire.contract import REASONS, ProducerStatus
 from replaybuf.wire.overview import Flow, RunRow
 
 STYLES = ("bold red", "yellow", "", "dim")
@@ -44,17 +44,17 @@ class Column:
 COLUMNS = (
     Column("run", 20, 0, lambda row: row.run),
     Column("state", 8, 2, lambda row: _state(row)),
-    Column("step", 11, 1, lambda row: f"{row.step}/{row.max_steps}" if row.max_steps else str(row.step), right=True),
-    Column("vers", 5, 6, lambda row: str(row.published_version), right=True),
-    Column("tok/s", 6, 3, lambda row: count(row.tokens_per_s), right=True),
-    Column("reward", 7, 4, lambda row: f"{row.rewards[-1]:.3f}" if row.rewards else "-", right=True),
-    Column("", 12, 9, lambda row: sparkline(row.rewards, 12)),
-    Column("stale", 5, 7, lambda row: "-" if row.staleness is None else f"{row.staleness:.1f}", right=True),
-    Column("live", 6, 8, lambda row: count(row.groups_live), right=True),
-    Column("trainer", 7, 5, lambda row: age(row.trainer_last_seen_s), right=True),
-    Column("producers", 13, 5, lambda row: _producers(row), right=True),
-    Column(NEXT_BATCH, 19, 1, waits),
-    Column("idle", 5, 3, lambda row: "-" if row.idle_s is None else age(row.idle_s), right=True),
+    Column("step", 11, 4, lambda row: f"{row.step}/{row.max_steps}" if row.max_steps else str(row.step), right=True),
+    Column("vers", 5, 8, lambda row: str(row.published_version), right=True),
+    Column("tok/s", 6, 5, lambda row: count(row.tokens_per_s), right=True),
+    Column("reward", 7, 6, lambda row: f"{row.rewards[-1]:.3f}" if row.rewards else "-", right=True),
+    Column("", 12, 10, lambda row: sparkline(row.rewards, 12)),
+    Column("stale", 5, 3, lambda row: "-" if row.staleness is None else f"{row.staleness:.1f}", right=True),
+    Column("live", 6, 9, lambda row: count(row.groups_live), right=True),
+    Column("trainer", 7, 7, lambda row: age(row.trainer_last_seen_s), right=True),
+    Column("producers", 13, 3, lambda row: _producers(row), right=True),
+    Column(NEXT_BATCH, max(map(len, REASONS)) + 1, 1, waits),  # the rest of a longer text becomes an ellipsis
+    Column("idle", 5, 5, lambda row: "-" if row.idle_s is None else age(row.idle_s), right=True),
 )
 
 

@@ -29,6 +29,7 @@ from replaybuf.service.run.appends import Appends
 from replaybuf.service.run.arrivals import Arrivals
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
+from replaybuf.service.run.evaluations import RecordedEvaluations
 from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
@@ -86,6 +87,7 @@ class Run:
         self.batches = Batches(journal, self.selector, self.eviction, self.tickets)
         self.late_columns = LateColumnWriter(journal, self.arrivals, self.eviction, self.spill)
         self.cursors = Cursors(journal)
+        self.evaluations = RecordedEvaluations(journal)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
@@ -141,6 +143,7 @@ class Run:
             await self.tickets.reload()
             self.tickets.start_over()
             await self.cursors.take_over()
+            await self.evaluations.take_over()
             await self.spill.take_over()
             await self.eviction.take_over()
         self.journal.notify()

@@ -11,7 +11,7 @@ from replaybuf.cli.top.poller import Frame
 from replaybuf.cli.top.screen import Screen
 from replaybuf.cli.top.texts import age, count
 from replaybuf.cli.top.view import draw
-from replaybuf.wire.contract import MissingClient, ProducerStatus
+from replaybuf.wire.contract import REASONS, MissingClient, ProducerStatus
 from tests.builders import waiting_answer
 from tests.cli.top.rows import flow, overview, row
 
@@ -36,6 +36,16 @@ def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
     assert "toy" in shown and ("paused" in shown or width < 40)
     assert max(map(len, drawn(flow(rows[0]), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [80, 110])
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_narrow_list_keeps_reason_producers_and_staleness(reason: str, width: int) -> None:
+    """Also with the longest name that the list shows."""
+    waits = waiting_answer(reason, "producers")
+    shown = drawn(overview(row("a" * 40, waiting=waits, producers_gone=1, staleness=12.5)), width)
+    for text in ("producers", "stale", reason, "8 -1 0.4s", "12.5"):
+        assert text in shown, text
 
 
 def test_a_wide_list_shows_every_figure() -> None:

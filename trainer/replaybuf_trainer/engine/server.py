@@ -31,6 +31,7 @@ from starlette.routing import Route
 from transformers import AutoTokenizer
 
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable, counted
+from replaybuf.logs import announce
 from replaybuf_trainer.engine.answers import answer, error_response, reject, version_spans
 from replaybuf_trainer.engine.loading import load_engine_model
 from replaybuf_trainer.engine.requests import (
@@ -330,7 +331,7 @@ async def serve(options: EngineOptions) -> None:
     )
     worker.start()
     try:
-        print(f"listening on http://{options.host}:{listening.getsockname()[1]}", flush=True)
+        announce("listening on http://%s:%d", options.host, listening.getsockname()[1])
         await _Server(config).serve(sockets=[listening])
     finally:
         worker.close()

@@ -8,6 +8,7 @@ import threading
 
 from replaybuf.certificates import client_context, open_certificate
 from replaybuf.client.client import Client
+from replaybuf.logs import announce
 from replaybuf_trainer.options import FetchWeightsOptions
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.weight_download.follow import Follower
@@ -46,7 +47,7 @@ def _serve(
     certificate = open_certificate(options.tls_cert, options.tls_key)
     server = ServerThread(helper.application(), options.host, options.port, "--port", certificate)
     try:
-        print(f"listening on {address(options.host, server.port, tls=certificate is not None)}", flush=True)
+        announce("listening on %s", address(options.host, server.port, tls=certificate is not None))
         stop.wait()
     finally:
         server.close()
@@ -56,7 +57,7 @@ def _follow(options: FetchWeightsOptions, staging: Staging, stop: threading.Even
     engines = Engines([options.engine], options.engine_timeout_s, options.on_publish)
     with Client(options.url, options.run, token=options.token) as client:
         try:
-            print(f"following run {options.run} at {options.url}", flush=True)
+            announce("following run %s at %s", options.run, options.url)
             Follower(client, engines, staging, options.adapter, stop).run()
         finally:
             engines.close()

@@ -40,7 +40,6 @@ from replaybuf.service.http.call.visible_runs import describe_lost, list_runs, l
 from replaybuf.service.http.guard.auth import Permission
 from replaybuf.service.http.reply import sending
 from replaybuf.service.http.reply.json_pieces import json_in_pieces
-from replaybuf.service.run.evaluations import list_evaluations, record_evaluation
 from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import in_turns
@@ -189,7 +188,7 @@ async def post_groups(request: Request) -> Response:
 async def post_evaluation(request: Request) -> Response:
     """Record the result of an evaluation."""
     run = await _led(request)
-    return json_response(await record_evaluation(run, await read_json(request, EvaluationRequest)))
+    return json_response(await run.evaluations.record(await read_json(request, EvaluationRequest)))
 
 
 # ---------------------------------------------------------------------- policy and trainer
@@ -283,7 +282,7 @@ async def get_record(request: Request) -> Response:
 async def get_evaluations(request: Request) -> Response:
     """List results of evaluations."""
     run = await _run(request)
-    return json_response(await list_evaluations(run, number(request, LIMIT)))
+    return json_response(await run.evaluations.list_newest(number(request, LIMIT)))
 
 
 async def get_ledger(request: Request) -> Response:

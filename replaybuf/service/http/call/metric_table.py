@@ -103,6 +103,13 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "cursor_lag_groups": (GAUGE, "run cursor", "Groups behind a cursor"),
     "cursor_groups_missed":
         (COUNTER, "run", "Groups and steps that were freed or trimmed before a cursor reached them"),
+    "evaluation_reward_mean": (
+        GAUGE, "run set adapter",
+        "Mean reward of the newest evaluation of a held-out set; only from the leader, for the newest 64 sets",
+    ),
+    "evaluation_standard_error":
+        (GAUGE, "run set adapter", "Standard error of evaluation_reward_mean; absent for one prompt"),
+    "evaluation_version": (GAUGE, "run set adapter", "Oldest policy version that sampled the newest evaluation"),
     # distributions of a run; a kind is stored, used or dropped
     "group_times_sampled": (HISTOGRAM, "run", "Uses by how often the group was used, this use included"),
     "group_age_at_use_seconds": (HISTOGRAM, "run", "Uses by the time from the group's arrival to its batch"),

@@ -95,6 +95,7 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
     _read_limits(text, name, run)
     _read_presence(text, name, run)
     _read_spill(text, name, run)
+    _read_evaluations(text, name, run)
     for cursor in run.cursors.describe():
         text.add("cursor_lag_groups", cursor.lag, name, cursor.name)
     for value in _RUN_STATES:
@@ -145,6 +146,17 @@ def _read_presence(text: MetricText, name: str, run: Run) -> None:
         text.add("producers_last_seen_seconds", producers_s, name)
     text.add("producers_known", presence.producers_known, name)
     text.add("producers_gone", len(presence.producers.list_gone()), name)
+
+
+def _read_evaluations(text: MetricText, name: str, run: Run) -> None:
+    if not run.journal.leading:  # another server records the results now
+        return
+    for result in run.evaluations.newest.values():
+        labels = (name, result.name, result.adapter)
+        text.add("evaluation_reward_mean", result.reward_mean, *labels)
+        if result.standard_error is not None:
+            text.add("evaluation_standard_error", result.standard_error, *labels)
+        text.add("evaluation_version", result.version, *labels)
 
 
 def _read_spill(text: MetricText, name: str, run: Run) -> None:
