@@ -65,7 +65,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, di
 def test_an_operator_logs_in_creates_a_run_and_pauses_it(
     composed: tuple[str, dict[str, str]], open_page: OpenPage, host: str
 ) -> None:
-    """With the token that docs/operate.md prints, under both names of the published port."""
+    """With the token that docs/deploy.md prints, under both names of the published port."""
     port, tokens = composed
     page = open_page(f"http://{host}:{port}", expected=REFUSED)
     give_token(page, tokens["operator"])

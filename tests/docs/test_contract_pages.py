@@ -1,4 +1,4 @@
-"""http.md and operate.md name every call, field, reason, problem type and metric of the code."""
+"""http.md, observe.md and metrics.md name every call, field, reason, problem type and metric of the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
 NEEDS_PLUGIN = "replaybuf_admission_seconds"
 """It has samples once a run has an admission plug-in; tests/service/test_admissions.py reads them."""
-OPERATE = (ROOT / "docs" / "operate.md").read_text()
+OBSERVE = (ROOT / "docs" / "observe.md").read_text()
 HTTP = (ROOT / "docs" / "http.md").read_text()
 
 
@@ -40,7 +40,7 @@ def rows(text: str, heading: str) -> dict[str, str]:
 
 def test_every_waiting_reason_is_explained_with_who_has_to_act() -> None:
     """The rows are in the order in which the service checks the reasons."""
-    explained = rows(OPERATE, "Why there is no batch")
+    explained = rows(OBSERVE, "Why there is no batch")
     assert tuple(explained) == REASONS
     for reason, row in explained.items():
         assert BLOCKED_ON[reason] in row.split("|")[1]
@@ -153,7 +153,7 @@ def test_every_strategy_ledger_type_and_reason_of_dead_letters_is_named() -> Non
     tags = {record.__struct_config__.tag for record in get_args(AnyRecord)}
     types = re.findall(r"Types:\s`([A-Z_ ]+)`", HTTP)[0].split()
     assert set(types) == tags and len(types) == len(tags)
-    explained = re.findall(r"^\| dead letter \|(.*)$", OPERATE, re.MULTILINE)[0]
+    explained = re.findall(r"^\| dead letter \|(.*)$", OBSERVE, re.MULTILINE)[0]
     reasons = set(re.findall(r"`(\w+)`", explained)) - {"tokens_per_batch"}
     assert len(reasons) == 10
     listed = HTTP.partition("## The server itself")[0].rpartition("Reasons:")[2]

@@ -32,8 +32,8 @@ _HEAD = """\
   reset.
 - `process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`, `process_max_fds`,
   `process_virtual_memory_bytes` and `process_start_time_seconds` describe the process of the server.
-- [Operate](operate.md#metrics) has dashboards and alerts, and pushes the metrics where
-  [nobody scrapes](operate.md#pushed-metrics).
+- [Observe](observe.md#metrics) has dashboards and alerts, and pushes the metrics where
+  [nobody scrapes](observe.md#pushed-metrics).
 """
 
 
