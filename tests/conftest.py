@@ -24,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 from replaybuf.store import EmbeddedServer
+from tests.forked import ForkedProcess, can_fork
 from tests.waiting import eventually
 
 settings.register_profile("tests", derandomize=True, deadline=None)
@@ -78,7 +79,7 @@ class ServeProcess:
         self.options = options
         self.environment: dict[str, str] = {}
         self.url = ""
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ForkedProcess | subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
         self._groups: list[int] = []
 
@@ -97,24 +98,7 @@ class ServeProcess:
         """Start the server and wait until it prints its address."""
         if self._log is None:
             self._log = (self.data_dir.parent / f"{self.data_dir.name}.log").open("a+")
-        self._process = subprocess.Popen(
-            [
-                self.python,
-                "-m",
-                self.module,
-                "serve",
-                "--port",
-                self.port,
-                "--data-dir",
-                str(self.data_dir),
-                *self.options,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=os.environ | self.environment,
-            text=True,
-            start_new_session=True,
-        )
+        self._process = self._launch(["serve", "--port", self.port, "--data-dir", str(self.data_dir), *self.options])
         assert self._process.stdout is not None
         self._groups.append(self._process.pid)
         for line in self._process.stdout:
@@ -123,6 +107,21 @@ class ServeProcess:
                 self.url = found[1]
                 return self
         raise AssertionError(f"serve ended with {self._process.wait(START_TIMEOUT_S)}: {self.log()}")
+
+    def _launch(self, arguments: list[str]) -> ForkedProcess | subprocess.Popen[str]:
+        """Fork the process, or start an interpreter if it is another one or has other variables."""
+        assert self._log is not None
+        environment = os.environ | self.environment
+        if self.python == sys.executable and can_fork(environment):
+            return ForkedProcess(self.module, arguments, environment, self._log)
+        return subprocess.Popen(
+            [self.python, "-m", self.module, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
 
     def log(self) -> str:
         """Return what the server logged so far."""
