@@ -177,21 +177,29 @@ def test_an_ack_of_several_steps_acks_each_of_them(client: Client) -> None:
         assert client.get_history().metrics["loss"] == [None, 0.5]
 
 
-def test_a_version_that_the_run_has_is_not_due(run: RunClient, service: ServeProcess) -> None:
+def test_a_version_that_the_run_has_is_not_due(
+    run: RunClient, service: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A newer one is published once, after all steps of it."""
     run.put(batch={"groups_per_batch": 1}, steps_per_publish=2)
     run.append(group("a"), group("b"))
     with Client(service.url, run.run) as client:
         session = TrainerSession[Batch](client)
         session.attach()
-        versions = []
+        publish, announced = client.publish_policy, []
+
+        def publish_and_record(version: int, *args: Any) -> None:
+            publish(version, *args)
+            announced.append((session.steps_done, version))
+
+        monkeypatch.setattr(client, "publish_policy", publish_and_record)
         for step in range(2):
             assert isinstance(session.fetch(step, wait_ms=5000), bytes)
             session.ack(steps=step + 1)
             session.publish_due("file:///due")
-            session.publish_due("file:///again")
-            versions.append(client.get_policy().version)
-        assert (versions, client.get_policy().weights_uri) == ([0, 1], "file:///due")
+            session.publish_due("file:///due")
+        assert announced == [(2, 1)]
+        assert client.get_policy().weights_uri == "file:///due"
 
 
 def test_a_session_without_a_reader_fetches_and_says_so(client: Client) -> None:
