@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from replaybuf.client import Client, ReaderOptions
+from replaybuf.client import Client, ReaderOptions, TrainerSession
 from replaybuf.client.retries import Stopped
 from replaybuf.errors import Fenced, Invalid, ServiceUnavailable
+from replaybuf.wire.batch import Batch
 from tests.conftest import RunClient, ServeProcess, group
 
 QUICK = ReaderOptions(poll_s=0.05, service_timeout_s=60.0)
@@ -151,3 +153,108 @@ def test_a_session_has_no_epoch_before_it_attaches(client: Client) -> None:
     for call in (session.step_done, session.confirm, lambda: next(session), lambda: session.epoch):
         with pytest.raises(Invalid, match="no trainer before `attach`"):
             call()
+
+
+def test_a_session_that_attaches_again_reads_from_its_new_step(client: Client) -> None:
+    """The reader of the older epoch is closed."""
+    with client.trainer(reader=QUICK) as session:
+        next(session)
+        session.ack()
+        old = session.reader
+        session.attach(0)
+        assert session.epoch == session.attachment.epoch == old.epoch + 1
+        assert next(session).meta.step == 0 and list(old) == []
+
+
+def test_an_ack_of_several_steps_acks_each_of_them(client: Client) -> None:
+    """The metrics are those of the last one, and a repetition changes nothing."""
+    with TrainerSession[Batch](client) as session:
+        for step in range(2):
+            assert isinstance(session.fetch(step, wait_ms=5000), bytes)
+        session.ack(metrics={"loss": 0.5}, steps=2)
+        session.ack(steps=2)
+        assert (client.get_run().step, session.steps_done) == (2, 2)
+        assert client.get_history().metrics["loss"] == [None, 0.5]
+
+
+def test_a_version_that_the_run_has_is_not_due(
+    run: RunClient, service: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer one is published once, after all steps of it."""
+    run.put(batch={"groups_per_batch": 1}, steps_per_publish=2)
+    run.append(group("a"), group("b"))
+    with Client(service.url, run.run) as client:
+        session = TrainerSession[Batch](client)
+        session.attach()
+        publish, announced = client.publish_policy, []
+
+        def publish_and_record(version: int, *args: Any) -> None:
+            publish(version, *args)
+            announced.append((session.steps_done, version))
+
+        monkeypatch.setattr(client, "publish_policy", publish_and_record)
+        for step in range(2):
+            assert isinstance(session.fetch(step, wait_ms=5000), bytes)
+            session.ack(steps=step + 1)
+            session.publish_due("file:///due")
+            session.publish_due("file:///due")
+        assert announced == [(2, 1)]
+        assert client.get_policy().weights_uri == "file:///due"
+
+
+def test_a_session_without_a_reader_fetches_and_says_so(client: Client) -> None:
+    session = TrainerSession[Batch](client)
+    with session:
+        assert isinstance(session.fetch(0, wait_ms=5000), bytes)
+        with pytest.raises(Invalid, match="made without a reader; give it open_reader"):
+            next(session)
+
+
+def test_a_checkpoint_in_the_background_is_recorded_at_the_next_save(client: Client) -> None:
+    """The last one is complete when it is reported, and needs no other save."""
+    recorded = []
+    with client.trainer(reader=QUICK) as session:
+        for batch in session:
+            session.step_done()
+            session.checkpoint(written=batch.meta.step == 3)
+            recorded.append(client.get_run().checkpoints)
+    assert recorded == [[], [1], [2], [4]]
+
+
+def test_a_report_without_an_answer_is_repeated_when_the_session_attaches_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the trainer is past that checkpoint, so attaching reports none of its own."""
+    session = client.trainer(reader=ReaderOptions(poll_s=0.05, service_timeout_s=0.0))
+    with session:
+        next(session)
+        session.ack()
+        with monkeypatch.context() as away:
+            away.setattr(client, "checkpoint", _unavailable)
+            with pytest.raises(ServiceUnavailable):
+                session.checkpoint()
+        assert client.get_run().checkpoints == []
+        session.attach(checkpoint=False)
+        assert client.get_run().checkpoints == [1]
+
+
+def test_the_report_of_a_loaded_checkpoint_is_repeated_until_the_service_answers(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.trainer(reader=QUICK) as killed:
+        next(killed)
+        killed.ack()
+    report, failures = client.checkpoint, [ServiceUnavailable("away"), ServiceUnavailable("away")]
+
+    def report_later(*args: Any, **options: Any) -> None:
+        if failures:
+            raise failures.pop()
+        report(*args, **options)
+
+    monkeypatch.setattr(client, "checkpoint", report_later)
+    client.trainer(1, reader=QUICK).attach()
+    assert (failures, client.get_run().checkpoints) == ([], [1])
+
+
+def _unavailable(*_: Any, **__: Any) -> None:
+    raise ServiceUnavailable("away")
