@@ -11,7 +11,6 @@ What slime calls, and what it means for the run::
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from replaybuf.client import BatchReader, Client, ReaderOptions, attach_at
+from replaybuf.client import BatchReader, Client, ReaderOptions, TrainerSession
 from replaybuf.client.peers import Needed, check_size
 from replaybuf.errors import BatchOverdue, Invalid, RunFinished, WrongStep, counted
 from replaybuf.wire.batch import Batch
@@ -44,16 +43,20 @@ class ReplaybufDataSource:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.settings = Settings.of(args)
-        self._client = Client(self.settings.url, self.settings.run, self.settings.token, retry_for_s=60.0)
-        status = self._client.get_run()
+        self._client = Client(self.settings.url, self.settings.run, self.settings.token)
+        options = ReaderOptions(wait_ms=1000, deadline_s=self.settings.deadline_s, on_waiting=self._check_waiting)
+        self._session: TrainerSession[Batch] = TrainerSession(
+            self._client,
+            lambda epoch, step: BatchReader(self._client, epoch, step, options),
+            keep_checkpoints=KEPT,
+            lengths=True,
+            fixed=True,
+        )
+        status = self._session.call(self._client.get_run)
         check_run(args, self.settings, status)
-        self._steps_per_publish = status.facts().steps_per_publish
         prompts, samples = args.rollout_batch_size, args.n_samples_per_prompt
         self._needed = Needed(prompts * samples, f"rollout_batch_size {prompts} x n_samples_per_prompt {samples}")
         self._prompts: int | None = status.config["tickets"]["prompts"]
-        self._reader: BatchReader | None = None
-        self._epoch = self._unacked = self._version = 0
-        self._awaits_disk: int | None = None  # steps of a checkpoint that slime still writes in the background
 
     # ------------------------------------------------------------------ what slime calls
 
@@ -66,11 +69,7 @@ class ReplaybufDataSource:
         self._check_publication(steps_done)
         if steps_done:
             self._check_same_run(steps_done)
-        self.close_reader()
-        attached = attach_at(self._client, steps_done, keep=KEPT, lengths=True, fixed=True)
-        self._epoch, self._unacked, self._version = attached.epoch, attached.step, attached.published_version
-        options = ReaderOptions(wait_ms=1000, deadline_s=self.settings.deadline_s, on_waiting=self._check_waiting)
-        self._reader = BatchReader(self._client, attached.epoch, attached.step, options)
+        attached = self._session.attach(steps_done)
         logger.info("attached run=%s epoch=%d step=%d", self.settings.run, attached.epoch, attached.step)
 
     def save(self, rollout_id: int) -> None:
@@ -79,7 +78,7 @@ class ReplaybufDataSource:
         With --async-save slime writes it until the next save, so it is recorded then.
         """
         steps_done = rollout_id + 1
-        self._ack_before(steps_done)
+        self._session.ack(steps=steps_done)
         path = self._state_path(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".tmp")
@@ -89,12 +88,7 @@ class ReplaybufDataSource:
             os.fsync(file.fileno())
         scratch.rename(path)
         last = rollout_id == self.args.num_rollout - 1
-        if getattr(self.args, "async_save", False) and not last:
-            written, self._awaits_disk = self._awaits_disk, steps_done
-        else:
-            written, self._awaits_disk = steps_done, None
-        if written is not None:
-            self._client.checkpoint(written, self._epoch, keep=KEPT)
+        self._session.checkpoint(steps_done, written=last or not getattr(self.args, "async_save", False))
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
         """Reject: prompts belong to the tickets of the run."""
@@ -115,19 +109,18 @@ class ReplaybufDataSource:
 
     def fetch(self, rollout_id: int) -> Batch:
         """Wait for the batch of a rollout. Raises `RunFinished`, `BatchOverdue`, `Fenced`, `Invalid`, `Conflict`."""
-        reader = self._attached()
+        reader = self._session.reader
         if rollout_id != reader.step:
             detail = f"slime asks for rollout {rollout_id}; the next step of the run is {reader.step}"
             raise WrongStep(detail, name="rollout_id", value=rollout_id, bound=reader.step)
-        self._ack_before(rollout_id - self.settings.steps_ahead)
-        self._publish()
-        with contextlib.suppress(StopIteration):
-            batch = next(reader)
-            check_size(batch.meta, self._needed)  # slime would drop rollouts
-            return batch
-        raise RunFinished(
-            f"the run ended after {counted(reader.step, 'step')}; --num-rollout is {self.args.num_rollout}"
-        )
+        self._session.ack(steps=rollout_id - self.settings.steps_ahead)
+        self._session.publish_due()
+        batch = next(self._session, None)
+        if batch is None:
+            detail = f"the run ended after {counted(reader.step, 'step')}; --num-rollout is {self.args.num_rollout}"
+            raise RunFinished(detail)
+        check_size(batch.meta, self._needed)  # slime would drop rollouts
+        return batch
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Return what slime logs beside its own metrics."""
@@ -135,40 +128,15 @@ class ReplaybufDataSource:
         return {
             "replaybuf/staleness_mean": float(staleness.mean()),
             "replaybuf/staleness_max": float(staleness.max()),
-            "replaybuf/waited_s_total": sum(self._attached().waited_s.values()),
+            "replaybuf/waited_s_total": sum(self._session.reader.waited_s.values()),
         }
-
-    def close_reader(self) -> None:
-        """Stop fetching."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
 
     def close(self) -> None:
         """Stop fetching and close the connections."""
-        self.close_reader()
+        self._session.close()
         self._client.close()
 
     # ------------------------------------------------------------------
-
-    def _attached(self) -> BatchReader:
-        if self._reader is None:
-            raise Invalid("the data source is not attached; slime calls load at its start", name="load", value=None)
-        return self._reader
-
-    def _ack_before(self, step: int) -> None:
-        """Ack the steps before `step`, which slime has trained."""
-        self._attached()
-        while self._unacked < step:
-            self._client.ack(self._unacked, self._epoch)
-            self._unacked += 1
-
-    def _publish(self) -> None:
-        """Publish the version of the acked steps, whose weights slime has loaded."""
-        version = self._unacked // self._steps_per_publish
-        if version > self._version:
-            self._client.publish_policy(version, self._epoch)
-            self._version = version
 
     def _check_waiting(self, waiting: WaitingAnswer) -> None:
         """Raise `BatchOverdue` for a wait that only this process could end: it trains while it waits for no batch."""
@@ -179,7 +147,7 @@ class ReplaybufDataSource:
 
     def _check_publication(self, steps_done: int) -> None:
         """Raise `WrongStep` for a checkpoint whose weights are no version: slime loads them into its engines."""
-        interval = self._steps_per_publish
+        interval = self._session.facts.steps_per_publish
         if steps_done % interval and steps_done < self.args.num_rollout:
             raise WrongStep(
                 f"the checkpoint has {counted(steps_done, 'step')}, and a version has {interval}: its engines would "
