@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported the service: each of hundreds starts without 0.7 s of imports.
+"""Processes forked from one that has imported the service: each of hundreds starts without 0.6 s of imports.
 
 A forked process is a process like any other: it has its own id, session, environment, working folder, exit code and
 pipes. Python reads `PYTHON...` variables only when an interpreter starts: `can_fork` is false where they differ.
