@@ -38,7 +38,7 @@ def operator(guarded: tuple[ServeProcess, dict[str, str]], name: str) -> RunClie
 
 def give_token(page: Any, token: str) -> None:
     """Type a token into the dialog that asks for one."""
-    page.get_by_role("textbox", name="Token").fill(token)
+    page.get_by_role("textbox", name="Token", exact=True).fill(token)
     page.get_by_role("button", name="Use token").click()
 
 
@@ -46,6 +46,13 @@ def confirm(page: Any, action: str) -> None:
     """Choose an action and confirm it."""
     page.get_by_role("button", name=action, exact=True).click()
     page.locator("dialog button.main").click()
+
+
+def json_of(page: Any, place: str) -> Any:
+    """Turn a form to its JSON; return the text."""
+    page.get_by_role("tab", name="JSON").click()
+    page.locator(place).wait_for()
+    return page.locator(place)
 
 
 def test_a_token_opens_the_console_until_the_tab_closes(
@@ -126,8 +133,7 @@ def test_a_change_is_previewed_before_it_is_made(run: RunClient, open_page: Open
     """Only what differs is shown and sent; cancelling changes nothing."""
     run.put(batch={"groups_per_batch": 1})
     page = open_page(str(run.http.base_url), f"/runs/{run.run}/act")
-    editor = page.get_by_label("Edit the values")
-    page.wait_for_function("() => document.querySelector('#change').value !== ''")
+    editor = json_of(page, "#change")
     editor.fill(editor.input_value().replace('"max_staleness": 1', '"max_staleness": 7'))
     page.get_by_role("button", name="Preview the change").click()
     page.get_by_text("strategy.options.max_staleness: 1 → 7").wait_for()
@@ -147,8 +153,7 @@ def test_a_change_that_is_wrong_is_refused_with_the_reason(
     """Text that is not JSON, and a strategy that is not installed."""
     run.put(batch={"groups_per_batch": 1})
     page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
-    page.wait_for_function("() => document.querySelector('#change').value !== ''")
-    page.get_by_label("Edit the values").fill(text)
+    json_of(page, "#change").fill(text)
     page.get_by_role("button", name="Preview the change").click()
     page.locator("main p.bad", has_text=answer).wait_for()
     assert run.state()["strategy"]["name"] == "one-step-off-policy"
@@ -170,8 +175,7 @@ def test_values_that_somebody_else_changed_are_not_taken_back(run: RunClient, op
     """The strategy is sent as a whole: older values of the editor would undo the change of the other operator."""
     run.put(batch={"groups_per_batch": 1}, strategy={"name": "replay", "options": {"max_uses": 2}})
     page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
-    editor = page.get_by_label("Edit the values")
-    page.wait_for_function("() => document.querySelector('#change').value !== ''")
+    editor = json_of(page, "#change")
     other = {"strategy": {"name": "replay", "options": {"max_uses": 2, "max_staleness": 9}}}
     run.http.patch(run.path, json=other).raise_for_status()
     page.get_by_text("The run was changed after you read these values").wait_for()
@@ -194,13 +198,66 @@ def test_a_run_is_created_in_the_console(service: ServeProcess, open_page: OpenP
     """From a starting configuration; a configuration that would starve is refused with the reason."""
     page = open_page(service.url, "/new", expected=REFUSED)
     page.get_by_label("Name:").fill("made-here")
-    page.get_by_label("Configuration").fill('{"batch": {"groups_per_batch": 0}}')
+    json_of(page, "#config").fill('{"batch": {"groups_per_batch": 0}}')
     page.get_by_role("button", name="Create the run").click()
     page.get_by_text("groups_per_batch").last.wait_for()
-    page.get_by_label("Configuration").fill('{"batch": {"groups_per_batch": 2}}')
+    page.locator("#config").fill('{"batch": {"groups_per_batch": 2}}')
     page.get_by_role("button", name="Create the run").click()
     page.get_by_role("heading", name="made-here").wait_for()
     assert httpx.get(f"{service.url}/v1/runs/made-here").json()["config"]["batch"]["groups_per_batch"] == 2
+
+
+def test_a_run_is_created_from_fields(service: ServeProcess, open_page: OpenPage) -> None:
+    """A value out of bounds is refused at its field before anything is sent; only values that differ are sent."""
+    page = open_page(service.url, "/new")
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request) if request.method == "PUT" else None)
+    page.get_by_label("Name:").fill("from-fields")
+    groups = page.get_by_label("groups_per_batch", exact=True)
+    groups.fill("16385")
+    page.get_by_text("This must be 1 or more, at most 16,384.").wait_for()
+    page.get_by_role("button", name="Create the run").click()
+    page.get_by_text("Mend batch.groups_per_batch first.").wait_for()
+    assert groups.get_attribute("aria-invalid") == "true"
+    assert sent == []
+    groups.fill("2")
+    page.get_by_label("Name", exact=True).select_option("replay")
+    page.get_by_label("max_uses", exact=True).fill("3")
+    page.get_by_label("samples_per_insert", exact=True).fill("")
+    page.get_by_label("tokens_per_batch", exact=True).fill('{"per_rank": 4096}')
+    page.get_by_role("button", name="Create the run").click()
+    page.get_by_role("heading", name="from-fields").wait_for()
+    assert sent[0].post_data_json == {
+        "strategy": {"name": "replay", "options": {"max_uses": 3}},
+        "batch": {"groups_per_batch": 2, "seq_len": 4096, "tokens_per_batch": {"per_rank": 4096}},
+        "group_size": 8,
+        "steps_per_publish": 1,
+    }
+
+
+def test_a_problem_that_only_the_service_sees_is_shown_at_the_field(service: ServeProcess, open_page: OpenPage) -> None:
+    """A multiple that does not divide seq_len; the other values stay."""
+    page = open_page(service.url, "/new", expected=REFUSED)
+    page.get_by_label("Name:").fill("at-the-field")
+    page.get_by_label("pad_to_multiple_of", exact=True).fill("3")
+    page.get_by_role("button", name="Create the run").click()
+    page.locator(".field", has=page.get_by_label("pad_to_multiple_of", exact=True)).get_by_text("must divide").wait_for()
+    assert page.get_by_label("group_size", exact=True).input_value() == "8"
+
+
+def test_the_effect_of_a_change_is_shown_while_it_is_typed(run: RunClient, open_page: OpenPage) -> None:
+    """Nothing is changed before it is confirmed. Form and JSON have the same values."""
+    run.put(batch={"groups_per_batch": 1})
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
+    page.get_by_label("max_staleness", exact=True).fill("5")
+    page.get_by_text("strategy.options.max_staleness: 1 → 5").wait_for()
+    page.get_by_label("max_bytes_live", exact=True).fill("7")
+    page.locator(".field", has=page.get_by_label("max_bytes_live", exact=True)).get_by_text("could never enter").wait_for()
+    page.get_by_label("max_bytes_live", exact=True).fill("")
+    assert '"max_staleness": 5' in json_of(page, "#change").input_value()
+    assert run.state()["strategy"]["options"]["max_staleness"] == 1
+    page.get_by_role("tab", name="Form").click()
+    assert page.get_by_label("max_staleness", exact=True).input_value() == "5"
 
 
 def test_a_completion_of_ten_megabytes_is_shortened(run: RunClient, open_page: OpenPage) -> None:

@@ -75,7 +75,7 @@ def test_an_operator_logs_in_creates_a_run_and_pauses_it(
     page.get_by_role("button", name="Create the run").click()
     page.get_by_role("heading", name=f"at-{host}").wait_for()
     page.get_by_role("link", name="Act").click()
-    page.wait_for_function("() => document.querySelector('#change').value !== ''")
+    page.get_by_role("tab", name="Form").wait_for()
     confirm(page, "Pause")
     page.locator(".title .pill.paused").wait_for()
     page.get_by_role("link", name="Ledger").click()

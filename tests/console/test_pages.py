@@ -15,7 +15,7 @@ from tests.console.conftest import AXE, HOSTILE
 # Address, text that the page shows, selector that is there when the page is complete.
 PAGES = [
     ("/", "paused-run", "table.runs td.reward svg"),
-    ("/new", "Create a run", "textarea"),
+    ("/new", "Create a run", ".field"),
     ("/compare?run=sums&run=paused-run", "strategy.options.max_staleness", ".charts canvas"),
     ("/runs/sums", "2 of 4 groups", ".charts canvas"),
     ("/runs/sums/rollouts", "g5-0", "tbody tr"),
@@ -25,7 +25,7 @@ PAGES = [
     ("/runs/sums/ledger", "step 5", ".timeline li"),
     ("/runs/sums/steps/5", "Why this batch", "tbody tr"),
     ("/runs/sums/problems", "has no engine", "tbody tr"),
-    ("/runs/sums/act", "Preview the change", "textarea"),
+    ("/runs/sums/act", "Preview the change", ".field"),
 ]
 ADDRESSES = [address for address, _, _ in PAGES]
 

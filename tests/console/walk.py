@@ -148,8 +148,8 @@ def find_the_worst_rollouts(page: Any, url: str, camera: Camera) -> None:
 def change_the_strategy(page: Any, url: str, camera: Camera) -> None:
     """With a preview; the page of the run then compares the steps before and after."""
     page.goto(f"{url}/#/runs/{RUN}/act")
-    page.wait_for_function("() => document.querySelector('#change').value !== ''")
-    editor = page.get_by_label("Edit the values")
+    page.get_by_role("tab", name="JSON").click()
+    editor = page.locator("#change")
     editor.fill(editor.input_value().replace('"max_staleness": 1', '"max_staleness": 3'))
     page.get_by_role("button", name="Preview the change").click()
     page.locator("dialog pre").wait_for()

@@ -1,34 +1,44 @@
 // What an operator can do to a run. Every action is confirmed, and the service records it in the ledger.
 
 import { call, get, runPath } from "../api.js";
+import { configForm, loadSchemas } from "../config_form.js";
 import { dialog, h, pill, update } from "../dom.js";
 import { counted } from "../format.js";
 import { runView } from "./frame.js";
 
-// Parts of the configuration that a live run can change.
-const CHANGEABLE = ["strategy", "filters", "limits"];
+// Parts of the configuration that a live run can change, and those of them that have fields.
+const CHANGEABLE = ["strategy", "filters", "limits", "batch"];
+const BATCH = ["groups_per_batch", "tokens_per_batch", "tail", "timeout_s", "min_groups"];
+const PARTS = [
+  ["Batch", "batch", BATCH, false],
+  ["Limits", "limits", ["max_tokens_live", "max_bytes_live", "max_bytes_in_memory", "max_group_bytes"], true],
+];
+// After the last key the page asks the service what the change would do.
+const PAUSE_MS = 400;
 
 export function openActions({ refreshNow }, run) {
   const result = h("p", { role: "status" });
-  const editor = h("textarea", { id: "change", spellcheck: "false" });
+  const place = h("div", { class: "quiet" }, "Reading the configuration …");
+  const foreseen = h("div", { role: "status", "aria-label": "Effect of the change" });
   const older = h("p", { class: "warn", role: "status" });
   const [resume, pause] = [button("Resume", () => change({ state: "running" }, "Resume the run", "Producers get tickets again and trainers get batches.")), button("Pause", () => change({ state: "paused" }, "Pause the run", "Producers get no tickets and trainers no batches until you resume it. Nothing is lost."))];
   const finish = button("Finish", () => change({ state: "finished" }, "Finish the run", "Trainers get the answer that the run is finished. Only a trainer that attaches at an earlier step could continue it.", { danger: true }), "danger");
   const purge = button("Purge dead letters", purgeLetters, "danger");
   const remove = button("Delete the run", removeRun, "danger");
+  const [whyState, whyRemove] = [h("span", { class: "why" }), h("span", { class: "why" })];
   const view = runView(
     run,
     "Act",
     [
       h("p", { class: "quiet" }, "These actions need a token with the role operator, where the service has tokens."),
       result,
-      h("section", { class: "card" }, h("h2", {}, "State"), h("div", { class: "buttons" }, resume, pause, finish)),
-      h("section", { class: "card" }, h("h2", {}, "Strategy, filters and limits"), h("label", { for: "change" }, "Edit the values. Only what you change is sent, and you see the difference first."), editor, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
-      h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "The one deletes the bytes of dead letters, the other the run with all its groups. Neither can be undone."), h("div", { class: "buttons" }, purge, remove)),
+      h("section", { class: "card" }, h("h2", {}, "State"), h("div", { class: "buttons" }, resume, pause, finish, whyState)),
+      h("section", { class: "card" }, h("h2", {}, "Strategy, batch, limits and filters"), h("p", { class: "quiet" }, "Only what you change is sent. Filters are in the JSON."), place, foreseen, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
+      h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "The one deletes the bytes of dead letters, the other the run with all its groups. Neither can be undone."), h("div", { class: "buttons" }, purge, remove, whyRemove)),
     ],
     { refresh, period_ms: 3000 },
   );
-  let config = null;
+  let [config, editor, timer] = [null, null, 0];
   // Revisions of the run: of the values in the editor, and of the state that the page shows.
   let [edited, shown] = [0, 0];
 
@@ -37,24 +47,47 @@ export function openActions({ refreshNow }, run) {
     view.state.replaceChildren(pill(status.state));
     [resume.disabled, pause.disabled] = [status.state !== "paused", status.state !== "running"];
     [finish.disabled, remove.disabled, purge.disabled] = [status.state === "finished", status.state !== "finished", status.groups.dead_lettered === 0];
+    update(whyState, { running: "It runs already, so there is nothing to resume.", paused: "It is paused already.", finished: "The run is finished." }[status.state]);
+    update(whyRemove, [status.groups.dead_lettered === 0 ? "There are no dead letters." : "", status.state === "finished" ? "" : "Finish the run before you delete it."].filter(Boolean).join(" "));
     shown = status.revision;
-    if (!config) show(status);
+    if (!config) await show(status);
     else if (shown !== edited && !older.textContent) update(older, `The run was changed after you read these values: ${await changesSince(edited)}. Read again before you change them.`);
   }
 
   async function load() {
-    show(await get(runPath(run)));
+    await show(await get(runPath(run)));
   }
 
-  function show({ config: found, revision }) {
-    [config, edited, older.textContent] = [found, revision, ""];
-    editor.value = JSON.stringify(Object.fromEntries(CHANGEABLE.map((name) => [name, found[name]])), null, 2);
+  async function show({ config: stored, revision }) {
+    const known = await loadSchemas();
+    [config, edited, older.textContent] = [stored, revision, ""];
+    const values = Object.fromEntries(CHANGEABLE.map((name) => [name, stored[name]]));
+    values.batch = Object.fromEntries(BATCH.map((name) => [name, stored.batch[name]]));
+    if (editor) return editor.set(values);
+    editor = configForm(known, PARTS, values, { id: "change", label: "Change of the run", changed: () => (clearTimeout(timer), (timer = setTimeout(foresee, PAUSE_MS))) });
+    place.replaceWith(editor.node);
   }
+
+  // What the change would do, while it is typed.
+  async function foresee() {
+    const changed = readChange();
+    if (!changed) return update(foreseen);
+    try {
+      const lines = differences(config, (await ask(changed)).config);
+      update(foreseen, h("pre", { class: "change" }, lines.join("\n") || "It changes nothing."));
+    } catch (error) {
+      update(foreseen);
+      if (error.document) editor.blame(error.document);
+      else say(error.message, true);
+    }
+  }
+
+  const ask = (body) => call("PATCH", runPath(run), { body, query: { dry_run: "true", if_revision: edited } });
 
   async function preview() {
     const changed = readChange();
-    if (!changed) return;
-    const answer = await attempt(() => call("PATCH", runPath(run), { body: changed, query: { dry_run: "true", if_revision: edited } }));
+    if (!changed) return changed === null && say("You have changed nothing.");
+    const answer = await attempt(() => ask(changed));
     if (!answer) return;
     const lines = differences(config, answer.config);
     if (!lines.length) return say("The service would change nothing: the values are the same.");
@@ -62,15 +95,12 @@ export function openActions({ refreshNow }, run) {
     await change(changed, "Change the run", "The change holds from the next batch that is not assembled yet. Groups that the new values forbid are evicted.", { more: text, revision: edited });
   }
 
+  // The parts that differ; null if none does, undefined if a field is wrong.
   function readChange() {
-    let edited;
-    try {
-      edited = JSON.parse(editor.value);
-    } catch (error) {
-      return say(`The text is not JSON: ${error.message}`, true);
-    }
-    const changed = Object.entries(edited).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(config[name]));
-    return changed.length ? Object.fromEntries(changed) : say("Nothing is changed in the text.");
+    const now = editor?.read();
+    if (!now) return undefined;
+    const changed = Object.entries(now).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(editor.started()[name]));
+    return changed.length ? Object.fromEntries(changed) : null;
   }
 
   // The change holds only for the state that the operator saw when the dialog opened.
@@ -79,7 +109,8 @@ export function openActions({ refreshNow }, run) {
     const answer = await attempt(() => call("PATCH", runPath(run), { body, query: { if_revision: revision } }));
     if (answer) {
       say(`${title}: done.`);
-      if (revision === edited) show(answer);
+      update(foreseen);
+      if (revision === edited) await show(answer);
     }
     refreshNow();
   }

@@ -1,24 +1,44 @@
 // Create a run.
 
 import { call, runPath } from "../api.js";
+import { configForm, loadSchemas } from "../config_form.js";
 import { h, update } from "../dom.js";
 import { runLink } from "./frame.js";
 
 const START = { strategy: { name: "one-step-off-policy", options: { max_staleness: 1 } }, batch: { groups_per_batch: 16, seq_len: 4096 }, group_size: 8, steps_per_publish: 1 };
+const BATCH = ["groups_per_batch", "tokens_per_batch", "seq_len", "pad_to_multiple_of", "overlong", "tail", "timeout_s", "min_groups"];
+const RUN = ["group_size", "min_group_size", "max_steps", "steps_per_publish", "advantage", "stale_token_mask", "vocab_size", "seed"];
+const PARTS = [
+  ["Batch", "batch", BATCH, true],
+  ["Groups and steps", "", RUN, true],
+  ["Tickets", "tickets", ["prompts", "ttl_s", "max_attempts", "heartbeat_s", "max_failed_share", "on_failed_share"], false],
+  ["Limits", "limits", ["max_tokens_live", "max_bytes_live", "max_bytes_in_memory", "max_group_bytes"], false],
+];
 
 export function openNewRun() {
   const name = h("input", { id: "name", autocomplete: "off", spellcheck: "false", pattern: "[a-z0-9][a-z0-9._\\-]{0,62}", required: true });
-  const config = h("textarea", { id: "config", spellcheck: "false" });
   const result = h("p", { role: "status", class: "bad" });
-  config.value = JSON.stringify(START, null, 2);
+  const place = h("div", { class: "quiet" }, "Reading what the service takes …");
+  let config = null;
+  loadSchemas().then(
+    (known) => {
+      config = configForm(known, PARTS, START, { id: "config", label: "Configuration" });
+      place.replaceWith(config.node);
+    },
+    (error) => update(result, error.message),
+  );
 
   async function submit(event) {
     event.preventDefault();
+    update(result, "");
+    const body = config?.read();
+    if (!body) return;
     try {
-      await call("PUT", runPath(name.value), { body: JSON.parse(config.value) });
+      await call("PUT", runPath(name.value), { body });
       location.hash = runLink(name.value);
     } catch (error) {
-      update(result, error.message);
+      if (error.document?.name) config.blame(error.document);
+      else update(result, error.message);
     }
   }
 
@@ -27,9 +47,8 @@ export function openNewRun() {
     { submit, class: "card" },
     h("label", { for: "name" }, "Name: lower-case letters, digits, dot, dash, underscore"),
     name,
-    h("p", {}),
-    h("label", { for: "config" }, "Configuration; absent fields take their defaults"),
-    config,
+    h("p", { class: "quiet" }, "Filters, admissions, LoRA adapters and a spill folder: in the JSON."),
+    place,
     result,
     h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Create the run"), h("a", { class: "button", href: "#/" }, "Cancel")),
   );

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -36,6 +37,7 @@ from replaybuf.service.http.body.requests import (
 )
 from replaybuf.service.http.call.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
 from replaybuf.service.http.call.group_pages import read_query
+from replaybuf.service.http.call.plugin_options import describe_plugins
 from replaybuf.service.http.call.visible_runs import describe_lost, list_runs, list_unreadable
 from replaybuf.service.http.guard.auth import Permission
 from replaybuf.service.http.reply import sending
@@ -357,5 +359,8 @@ async def get_readyz(request: Request) -> Response:
 
 
 async def get_openapi(request: Request) -> Response:
-    """Return this description."""
-    return json_response(request.app.state.openapi)
+    """Return this document, with the options of installed plug-ins under `x-plugins`."""
+    document = request.app.state.openapi
+    if "x-plugins" not in document:
+        document["x-plugins"] = await asyncio.to_thread(describe_plugins)
+    return json_response(document)
