@@ -55,6 +55,11 @@ def json_of(page: Any, place: str) -> Any:
     return page.locator(place)
 
 
+def at_field(page: Any, name: str) -> Any:
+    """Return a field of a form with its texts."""
+    return page.locator(".field", has=page.get_by_label(name, exact=True))
+
+
 def test_a_token_opens_the_console_until_the_tab_closes(
     guarded: tuple[ServeProcess, dict[str, str]], open_page: OpenPage
 ) -> None:
@@ -241,7 +246,7 @@ def test_a_problem_that_only_the_service_sees_is_shown_at_the_field(service: Ser
     page.get_by_label("Name:").fill("at-the-field")
     page.get_by_label("pad_to_multiple_of", exact=True).fill("3")
     page.get_by_role("button", name="Create the run").click()
-    page.locator(".field", has=page.get_by_label("pad_to_multiple_of", exact=True)).get_by_text("must divide").wait_for()
+    at_field(page, "pad_to_multiple_of").get_by_text("must divide").wait_for()
     assert page.get_by_label("group_size", exact=True).input_value() == "8"
 
 
@@ -252,7 +257,7 @@ def test_the_effect_of_a_change_is_shown_while_it_is_typed(run: RunClient, open_
     page.get_by_label("max_staleness", exact=True).fill("5")
     page.get_by_text("strategy.options.max_staleness: 1 → 5").wait_for()
     page.get_by_label("max_bytes_live", exact=True).fill("7")
-    page.locator(".field", has=page.get_by_label("max_bytes_live", exact=True)).get_by_text("could never enter").wait_for()
+    at_field(page, "max_bytes_live").get_by_text("could never enter").wait_for()
     page.get_by_label("max_bytes_live", exact=True).fill("")
     assert '"max_staleness": 5' in json_of(page, "#change").input_value()
     assert run.state()["strategy"]["options"]["max_staleness"] == 1
