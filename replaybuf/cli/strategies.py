@@ -90,8 +90,8 @@ def show(name: Annotated[str, Parameter(help="Name of the strategy, filter or pl
         console.print("no options")
         return
     table = _table()
-    for heading in ("option", "allowed values", "default"):
-        table.add_column(heading, header_style="dim")
+    for heading in ("option", "allowed values", "default", "meaning"):
+        table.add_column(heading, header_style="dim", no_wrap=heading == "option", overflow="fold")
     for option in options:
         table.add_row(*(Text(cell) for cell in option))
     console.print(table)

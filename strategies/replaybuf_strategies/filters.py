@@ -21,9 +21,12 @@ Reward = Annotated[float, Meta(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
 
 
 class ZeroVarianceOptions(StrategyOptions, frozen=True):
-    """`tolerance`: largest standard deviation of rewards that counts as zero."""
+    """Options of `zero-variance`."""
 
-    tolerance: Annotated[float, Meta(ge=0, lt=LARGEST_FLOAT32)] = 1e-6
+    tolerance: Annotated[
+        float,
+        Meta(ge=0, lt=LARGEST_FLOAT32, description="Largest standard deviation of rewards that counts as zero."),
+    ] = 1e-6
 
 
 class ZeroVariance(Filter[ZeroVarianceOptions]):
@@ -51,16 +54,12 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class RewardWindowOptions(StrategyOptions, frozen=True):
-    """Options of `reward-window`.
+    """Options of `reward-window`: `low` or `high` must be set, and low <= high."""
 
-    - `low`, `high`: inclusive bounds of the mean reward; null = none. One of them must be set, and low <= high
-    - `easy_fraction`, `hard_fraction`: share kept of the groups above `high`, and below `low`
-    """
-
-    low: Reward | None = None
-    high: Reward | None = None
-    easy_fraction: BelowOne = 0.0
-    hard_fraction: BelowOne = 0.0
+    low: Annotated[Reward | None, Meta(description="Least mean reward that is kept. Default: no bound.")] = None
+    high: Annotated[Reward | None, Meta(description="Largest mean reward that is kept. Default: no bound.")] = None
+    easy_fraction: Annotated[BelowOne, Meta(description="Share of the groups above high that is kept.")] = 0.0
+    hard_fraction: Annotated[BelowOne, Meta(description="Share of the groups below low that is kept.")] = 0.0
 
     def __post_init__(self) -> None:
         for name, fraction, bound in (
@@ -104,14 +103,16 @@ class RewardWindow(Filter[RewardWindowOptions]):
 
 
 class OverlongOptions(StrategyOptions, frozen=True):
-    """Options of `overlong`; null = no bound. One of them must be set.
+    """Options of `overlong`; one of them must be set."""
 
-    - `max_tokens`: most tokens of a rollout, prompt included, at least 2
-    - `max_truncated`: largest share of a group's rollouts that ended at their token limit
-    """
-
-    max_tokens: Annotated[int, Meta(ge=2)] | None = None
-    max_truncated: BelowOne | None = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(description="Most tokens of a rollout, prompt included. Default: no bound."),
+    ] = None
+    max_truncated: Annotated[
+        BelowOne | None,
+        Meta(description="Largest share of a group's rollouts that ended at their token limit. Default: no bound."),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is None and self.max_truncated is None:

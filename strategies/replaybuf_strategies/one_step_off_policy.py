@@ -14,16 +14,19 @@ from replaybuf_strategies.slots import admit_retries, check_slots, fill_slots
 
 
 class OneStepOffPolicyOptions(StrategyOptions, frozen=True):
-    """Options of `one-step-off-policy`.
+    """Options of `one-step-off-policy`."""
 
-    - `max_staleness` (k >= 0): largest number of versions that a group may be behind the policy it trains
-    - `adaptive`: admit only as many groups as keep the trainer from waiting, by measured speeds
-    - `exact_slots`: bind each group to its step when its ticket is issued; needs `batch.groups_per_batch`
-    """
-
-    max_staleness: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1
-    adaptive: bool | UnsetType = UNSET
-    exact_slots: bool | UnsetType = UNSET
+    max_staleness: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="Most versions that a group may be behind the policy it trains (k).")
+    ] = 1
+    adaptive: Annotated[
+        bool | UnsetType,
+        Meta(description="Admit only as many groups as keep the trainer from waiting, by measured speeds."),
+    ] = UNSET
+    exact_slots: Annotated[
+        bool | UnsetType,
+        Meta(description="Bind each group to its step when its ticket is issued; needs batch.groups_per_batch."),
+    ] = UNSET
 
 
 class OneStepOffPolicy(Strategy[OneStepOffPolicyOptions]):

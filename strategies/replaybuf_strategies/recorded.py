@@ -13,12 +13,12 @@ LARGEST_BATCH = 131_072
 
 
 class RecordedOptions(StrategyOptions, frozen=True):
-    """Options of `recorded`.
+    """Options of `recorded`."""
 
-    - `sizes`: groups of each step from 0 on, as `replaybuf import --replay-order` sets them
-    """
-
-    sizes: tuple[Annotated[int, Meta(ge=1, le=LARGEST_BATCH)], ...] = ()
+    sizes: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=LARGEST_BATCH)], ...],
+        Meta(description="Groups of each step from 0 on; `replaybuf import --replay-order` sets them."),
+    ] = ()
 
 
 class Recorded(Strategy[RecordedOptions]):

@@ -28,32 +28,56 @@ LOOK_AHEAD = 1
 
 
 class ReplayOptions(StrategyOptions, frozen=True):
-    """Options of `replay`; null = unbounded or off. Options that contradict each other raise `Invalid`.
+    """Options of `replay`; null = unbounded or off. Options that contradict each other raise `Invalid`."""
 
-    - `max_uses` (u), `max_staleness` (m): bounds of a group's uses and of its staleness at use
-    - `order`: at random (`uniform`), by last use and then age (`fifo`), from the newest back, whole batches again in
-      the order of storing (`blocks`), or at random by priority, with `priority` as x: p = x ** `exponent` (alpha);
-      `importance` (beta) turns p into sampling weights
-    - `fresh_fraction` (f): least share of a batch's groups that were never used
-    - `cooldown` (c): steps that a group rests after a use
-    - `samples_per_insert` (spi), `error_buffer` (e; null = one batch and one insert): uses per stored group
-    - `groups_per_prompt`: most groups of a prompt per batch; `prompts_together`: all live ones in the same batch
-    - `mix`: shares of a batch's groups by source; other sources share the rest
-    """
-
-    max_uses: Count | None = 4
-    max_staleness: Steps | None = 4
-    order: Literal["uniform", "fifo", "newest", "prioritized", "blocks"] = "uniform"
-    priority: Literal["advantage", "reward_std", "feedback"] = "advantage"
-    exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
-    importance: Share = 0.0
-    fresh_fraction: Share = 0.0
-    cooldown: Steps = 0
-    samples_per_insert: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    error_buffer: Annotated[float, Meta(gt=0, le=1e15)] | None = None
-    groups_per_prompt: Count | None = None
-    prompts_together: bool = False
-    mix: dict[str, PositiveShare] = field(default_factory=dict)
+    max_uses: Annotated[
+        Count | None,
+        Meta(description="Most batches of one group (u). null: no bound."),
+    ] = 4
+    max_staleness: Annotated[
+        Steps | None,
+        Meta(description="Most versions that a group may be behind at its use (m). null: no bound."),
+    ] = 4
+    order: Annotated[
+        Literal["uniform", "fifo", "newest", "prioritized", "blocks"],
+        Meta(
+            description="uniform: at random. fifo: by last use, then age. newest: from the newest back. "
+            "prioritized: by priority. blocks: whole batches again in the order of storing."
+        ),
+    ] = "uniform"
+    priority: Annotated[
+        Literal["advantage", "reward_std", "feedback"],
+        Meta(description="What prioritized draws by (x): mean abs(advantage), reward std, or the trainer's feedback."),
+    ] = "advantage"
+    exponent: Annotated[
+        float, Meta(ge=0, le=4, description="Power of the priority (alpha): p = (x + 1e-6) ** exponent.")
+    ] = 0.6
+    importance: Annotated[
+        Share,
+        Meta(description="Power of the sampling weights (beta): (smallest p / p) ** importance; 0 = no weights."),
+    ] = 0.0
+    fresh_fraction: Annotated[
+        Share,
+        Meta(description="Least share of a batch's groups that were never used (f)."),
+    ] = 0.0
+    cooldown: Annotated[Steps, Meta(description="Steps that a group rests after a use (c).")] = 0
+    samples_per_insert: Annotated[
+        Annotated[float, Meta(gt=0, le=1e9)] | None,
+        Meta(description="Uses per stored group (spi). null: not controlled."),
+    ] = None
+    error_buffer: Annotated[
+        Annotated[float, Meta(gt=0, le=1e15)] | None,
+        Meta(description="Uses that may be ahead of samples_per_insert (e). null: one batch and one insert."),
+    ] = None
+    groups_per_prompt: Annotated[
+        Count | None,
+        Meta(description="Most groups of a prompt in a batch. null: no bound."),
+    ] = None
+    prompts_together: Annotated[bool, Meta(description="All live groups of a prompt go in one batch.")] = False
+    mix: Annotated[
+        dict[str, PositiveShare],
+        Meta(description="Shares of a batch's groups by source; other sources share the rest."),
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_uses is None and self.max_staleness is None:

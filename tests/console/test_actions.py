@@ -227,6 +227,7 @@ def test_a_run_is_created_from_fields(service: ServeProcess, open_page: OpenPage
     assert sent == []
     groups.fill("2")
     page.get_by_label("Name", exact=True).select_option("replay")
+    page.get_by_text("Most batches of one group").wait_for()
     page.get_by_label("max_uses", exact=True).fill("3")
     page.get_by_label("samples_per_insert", exact=True).fill("")
     page.get_by_label("tokens_per_batch", exact=True).fill('{"per_rank": 4096}')

@@ -20,7 +20,7 @@ class Every(StrategyOptions, frozen=True):
 
     needed: bool
     order: Literal["fifo", "uniform"] = "fifo"
-    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    share: Annotated[float, Meta(gt=0, le=1), Meta(description="A part of all.")] = 0.5
     uses: Annotated[int, Meta(ge=1)] | None = None
     mix: dict[str, Annotated[float, Meta(ge=0)]] = msgspec.field(default_factory=dict)
     names: list[str] = msgspec.field(default_factory=list)
@@ -40,7 +40,9 @@ DESCRIBED = [
 
 def test_an_option_is_described_with_its_range_and_default() -> None:
     """A bound that only keeps a number within its type is left out."""
-    assert describe_options(Every) == DESCRIBED
+    described = describe_options(Every)
+    assert [option[:3] for option in described] == DESCRIBED
+    assert {option.name: option.meaning for option in described if option.meaning} == {"share": "A part of all."}
 
 
 @pytest.mark.parametrize(("name", "accepts", "default"), DESCRIBED)
@@ -71,7 +73,7 @@ class Needy(StrategyOptions, frozen=True):
 
     low: Annotated[int, Meta(ge=0)]
     high: Annotated[int, Meta(ge=0)]
-    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    share: Annotated[float, Meta(gt=0, le=1), Meta(description="A part of all.")] = 0.5
 
 
 @pytest.mark.parametrize(

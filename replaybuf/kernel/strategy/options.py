@@ -39,17 +39,21 @@ def contradiction(option: str, value: Any, needed: str, why: str) -> Invalid:
 
 
 class OptionHelp(NamedTuple):
-    """Description of one option: `accepts`, as in `int >= 0 or null`; `default` as JSON, `required` or `unset`."""
+    """Description of one option: `accepts`, as in `int >= 0 or null`; `default` as JSON, `required` or `unset`.
+
+    `meaning`: the description of its type (`msgspec.Meta`), or empty.
+    """
 
     name: str
     accepts: str
     default: str
+    meaning: str = ""
 
 
 def describe_options(shape: type[msgspec.Struct]) -> list[OptionHelp]:
     """Describe every option of a struct, except those that all plug-ins have."""
     return [
-        OptionHelp(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field))
+        OptionHelp(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field), _meaning(field))
         for field in msgspec.structs.fields(shape)
         if field.name not in StrategyOptions.__struct_fields__
     ]
@@ -59,7 +63,7 @@ def option_ranges(shape: type[msgspec.Struct]) -> dict[str, str]:
     """Return the range and default of every option, as in `int >= 0 or null (default 4)`."""
     return {
         name: accepts if default in (REQUIRED, _UNSET) else f"{accepts} (default {default})"
-        for name, accepts, default in describe_options(shape)
+        for name, accepts, default, _ in describe_options(shape)
     }
 
 
@@ -70,9 +74,19 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return _UNSET if default is msgspec.UNSET else msgspec.json.encode(default).decode()
 
 
+def _meaning(field: msgspec.structs.FieldInfo) -> str:
+    """Return the description that stands at the field itself."""
+    texts = [
+        meta.description or "" for meta in getattr(field.type, "__metadata__", ()) if isinstance(meta, msgspec.Meta)
+    ]
+    return texts[-1] if texts else ""
+
+
 def _range(kind: msgspec.inspect.Type) -> str:
     """Return a type as text with its bounds."""
     match kind:
+        case msgspec.inspect.Metadata():
+            return _range(kind.type)
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             name = "int" if isinstance(kind, msgspec.inspect.IntType) else "number"
             bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
