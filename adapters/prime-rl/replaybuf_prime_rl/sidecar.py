@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from replaybuf.client import Client, TrainerSession
 from replaybuf.client.peers import check_run_settings
@@ -58,13 +57,14 @@ class Sidecar:
     def __init__(
         self, client: Client, options: SidecarOptions, load_weights: Callable[[Path, int], None] | None = None
     ) -> None:
-        pad: dict[str, Any] = (
-            {} if options.pad_to_multiple_of is None else {"pad_to_multiple_of": options.pad_to_multiple_of}
-        )
         self._client = client
         # The trainer is where its newest broadcast is; its checkpoint may be older, and `_record` reports that.
         self._session: TrainerSession[Batch] = TrainerSession(
-            client, service_timeout_s=SERVICE_TIMEOUT_S, checkpoint=False, dp_world_size=options.dp_world_size, **pad
+            client,
+            service_timeout_s=SERVICE_TIMEOUT_S,
+            checkpoint=False,
+            dp_world_size=options.dp_world_size,
+            pad_to_multiple_of=options.pad_to_multiple_of,
         )
         self._options = options
         self._load_weights = load_weights
