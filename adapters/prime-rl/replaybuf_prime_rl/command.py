@@ -15,7 +15,6 @@ from replaybuf_prime_rl.layout import check_layout
 from replaybuf_prime_rl.sidecar import Sidecar, SidecarOptions
 
 DEFAULT_URL = "http://127.0.0.1:8900"
-RETRY_FOR_S = 600.0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     engines = Engines(given.engine)
     try:
         check_layout(given.prime_rl)
-        with Client(given.url, given.run, os.environ.get("REPLAYBUF_TOKEN"), retry_for_s=RETRY_FOR_S) as client:
+        with Client(given.url, given.run, os.environ.get("REPLAYBUF_TOKEN")) as client:
             sidecar = Sidecar(client, options, engines.load)
             signal.signal(signal.SIGTERM, lambda *_: sidecar.stop())
             sidecar.run()

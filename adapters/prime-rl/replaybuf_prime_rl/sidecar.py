@@ -11,6 +11,7 @@ Everything follows from the run and the folder, so this process may be killed an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -18,17 +19,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from replaybuf.client import Client, attach_at, confirm_trainer
+from replaybuf.client import Client, TrainerSession
 from replaybuf.client.peers import check_run_settings
+from replaybuf.client.retries import Stopped
 from replaybuf.errors import RunFinished
-from replaybuf.wire.batch import read_batch
-from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf.wire.batch import Batch, read_batch
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf_prime_rl.folders import Folders
 from replaybuf_prime_rl.micro_batches import encode
 
 logger = logging.getLogger(__name__)
 
 WARN_AFTER_POLLS = 250
+SERVICE_TIMEOUT_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,24 +58,38 @@ class Sidecar:
         self, client: Client, options: SidecarOptions, load_weights: Callable[[Path, int], None] | None = None
     ) -> None:
         self._client = client
+        # The trainer is where its newest broadcast is; its checkpoint may be older, and `_record` reports that.
+        self._session: TrainerSession[Batch] = TrainerSession(
+            client,
+            service_timeout_s=SERVICE_TIMEOUT_S,
+            checkpoint=False,
+            dp_world_size=options.dp_world_size,
+            pad_to_multiple_of=options.pad_to_multiple_of,
+        )
         self._options = options
         self._load_weights = load_weights
         self._folders = Folders(options.output_dir)
         self._stopped = threading.Event()
-        self._attached: Attachment | None = None
-        self._done = self._written = self._recorded = 0
+        self._attached = False
+        self._written = self._recorded = 0
         self._waiting = ""
         self._polls = 0
 
     def stop(self) -> None:
-        """End `run` after the present call."""
+        """End `run` after the present call, which is repeated no more."""
         self._stopped.set()
+        self._session.stop()
 
     def run(self) -> None:
         """Feed the trainer until the run has ended and the last batch is trained, or until `stop`.
 
-        Raises `Fenced` if another trainer attached, and `WrongStep` if the folder belongs to another run.
+        Calls are repeated for `SERVICE_TIMEOUT_S` while the service is away. Raises `Fenced` if another trainer
+        attached, and `WrongStep` if the folder belongs to another run.
         """
+        with contextlib.suppress(Stopped):
+            self._feed()
+
+    def _feed(self) -> None:
         self._check_run()
         while not self._stopped.is_set():
             looked_s = time.monotonic()
@@ -83,84 +100,78 @@ class Sidecar:
                     f"no {markers}: the trainer is not up, or its weight broadcast is neither filesystem nor nccl"
                 )
             else:
-                if self._attached is None or done < self._done:
-                    self._attached = self._attach(done)
-                elif done > self._done:
-                    self._trained(self._attached, done)
-                if self._deliver(self._attached):
+                if not self._attached or done < self._session.steps_done:
+                    self._attach(done)
+                elif done > self._session.steps_done:
+                    self._trained(done)
+                if self._deliver():
                     return
             self._stopped.wait(looked_s + self._options.poll_s - time.monotonic())  # 0 where the service has waited
 
     # ------------------------------------------------------------------ the trainer's side
 
-    def _attach(self, done: int) -> Attachment:
+    def _attach(self, done: int) -> None:
         """Become the run's trainer where prime-rl's trainer is."""
-        if self._attached is not None:
-            logger.warning("the trainer has resumed at step %d; it had done %d", done, self._done)
-        options = self._options
-        rewinds = self._client.get_run().step > done
-        pad = {} if options.pad_to_multiple_of is None else {"pad_to_multiple_of": options.pad_to_multiple_of}
-        # The trainer is at this step; its newest checkpoint may be older, and `_record` reports it.
-        attached = attach_at(self._client, done, checkpoint=False, dp_world_size=options.dp_world_size, **pad)
-        if rewinds or self._folders.has_rank(options.dp_world_size):
+        if self._attached:
+            logger.warning("the trainer has resumed at step %d; it had done %d", done, self._session.steps_done)
+        ranks = self._options.dp_world_size
+        rewinds = self._session.call(self._client.get_run).step > done
+        attached = self._session.attach(done)
+        if rewinds or self._folders.has_rank(ranks):
             self._folders.remove_all()  # of another history or layout
         self._folders.remove_before(done)  # later ones are written again, perhaps while they are read: the same bytes
-        self._done = self._written = done
-        self._recorded = 0
-        self._publish(attached, done)
-        logger.info("attached epoch=%d step=%d ranks=%d", attached.epoch, done, options.dp_world_size)
-        return attached
+        self._attached, self._written, self._recorded = True, done, 0
+        self._publish(done)
+        logger.info("attached epoch=%d step=%d ranks=%d", attached.epoch, done, ranks)
 
-    def _trained(self, attached: Attachment, done: int) -> None:
-        for step in range(self._done, done):
-            self._client.ack(step, attached.epoch)
-        self._publish(attached, done)
-        self._done = done
+    def _trained(self, done: int) -> None:
+        self._session.ack(steps=done)
+        self._publish(done)
         self._folders.remove_before(done)
         logger.info("trained steps=%d", done)
 
-    def _publish(self, attached: Attachment, done: int) -> None:
+    def _publish(self, done: int) -> None:
         weights = self._folders.weights(done)
         if self._load_weights is not None:
             self._load_weights(weights, done)
         by_files = any(weights.glob("*.safetensors"))  # a broadcast by NCCL has only the marker
-        uri = weights.absolute().as_uri() if by_files else None
-        self._client.publish_policy(done, attached.epoch, weights_uri=uri)
+        self._session.publish(weights.absolute().as_uri() if by_files else None)
 
-    def _record(self, attached: Attachment) -> None:
+    def _record(self) -> None:
         """Record the newest complete checkpoint; older ones on disk stay resumable."""
-        saved = [step for step in self._folders.saved_steps() if step <= self._done]
+        saved = [step for step in self._folders.saved_steps() if step <= self._session.steps_done]
         if saved and saved[-1] > self._recorded:
             kept = self._options.keep_checkpoints or len(saved)
-            self._client.checkpoint(saved[-1], attached.epoch, keep=kept)
+            self._session.checkpoint(saved[-1], keep=kept)
             self._recorded = saved[-1]
 
     # ------------------------------------------------------------------ the run's side
 
-    def _deliver(self, attached: Attachment) -> bool:
+    def _deliver(self) -> bool:
         """Write the batches that are ready. Return whether the run has ended and everything is trained."""
-        self._record(attached)
+        self._record()
+        done = self._session.steps_done
         try:
-            while not self._stopped.is_set() and self._written <= self._done + attached.look_ahead:
-                if not self._write(self._written, attached.epoch):
+            while not self._stopped.is_set() and self._written <= done + self._session.attachment.look_ahead:
+                if not self._write(self._written):
                     return False
                 self._written += 1
         except RunFinished:
-            if self._written == self._done:
-                logger.info("the run has ended after %d steps", self._done)
+            if self._written == done:
+                logger.info("the run has ended after %d steps", done)
                 return True
         return False
 
-    def _write(self, step: int, epoch: int) -> bool:
+    def _write(self, step: int) -> bool:
         ranks, wait_ms = [], int(1000 * self._options.poll_s)
         for rank in range(self._options.dp_world_size):
-            body = self._client.fetch_batch(step, epoch, dp_rank=rank, wait_ms=wait_ms)
+            body = self._session.fetch(step, dp_rank=rank, wait_ms=wait_ms)
             if isinstance(body, WaitingAnswer):
                 lacks = f"blocked on {body.blocked_on}, have {body.have}, need {body.need}"
                 self._report(f"step {step}: {body.reason}, {lacks}")
                 return False
             ranks.append(encode(read_batch(body)))
-        self._folders.write(step, ranks, lambda: confirm_trainer(self._client, epoch))
+        self._folders.write(step, ranks, lambda: self._session.call(self._session.confirm))
         self._waiting, self._polls = "", 0
         logger.info("wrote step=%d as step_%d bytes=%d", step, step + 1, sum(map(len, ranks)))
         return True
@@ -173,7 +184,7 @@ class Sidecar:
         self._waiting = why
 
     def _check_run(self) -> None:
-        status = self._client.get_run()
+        status = self._session.call(self._client.get_run)
         facts, why = status.facts(), "prime-rl broadcasts one policy after each step"
         needed = {"adapters": (sorted(facts.adapters), [], why), "steps_per_publish": (facts.steps_per_publish, 1, why)}
         check_run_settings(status.run, needed)

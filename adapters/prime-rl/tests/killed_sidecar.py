@@ -7,8 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from replaybuf.client import Client
-from replaybuf_prime_rl import sidecar
+from replaybuf.client import Client, TrainerSession
 from replaybuf_prime_rl.command import main
 from replaybuf_prime_rl.folders import Folders
 
@@ -30,19 +29,14 @@ def die_after(owner: Any, call: str, phase: str, at: tuple[str, int], steps_off:
 
 def watch(at: tuple[str, int]) -> None:
     """Die at `at`."""
+    die_after(TrainerSession, "attach", "attached", at)
     die_after(Client, "fetch_batch", "fetched", at)
     die_after(Client, "ack", "acked", at)
     die_after(Client, "publish_policy", "published", at, -1)
     die_after(Client, "checkpoint", "recorded", at, -1)
     die_after(Folders, "write", "written", at)
     die_after(Folders, "remove_before", "removed", at, -1)
-    original_attach, original_rename = sidecar.attach_at, Path.rename
-
-    def attach_at(client: Client, steps_done: int, **options: Any) -> Any:
-        attached = original_attach(client, steps_done, **options)
-        if at == ("attached", steps_done):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return attached
+    original_rename = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
         renamed = original_rename(self, target)
@@ -50,7 +44,7 @@ def watch(at: tuple[str, int]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return renamed
 
-    sidecar.attach_at, Path.rename = attach_at, rename  # type: ignore[assignment, method-assign]
+    Path.rename = rename  # type: ignore[assignment, method-assign]
 
 
 def start(kill_at: str, arguments: list[str], log: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -240,6 +241,17 @@ def test_engines_load_a_policy_before_it_is_published(run: RunClient, prime_data
     assert version == "1"
     policy = run.get("policy").json()
     assert (policy["version"], policy["weights_uri"]) == (1, (output / "broadcasts" / "step_1").as_uri())
+
+
+def test_stop_ends_a_sidecar_whose_service_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Client("http://127.0.0.1:9", "main") as client:
+        sidecar = Sidecar(client, SidecarOptions(output_dir=tmp_path))
+        thread = threading.Thread(target=sidecar.run)
+        thread.start()
+        eventually(lambda: "retrying" in caplog.text, lambda: None)
+        sidecar.stop()
+        thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
 
 
 def test_an_engine_that_is_away_ends_the_sidecar_with_its_address(
