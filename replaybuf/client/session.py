@@ -49,7 +49,7 @@ class TrainerSession(Generic[B]):
     - `steps_done`: steps that the trainer's weights have
     - `keep_checkpoints`: the newest checkpoints that stay resumable; None = the default of each call of the client
     - `open_reader`: makes the reader of an epoch from a step on; None = the caller fetches, or only reports
-    - `options`: of `Client.attach`, but `resume_step`
+    - `options`: of `attach_at`, but `resume_step`
     """
 
     def __init__(

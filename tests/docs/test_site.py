@@ -14,6 +14,7 @@ import pytest
 from tests.command_lines import calls, options_of
 
 ROOT = Path(__file__).parents[2]
+REPOSITORY = re.compile(r"https://github\.com/replaybuf/replaybuf/(?:blob|raw)/main/")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -26,12 +27,13 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_has_a_target(page: Path) -> None:
-    """The file and the heading exist."""
+    """The file and the heading exist, also behind an absolute link to the repository, as the package index needs it."""
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if re.match(r"[a-z]+:", link):
+        of_repository = REPOSITORY.match(link)
+        if re.match(r"[a-z]+:", link) and not of_repository:
             continue
-        target, _, anchor = link.partition("#")
-        file = page.parent / target if target else page
+        target, _, anchor = link.removeprefix(of_repository[0] if of_repository else "").partition("#")
+        file = (ROOT if of_repository else page.parent) / target if target else page
         assert file.exists(), link
         assert not anchor or anchor in anchors(file), link
 
