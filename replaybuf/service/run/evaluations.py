@@ -51,7 +51,6 @@ class RecordedEvaluations:
 
     async def take_over(self) -> None:
         """Read the newest results that an older leader stored."""
-        self.newest.clear()
         for result in await self._read(READ_AT_TAKEOVER):
             self._keep(result)
 
