@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, Unreadable
 from replaybuf.wire.group import LARGEST_ROLLOUTS
 from replaybuf.wire.names import Name
+from replaybuf.wire.prepared_types import prepared
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -304,3 +305,17 @@ def check_run_name(run: str) -> str:
         bound = RUN_NAME.pattern
         raise Invalid(f"run is {run!r}; it must match {bound}", name="run", value=run, bound=bound)
     return run
+
+
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """Render a configuration for the ledger."""
+    fields: dict[str, Any] = msgspec.to_builtins(config)
+    return fields
+
+
+def read_config(fields: dict[str, Any], where: str) -> RunConfig:
+    """Read what `recorded` rendered; `where` names its place. Raises `Unreadable`."""
+    try:
+        return msgspec.convert(fields, prepared(RunConfig))
+    except msgspec.ValidationError as error:
+        raise Unreadable(f"the configuration in {where} does not decode: {error}") from error

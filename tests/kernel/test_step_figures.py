@@ -13,8 +13,7 @@ from replaybuf.kernel.figures import step_figures
 from replaybuf.kernel.figures.changes import MOST_CHANGES
 from replaybuf.kernel.figures.step_figures import StepFigures, StepRow, merge
 from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
-from replaybuf.wire.config import BatchSpec, Limits, RunConfig
-from replaybuf.wire.config_record import recorded
+from replaybuf.wire.config import BatchSpec, Limits, RunConfig, recorded
 from replaybuf.wire.ledger import AckRecord, ConfigRecord
 from tests.builders import batch_entry, batch_record, entries
 from tests.kernel.test_state import Run

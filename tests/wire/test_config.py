@@ -21,10 +21,11 @@ from replaybuf.wire.config import (
     TicketSpec,
     TokensPerRank,
     check_run_name,
+    read_config,
+    recorded,
 )
 from replaybuf.wire.config_check import check_run_config
 from replaybuf.wire.config_patch import ConfigPatch, differing_fields
-from replaybuf.wire.config_record import read_config, recorded
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.frame import smallest_frame_bytes
 from tests.builders import run_config

@@ -15,9 +15,8 @@ from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
+from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, recorded
 from replaybuf.wire.config_patch import ConfigPatch
-from replaybuf.wire.config_record import recorded
 from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
 RunStatus = Literal["running", "paused", "finished"]

@@ -27,8 +27,7 @@ from replaybuf.kernel.state.history import BatchState, RecordedBatch, VoidedBatc
 from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.kernel.state.rotation import AdapterProgress, Rotation
 from replaybuf.packing.batches import Layout
-from replaybuf.wire.config import RunConfig
-from replaybuf.wire.config_record import read_config
+from replaybuf.wire.config import RunConfig, read_config
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
     AckRecord,

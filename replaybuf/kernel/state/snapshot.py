@@ -28,7 +28,7 @@ from replaybuf.kernel.state.history import BatchState, RecordedBatch, VoidedBatc
 from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state.rotation import Rotation
 from replaybuf.kernel.state.run_state import Attachment, RunPhase, RunState
-from replaybuf.wire.config_record import read_config, recorded
+from replaybuf.wire.config import read_config, recorded
 from replaybuf.wire.ledger import TicketRecord
 
 MAGIC = b"RBS4"

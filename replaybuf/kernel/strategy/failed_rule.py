@@ -8,7 +8,7 @@ from __future__ import annotations
 from replaybuf.kernel.state.failed_prompts import FailedShare
 from replaybuf.kernel.state.run_state import FAILED_SHARE, RunState
 from replaybuf.kernel.state.tickets import Ticket
-from replaybuf.wire.config_record import recorded
+from replaybuf.wire.config import recorded
 from replaybuf.wire.ledger import ConfigRecord, TicketRecord
 
 

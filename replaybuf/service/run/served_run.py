@@ -41,9 +41,8 @@ from replaybuf.service.run.spill import Spill
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
-from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config import RunConfig, read_config
 from replaybuf.wire.config_patch import ConfigPatch, differing_fields
-from replaybuf.wire.config_record import read_config
 from replaybuf.wire.run_status import ChosenStrategy, RunStatus
 
 logger = logging.getLogger(__name__)
