@@ -347,3 +347,18 @@ def test_one_of_a_thing_is_written_in_the_singular(run: RunClient, open_page: Ca
         page.locator("main", has_text=re.compile(rf"{text}(?!s)")).wait_for()
         shown = page.locator("main").inner_text()
         assert not re.findall(r"(?<![\w.,:/-])1 (?:live |dead |failed |more )?[a-z-]{2,}s\b", shown), shown
+
+
+def test_one_click_lists_the_worst_the_longest_and_the_most_mixed_groups(run: RunClient, open_page: Any) -> None:
+    run.put(batch={"groups_per_batch": 9})
+    rewards = {"even": [0.5, 0.5], "mixed": [0.0, 1.0], "bad": [-1.0, -1.0]}
+    for name, scores in rewards.items():
+        stored = group(name, rollouts=2, tokens=20 if name == "even" else 8)
+        for rollout, reward in zip(stored["rollouts"], scores, strict=True):
+            rollout["reward"] = reward
+        run.append(stored)
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/rollouts")
+    for tab, first in (("Worst", "bad"), ("Longest", "even"), ("Widest spread", "mixed"), ("Newest", "bad")):
+        page.get_by_role("link", name=tab, exact=True).click()
+        page.locator("nav a[aria-current]", has_text=tab).wait_for()
+        page.locator("tbody tr").first.get_by_role("link", name=first, exact=True).wait_for()

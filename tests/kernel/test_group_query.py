@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from replaybuf.kernel.rows.index import ENTRY
 from replaybuf.kernel.state import group_query
-from replaybuf.kernel.state.group_query import GroupMatcher, GroupQuery, Ranking
+from replaybuf.kernel.state.group_query import GroupMatcher, GroupOrder, GroupQuery, Ranking
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.group import hash_name
 from tests.builders import batch_entry, batch_record, config_record, steady
@@ -74,6 +74,17 @@ def test_a_step_names_its_groups_and_a_source_those_of_its_name() -> None:
     assert list_numbers(state, "live", 0, 9, step=0) == [] == list_numbers(state, None, 0, 9, step=1)
     named = list_numbers(state, None, 0, 20, source="gsm8k")
     assert sorted(named + list_numbers(state, None, 0, 20, source="")) == list(range(1, 21)) and 0 < len(named) < 20
+
+
+@pytest.mark.parametrize(
+    ("order", "column"),
+    [("reward", "reward_mean"), ("reward_std", "reward_std"), ("longest_tokens", "longest_tokens")],
+)
+def test_an_order_compares_its_column(order: GroupOrder, column: str) -> None:
+    state = state_of(200)
+    keys, numbers = GroupMatcher(state, GroupQuery(order=order)).keys_of(state.index["number"])
+    assert keys.tolist() == state.index[column].tolist()
+    assert numbers.tolist() == list(range(1, 201))
 
 
 @pytest.mark.parametrize("desc", [False, True])

@@ -7,13 +7,15 @@ import { runLink, runView } from "./frame.js";
 
 const LIMIT = 50;
 const STATES = ["", "live", "in_batches", "retired", "evicted", "dead_lettered"];
-const ORDERS = [["", "arrival"], ["reward", "reward"], ["staleness", "staleness"]];
+const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of rewards"], ["longest_tokens", "longest rollout"], ["staleness", "staleness"]];
+// What people look for first: [name, order, direction].
+const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "reward", "false"], ["Longest", "longest_tokens", "true"], ["Widest spread", "reward_std", "true"]];
 const FIELDS = [["step", "Step", "number"], ["min_reward", "Reward from", "number"], ["max_reward", "to", "number"], ["min_staleness", "Staleness from", "number"], ["source", "Source", "text"], ["prompt_id", "Prompt", "text"]];
 
 export function openRollouts({ query }, run) {
   const found = h("div", {});
   const pages = h("div", { class: "buttons" });
-  const view = runView(run, "Rollouts", [form(query, run), found, pages], { refresh, period_ms: query.get("after") ? 0 : 5000 });
+  const view = runView(run, "Rollouts", [tabs(query, run), form(query, run), found, pages], { refresh, period_ms: query.get("after") ? 0 : 5000 });
 
   async function refresh() {
     const asked = Object.fromEntries(query);
@@ -26,6 +28,12 @@ export function openRollouts({ query }, run) {
   }
 
   return view;
+}
+
+function tabs(query, run) {
+  const [order, desc] = [query.get("order") ?? "", query.get("desc") ?? "true"];
+  const link = ([name, by, direction]) => h("a", { class: "button", href: address(run, with_(query, { order: by, desc: direction, after: "" })), "aria-current": order === by && desc === direction ? "true" : null }, name);
+  return h("nav", { class: "choice", "aria-label": "Order of the groups" }, TABS.map(link));
 }
 
 function form(query, run) {
@@ -59,7 +67,7 @@ export function groupTable(run, groups, empty) {
     ["State", "", (one) => pill(one.reason ?? one.state)],
     ["Prompt", "name", (one) => one.prompt_id],
     ["Version", "number", (one) => count(one.policy_version)],
-    ["Reward", "number", (one) => `${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`],
+    ["Reward", "number", (one) => h("span", { class: one.reward_mean > 0 ? "good" : one.reward_mean < 0 ? "bad" : "" }, `${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)],
     ["|Advantage|", "number", (one) => decimal(one.advantage_abs_mean)],
     ["Rollouts", "number", (one) => count(one.group_size)],
     ["Tokens", "number", (one) => count(one.tokens)],

@@ -20,7 +20,9 @@ from replaybuf.kernel.state.queries import GROUP_STATES, check_record_kept
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.group import hash_name
 
-GroupOrder = Literal["arrival", "reward", "staleness"]
+GroupOrder = Literal["arrival", "reward", "staleness", "longest_tokens", "reward_std"]
+_KEYS = {"reward": "reward_mean", "longest_tokens": "longest_tokens", "reward_std": "reward_std"}
+"""Orders by a column, and its name."""
 WINDOW = 65_536
 """Groups of one window: comparing all columns of one takes about 1 ms."""
 _COLUMNS = ("reward_mean", "policy_version", "source", "adapter")
@@ -178,14 +180,15 @@ class GroupMatcher:
         return matches
 
     def sort_keys(self, columns: Columns) -> npt.NDArray[np.float64]:
-        """Return the keys of the order `reward` or `staleness`."""
-        keys = columns["reward_mean"] if self.query.order == "reward" else self._staleness(columns)
-        return np.asarray(keys, np.float64)
+        """Return the keys of the order asked for, which is not `arrival`."""
+        column = _KEYS.get(self.query.order)
+        return np.asarray(columns[column] if column else self._staleness(columns), np.float64)
 
     def keys_of(self, numbers: Numbers) -> tuple[npt.NDArray[np.float64], Numbers]:
         """Return the keys of these groups and the numbers, without groups that were freed meanwhile."""
         index, rows = self._state.index, self._state.index.rows_of(numbers)
-        return self.sort_keys({name: index[name][rows] for name in _COLUMNS}), index["number"][rows]
+        columns = {name: index[name][rows] for name in {*_COLUMNS, *_KEYS.values()}}
+        return self.sort_keys(columns), index["number"][rows]
 
     def _staleness(self, columns: Columns) -> npt.NDArray[np.int64]:
         places = np.minimum(np.searchsorted(self._codes, columns["adapter"]), len(self._codes) - 1)

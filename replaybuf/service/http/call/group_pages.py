@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from replaybuf.errors import Gone, Invalid
 from replaybuf.kernel.decide.records import check_adapter
 from replaybuf.kernel.rows.index import ENTRY, Numbers
-from replaybuf.kernel.state.group_query import Columns, GroupMatcher, GroupQuery, Ranking, Window
+from replaybuf.kernel.state.group_query import Columns, GroupMatcher, GroupOrder, GroupQuery, Ranking, Window
 from replaybuf.kernel.state.pool import RETIRED
 from replaybuf.kernel.state.queries import GROUP_STATES
 from replaybuf.service.http.body.requests import AFTER, LIMIT, Number, Real, Text, number, optional_number, real, text
@@ -28,7 +28,7 @@ STATE = Text("state", choices=tuple(GROUP_STATES))
 _NUMBERS = tuple(Number(name) for name in ("step", "min_staleness", "max_staleness", "version"))
 _REALS = (Real("min_reward"), Real("max_reward"))
 _NAMES = tuple(Text(name) for name in ("prompt_id", "source", "adapter", "lacks"))
-_ORDER = Text("order", "arrival", ("arrival", "reward", "staleness"))
+_ORDER = Text("order", "arrival", get_args(GroupOrder))
 _DESC = Text("desc", "false", ("true", "false"))
 PARAMETERS: tuple[Number | Real | Text, ...] = (STATE, *_NUMBERS, *_REALS, *_NAMES, _ORDER, _DESC, LIMIT, AFTER)
 
