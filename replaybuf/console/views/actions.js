@@ -77,6 +77,7 @@ export function openActions({ refreshNow }, run) {
       update(foreseen, h("pre", { class: "change" }, lines.join("\n") || "It changes nothing."));
     } catch (error) {
       update(foreseen);
+      if (error.document?.name === "if_revision") return; // the page says already that somebody else changed the run
       if (error.document) editor.blame(error.document);
       else say(error.message, true);
     }
@@ -85,6 +86,7 @@ export function openActions({ refreshNow }, run) {
   const ask = (body) => call("PATCH", runPath(run), { body, query: { dry_run: "true", if_revision: edited } });
 
   async function preview() {
+    clearTimeout(timer);
     const changed = readChange();
     if (!changed) return changed === null && say("You have changed nothing.");
     const answer = await attempt(() => ask(changed));

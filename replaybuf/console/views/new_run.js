@@ -20,7 +20,7 @@ export function openNewRun() {
   const result = h("p", { role: "status", class: "bad" });
   const place = h("div", { class: "quiet" }, "Reading what the service takes …");
   let config = null;
-  loadSchemas().then(
+  const ready = loadSchemas().then(
     (known) => {
       config = configForm(known, PARTS, START, { id: "config", label: "Configuration" });
       place.replaceWith(config.node);
@@ -31,6 +31,7 @@ export function openNewRun() {
   async function submit(event) {
     event.preventDefault();
     update(result, "");
+    await ready; // a quick click waits for the form
     const body = config?.read();
     if (!body) return;
     try {
