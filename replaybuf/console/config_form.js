@@ -15,7 +15,7 @@ export async function loadSchemas() {
 const same = (left, right) => JSON.stringify(left) === JSON.stringify(right);
 
 // `values` are those of the start, `parts` of the configuration become sections: [heading, part or "" for the run's own
-// fields, names of its fields, open]. Other parts of `values` are only in the JSON. `changed` hears of each change.
+// fields, open, names of its fields; all of them if left out]. Other parts of `values` are only in the JSON. `changed` hears of each change.
 export function configForm({ schemas, plugins }, parts, values, { id, label, changed = () => {} }) {
   const form = h("div", { id: `${id}-form`, role: "tabpanel", "aria-labelledby": `${id}-tab-form` });
   const text = h("textarea", { id, spellcheck: "false", "aria-label": label, input: changed });
@@ -42,7 +42,7 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
   }
 
   function set(now) {
-    [original, start] = [now, structuredClone(now)];
+    original = now;
     text.value = JSON.stringify(now, null, 2);
     build(now);
   }
@@ -50,7 +50,7 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
   function build(now) {
     start = structuredClone(now);
     fields = [];
-    form.replaceChildren(...("strategy" in now ? [strategy(now.strategy)] : []), ...parts.map((part) => section(...part, now)));
+    form.replaceChildren(...("strategy" in now ? [strategy(now.strategy)] : []), ...parts.map((part) => section(now, ...part)));
   }
 
   function add(name, schema, value) {
@@ -59,10 +59,10 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
     return made.node;
   }
 
-  function section(heading, part, names, open, now) {
+  function section(now, heading, part, open, only) {
     const of = part ? schemas[schemas.RunConfig.properties[part].$ref.split("/").at(-1)].properties : schemas.RunConfig.properties;
     const values = part ? (now[part] ?? {}) : now;
-    const nodes = names.map((name) => add(part ? `${part}.${name}` : name, of[name], name in values ? values[name] : of[name].default));
+    const nodes = (only ?? Object.keys(of)).map((name) => add(part ? `${part}.${name}` : name, of[name], name in values ? values[name] : of[name].default));
     return h("details", { class: "fields", open }, h("summary", {}, heading), h("div", { class: "grid" }, nodes));
   }
 
@@ -117,7 +117,7 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
 
   // Show a problem of the service at the field that it names; elsewhere if there is none.
   function blame({ name, detail }) {
-    const place = fields.find((one) => one.name === name || `strategy.options.${one.name}` === name);
+    const place = fields.find((one) => one.name === name);
     if (place && !form.hidden) place.blame(detail);
     else wrong.textContent = detail;
   }

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from replaybuf.kernel.strategy.options import meaning_of
 from replaybuf.launch.options import options_of
 from replaybuf.launch.supervisor import Restarts, Seconds
 from replaybuf.wire.config import RunConfig
@@ -212,7 +213,10 @@ SECTIONS = (ServiceSection, EngineSection, GeneratorSection, TrainerSection, Eva
 @functools.cache
 def keys_of(shape: type[Struct]) -> Mapping[str, Key]:
     """Return the keys of a table: the fields of its struct, and the options of the command of a section."""
-    fields = {field.name: Key(field.type, _description(field.type), field.required) for field in _fields(shape)}
+    fields = {
+        field.name: Key(field.type, meaning_of(field.type) or "it has no default", field.required)
+        for field in _fields(shape)
+    }
     return _option_keys(shape) | fields if issubclass(shape, Section) else fields
 
 
@@ -232,11 +236,6 @@ def _option_keys(shape: type[Section]) -> dict[str, Key]:
 def _fields(shape: type[Struct]) -> list[msgspec.structs.FieldInfo]:
     hidden = {"options"} if issubclass(shape, Section) else set()
     return [field for field in msgspec.structs.fields(shape) if field.name not in hidden]
-
-
-def _description(hint: Any) -> str:
-    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((meta.description for meta in reversed(metas) if meta.description), "it has no default")
 
 
 def file_schema() -> dict[str, Any]:

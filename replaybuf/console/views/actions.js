@@ -6,13 +6,8 @@ import { dialog, h, pill, update } from "../dom.js";
 import { counted } from "../format.js";
 import { runView } from "./frame.js";
 
-// Parts of the configuration that a live run can change, and those of them that have fields.
+// Parts of the configuration that a live run can change.
 const CHANGEABLE = ["strategy", "filters", "limits", "batch"];
-const BATCH = ["groups_per_batch", "tokens_per_batch", "tail", "timeout_s", "min_groups"];
-const PARTS = [
-  ["Batch", "batch", BATCH, false],
-  ["Limits", "limits", ["max_tokens_live", "max_bytes_live", "max_bytes_in_memory", "max_group_bytes"], true],
-];
 // After the last key the page asks the service what the change would do.
 const PAUSE_MS = 400;
 
@@ -62,9 +57,11 @@ export function openActions({ refreshNow }, run) {
     const known = await loadSchemas();
     [config, edited, older.textContent] = [stored, revision, ""];
     const values = Object.fromEntries(CHANGEABLE.map((name) => [name, stored[name]]));
-    values.batch = Object.fromEntries(BATCH.map((name) => [name, stored.batch[name]]));
+    const budgets = Object.keys(known.schemas.BatchChange.properties); // other fields of a batch are fixed
+    values.batch = Object.fromEntries(budgets.map((name) => [name, stored.batch[name]]));
     if (editor) return editor.set(values);
-    editor = configForm(known, PARTS, values, { id: "change", label: "Change of the run", changed: () => (clearTimeout(timer), (timer = setTimeout(foresee, PAUSE_MS))) });
+    const parts = [["Batch", "batch", false, budgets], ["Limits", "limits", true]];
+    editor = configForm(known, parts, values, { id: "change", label: "Change of the run", changed: () => (clearTimeout(timer), (timer = setTimeout(foresee, PAUSE_MS))) });
     place.replaceWith(editor.node);
   }
 

@@ -6,13 +6,12 @@ import { h, update } from "../dom.js";
 import { runLink } from "./frame.js";
 
 const START = { strategy: { name: "one-step-off-policy", options: { max_staleness: 1 } }, batch: { groups_per_batch: 16, seq_len: 4096 }, group_size: 8, steps_per_publish: 1 };
-const BATCH = ["groups_per_batch", "tokens_per_batch", "seq_len", "pad_to_multiple_of", "overlong", "tail", "timeout_s", "min_groups"];
 const RUN = ["group_size", "min_group_size", "max_steps", "steps_per_publish", "advantage", "stale_token_mask", "vocab_size", "seed"];
 const PARTS = [
-  ["Batch", "batch", BATCH, true],
-  ["Groups and steps", "", RUN, true],
-  ["Tickets", "tickets", ["prompts", "ttl_s", "max_attempts", "heartbeat_s", "max_failed_share", "on_failed_share"], false],
-  ["Limits", "limits", ["max_tokens_live", "max_bytes_live", "max_bytes_in_memory", "max_group_bytes"], false],
+  ["Batch", "batch", true],
+  ["Groups and steps", "", true, RUN],
+  ["Tickets", "tickets", false],
+  ["Limits", "limits", false],
 ];
 
 export function openNewRun() {

@@ -53,7 +53,9 @@ class OptionHelp(NamedTuple):
 def describe_options(shape: type[msgspec.Struct]) -> list[OptionHelp]:
     """Describe every option of a struct, except those that all plug-ins have."""
     return [
-        OptionHelp(field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field), _meaning(field))
+        OptionHelp(
+            field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field), meaning_of(field.type)
+        )
         for field in msgspec.structs.fields(shape)
         if field.name not in StrategyOptions.__struct_fields__
     ]
@@ -74,12 +76,10 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return _UNSET if default is msgspec.UNSET else msgspec.json.encode(default).decode()
 
 
-def _meaning(field: msgspec.structs.FieldInfo) -> str:
-    """Return the description that stands at the field itself."""
-    texts = [
-        meta.description or "" for meta in getattr(field.type, "__metadata__", ()) if isinstance(meta, msgspec.Meta)
-    ]
-    return texts[-1] if texts else ""
+def meaning_of(hint: Any) -> str:
+    """Return the last description of a type (`msgspec.Meta`); empty without one."""
+    metas = (meta for meta in reversed(getattr(hint, "__metadata__", ())) if isinstance(meta, msgspec.Meta))
+    return next((meta.description for meta in metas if meta.description), "")
 
 
 def _range(kind: msgspec.inspect.Type) -> str:
