@@ -23,7 +23,7 @@ from replaybuf.service.run.cursors import LONGEST_TICK_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.contract import AttachRequest
-from replaybuf.wire.cursors import CursorGap
+from replaybuf.wire.cursors import CursorGap, CursorList
 from tests.conftest import RunClient, ServeProcess, group
 from tests.led_run import append, on_a_run, train
 from tests.service.test_counted import samples
@@ -355,5 +355,35 @@ def test_readers_may_come_and_go_while_a_page_is_made(server: EmbeddedServer) ->
             await asyncio.sleep(0)
         pages = await asyncio.wait_for(asyncio.gather(*readers), 30.0)
         assert all(len(page.items) == 1 for page in pages)
+
+    on_a_run(server, work)
+
+
+def test_a_reply_from_before_a_write_does_not_undo_it(server: EmbeddedServer) -> None:
+    """A checkpoint that read no cursor while one was created would free what its reader has not seen."""
+
+    async def work(store: Store, run: Run) -> None:
+        read, write, written = store.cursors.read, store.cursors.write, asyncio.Event()
+        looks: list[asyncio.Task[CursorList]] = []
+
+        async def read_late(name: str) -> list[bytes]:
+            raw = await read(name)
+            await written.wait()
+            return raw
+
+        async def write_beside_a_look(*args: str | bytes) -> None:
+            looks.append(asyncio.create_task(run.cursors.list_all()))
+            await asyncio.sleep(0)
+            await write(*args)  # type: ignore[arg-type]
+
+        await run.cursors.list_all()
+        with (
+            patch.object(store.cursors, "read", read_late),
+            patch.object(store.cursors, "write", write_beside_a_look),
+        ):
+            await run.cursors.open("c", "stored")
+            written.set()
+            assert [cursor.name for cursor in (await looks[0]).cursors] == ["c"]
+        assert [cursor.name for cursor in (await run.cursors.list_all()).cursors] == ["c"]
 
     on_a_run(server, work)

@@ -39,7 +39,8 @@ LONGEST_TICK_S = 5.0
 class Cursors:
     """Named cursors of readers. They change nothing in the run, but a checkpoint keeps bytes for them.
 
-    Redis changes first, then memory. If the outcome of a write is unknown, the next call reads all of them again.
+    Redis changes first, then memory. If the outcome of a write is unknown, the next call reads all of them again. One
+    call at a time reads or writes them: a reply from before a write would bring back what the write replaced.
     Time without use is counted by the leader alone, from its takeover on: never too much, whatever clocks do.
     `missed` counts what readers missed since this process started: groups and steps that are trimmed, freed groups.
     """
@@ -56,10 +57,19 @@ class Cursors:
 
     async def take_over(self) -> None:
         """Read the cursors again: another server may have changed them. Called while taking over."""
-        self._cursors, self._idle_s = None, {}
-        await self._loaded()
+        async with self._changing:
+            self._cursors, self._idle_s = None, {}
+            await self._loaded()
+
+    async def _current(self) -> dict[str, Cursor]:
+        """Return the cursors by name, once no call changes them."""
+        if self._cursors is not None:
+            return self._cursors
+        async with self._changing:
+            return await self._loaded()
 
     async def _loaded(self) -> dict[str, Cursor]:
+        """Return the cursors by name; the caller holds `_changing`."""
         if self._cursors is None:
             read = map(self._decode, await self._journal.store.cursors.read(self._journal.name))
             self._cursors = {cursor.name: cursor for cursor in read if cursor}
@@ -72,8 +82,8 @@ class Cursors:
             logger.warning("a cursor that does not decode is left out run=%s: %s", self._journal.name, error)
             return None
 
-    async def _find(self, name: str) -> Cursor:
-        cursor = (await self._loaded()).get(name)
+    def _find(self, cursors: dict[str, Cursor], name: str) -> Cursor:
+        cursor = cursors.get(name)
         if cursor is None:
             raise NotFound(f"run {self._journal.name} has no cursor {name!r}", name="name", value=name)
         self._idle_s[name] = 0.0
@@ -132,7 +142,7 @@ class Cursors:
         return page
 
     async def _serve(self, name: str, waiters: Iterable[Waiter[int, Page]]) -> Round[int, Page]:
-        cursor = await self._find(name)
+        cursor = self._find(await self._current(), name)
         served: list[tuple[Waiter[int, Page], Page]] = []
         for waiter in waiters:
             page = find_page(self._journal.state, cursor, waiter.request)
@@ -152,7 +162,7 @@ class Cursors:
         """Record that all groups up to a position are done; an older position changes nothing. Raises `Invalid`."""
         async with self._changing:
             self._journal.check_leading()
-            cursor = await self._find(name)
+            cursor = self._find(await self._loaded(), name)
             position = parse_position(self._journal.state, cursor, text)
             if position > cursor.position:
                 cursor = msgspec.structs.replace(cursor, position=position)
@@ -169,7 +179,7 @@ class Cursors:
     async def list_all(self) -> CursorList:
         """List the cursors by name."""
         self._journal.check_leading()
-        return CursorList(cursors=self.describe(await self._loaded()))
+        return CursorList(cursors=self.describe(await self._current()))
 
     def describe(self, cursors: dict[str, Cursor] | None = None) -> list[CursorState]:
         """Render the cursors that are in memory, by name."""
@@ -178,6 +188,6 @@ class Cursors:
 
     async def kept(self, step: int, keep: int) -> Kept:
         """Return what a checkpoint at `step` keeps for the cursors."""
-        cursors, state = await self._loaded(), self._journal.state
+        cursors, state = await self._current(), self._journal.state
         oldest = sorted({*state.checkpoints, step})[-keep:][0]
         return find_kept(state, list(cursors.values()), oldest)
