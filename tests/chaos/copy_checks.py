@@ -20,8 +20,8 @@ def cursors_read_each_group_once(run: RunHistory) -> Iterator[str]:
         if isinstance(event, CursorMoved):
             done = {event.number}
             continue
-        for name in event.wrong:
-            yield f"the cursor returned other tokens of group {name}, or none"
+        for group in event.wrong:
+            yield f"the cursor returned group {group}; done: {sorted(done)}, page: {event.numbers}"
         if event.numbers:
             first, last = event.numbers[0], event.numbers[-1]
             if event.numbers != list(range(first, last + 1)) and not event.missed:

@@ -219,7 +219,7 @@ class Attacked(Event, frozen=True, kw_only=True):
 
 
 class CursorRead(Call, frozen=True, kw_only=True):
-    """A page of the run's cursor: numbers of its groups, how many `missed` before its end, and those with other tokens.
+    """A page of the run's cursor: numbers of its groups, how many `missed` before its end, what is `wrong`.
 
     `last`: the cursor was read to its end at rest.
     """

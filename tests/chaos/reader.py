@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from replaybuf.client.client import Client
+from replaybuf.wire.browse import StoredGroup
 from tests.chaos.calling import TIMEOUT_S, observed, run_threads, stop_event
 from tests.chaos.content import checksum, tokens_of
 from tests.chaos.history import OK, CursorMoved, CursorRead, Recorder
@@ -30,17 +31,21 @@ def read_page(client: Client, run: str, recorder: Recorder, *, last: bool = Fals
     if asked.result is None:
         recorder.write(CursorRead(**asked.seen))
         return None
-    page, wrong = asked.result, []
-    for group in page.groups:
-        tokens = [checksum(one.prompt_ids + one.completion_ids) for one in group.rollouts or []]
-        if (
-            tokens != [checksum(tokens_of(group.group_id, group.prompt_id, n)) for n in range(len(tokens))]
-            or not tokens
-        ):
-            wrong.append(group.group_id)
+    page = asked.result
+    wrong = [f"{group.group_id} {difference}" for group in page.groups if (difference := _difference_of(group))]
     numbers, missed = [group.number for group in page.groups], page.gap.groups if page.gap else 0
     recorder.write(CursorRead(**asked.seen, numbers=numbers, missed=missed, wrong=wrong, last=last))
     return (numbers[-1], page.position) if numbers else None
+
+
+def _difference_of(group: StoredGroup) -> str | None:
+    """Say what is wrong with the content of a group; None if nothing is."""
+    if not group.rollouts:
+        where = f"number {group.number}, {group.state}, reason {group.reason}, batches {group.batches}"
+        return f"without its tokens: {where}, {group.detail}"
+    tokens = [checksum(one.prompt_ids + one.completion_ids) for one in group.rollouts]
+    right = [checksum(tokens_of(group.group_id, group.prompt_id, n)) for n in range(len(tokens))]
+    return None if tokens == right else "with other tokens"
 
 
 def move(client: Client, run: str, recorder: Recorder, number: int, position: str) -> bool:
