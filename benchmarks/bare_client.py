@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from replaybuf.generator.engines.vllm import COMPLETIONS, _Completion, _Tokens
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 WARM = 64
 Ask = Callable[[str, bytes], Awaitable[bytes]]

@@ -35,7 +35,7 @@ from measured import Measured
 
 from replaybuf.client.client import AsyncClient
 from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy
-from replaybuf.store.durability import Level
+from replaybuf.store.redis.durability import Level
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import AckRecord

@@ -29,7 +29,7 @@ from replaybuf.errors import RunFinished
 from replaybuf.generator.engines import Sampling, VllmEngine
 from replaybuf.generator.environments import load_environment
 from replaybuf.generator.environments.scoring import Scorer
-from replaybuf.generator.groups import new_group
+from replaybuf.generator.group_maker import new_group
 from replaybuf.generator.prompts import Prompts
 from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo import run_file
@@ -38,10 +38,10 @@ from replaybuf.lab.demo.folder import Folder
 from replaybuf.launch.plan import QUIET
 from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.launch.supervisor import Program, Stop, Supervisor
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf.wire.contract import Attachment, Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
-from replaybuf.wire.model_tokenizer import Tokenizer
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 WARM_UP_STEPS = 5
 """First steps, which are not counted: processes start and caches fill."""

@@ -22,7 +22,7 @@ import safetensors.numpy
 import zstandard
 from measured import Measured, Target
 
-from replaybuf.wire.columns import COMPRESSION_LEVEL
+from replaybuf.wire.column.columns import COMPRESSION_LEVEL
 from replaybuf.wire.frame import decode_frame, encode_frame
 from replaybuf.wire.group import Group
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from replaybuf.packing.pack import pack
 from replaybuf.wire.batch import BatchGroup, BatchMeta, BodyExtra, Segment, encode_batch
+from replaybuf.wire.column.token_versions import mask_stale, token_versions
 from replaybuf.wire.group import Group
-from replaybuf.wire.token_versions import mask_stale, token_versions
 
 PROMPT_TOKENS = 128
 VOCABULARY = 150_000

@@ -45,7 +45,7 @@ from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.packing.pack import pack
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import PendingGroup, Store
-from replaybuf.store.durability import Level, WritePolicy
+from replaybuf.store.redis.durability import Level, WritePolicy
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group

@@ -39,7 +39,7 @@ from replaybuf.service.http.routes import application
 from replaybuf.service.run.long_polls import ANSWERED_AT_ONCE
 from replaybuf.service.server import SWITCH_INTERVAL_S, keep_freed_memory
 from replaybuf.store import EmbeddedServer, Store
-from replaybuf.store.durability import WritePolicy
+from replaybuf.store.redis.durability import WritePolicy
 from replaybuf.wire.config import MOST_GROUPS
 from replaybuf.wire.contract import WaitingAnswer
 

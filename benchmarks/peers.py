@@ -39,7 +39,7 @@ from served import Served
 
 from replaybuf.client.client import AsyncClient, Client
 from replaybuf.store import PendingGroup, Store
-from replaybuf.store.durability import WritePolicy
+from replaybuf.store.redis.durability import WritePolicy
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from replaybuf.client import AsyncBatchReader, AsyncClient, BatchReader, Client, ReaderOptions, TrainerSession
     from replaybuf.errors import ReplaybufError
     from replaybuf.kernel.strategy.contract import Strategy
+    from replaybuf.wire.answer.run_status import RunStatus
     from replaybuf.wire.contract import WaitingAnswer
     from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
-    from replaybuf.wire.run_status import RunStatus
 
 __all__ = [
     "AsyncBatchReader",
@@ -43,7 +43,7 @@ _MODULES = {
     "replaybuf.kernel.strategy.contract": ("Strategy",),
     "replaybuf.wire.contract": ("WaitingAnswer",),
     "replaybuf.wire.group": ("Group", "GroupJson", "RolloutJson", "group_from_json"),
-    "replaybuf.wire.run_status": ("RunStatus",),
+    "replaybuf.wire.answer.run_status": ("RunStatus",),
 }
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from replaybuf.kernel.rows.index import ENTRY, NO_PROMPT_INDEX
 from replaybuf.kernel.strategy.contract import Budget, BufferView, Groups
+from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.batch import BatchMeta
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, ConfigRecord
-from replaybuf.wire.run_status import RunStatus
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import replaybuf.store.connection as connection
+import replaybuf.store.redis.connection as connection
 from replaybuf.cli.main import main
 
 COMMAND_TIMEOUT_S = 1.0

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from cyclopts import App
 
-from replaybuf.cli import configuration, runs
+from replaybuf.cli import configuration
+from replaybuf.cli.operate import runs
 from replaybuf.client.exports.reader import ExportReader
 from replaybuf.errors import Invalid
 from replaybuf.generator.prompts.curriculum import read_plan
@@ -31,7 +32,7 @@ from replaybuf.wire.files import (
     TOKENS_BYTES,
     read_bounded,
 )
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.checkpoints.folders import read_state
 from replaybuf_trainer.engine.lora import read_lora
 from replaybuf_trainer.feeds.fake import read_shapes

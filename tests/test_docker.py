@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.service.http.guard.origins import HostNames
 from replaybuf.service.options import ServeOptions
 from replaybuf.store import ServerReport, Store
-from replaybuf.store.embedded import valkey_binary
+from replaybuf.store.redis.embedded import valkey_binary
 from tests.command_lines import calls, options_of
 from tests.conftest import RunClient, ServeProcess, group
 from tests.service.test_evaluations import post, result

@@ -106,7 +106,14 @@ def error_after(statement: str) -> str:
     [
         *("client.client", "client.exports", "client.offline", "client.producers", "client.unpack"),
         *("admission", "environment", "packing", "strategy", "testing"),
-        *("cli.export", "cli.groups", "cli.runs", "cli.status", "cli.strategies", "cli.top.command"),
+        *(
+            "cli.look.export",
+            "cli.look.groups",
+            "cli.operate.runs",
+            "cli.look.status",
+            "cli.strategies",
+            "cli.top.command",
+        ),
         "lab.simulate.command",
     ],
 )

@@ -28,9 +28,9 @@ from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.snapshot import decode_snapshot, restore
 from replaybuf.store import Store, keys
 from replaybuf.store.chunks import split_chunks
-from replaybuf.store.connection import text
 from replaybuf.store.copying import ENTRIES_AT_ONCE, Moment, StreamEntry
 from replaybuf.store.entries import IndexChunk, read_chunk, read_stored
+from replaybuf.store.redis.connection import text
 from replaybuf.version import __version__
 from replaybuf.wire.ledger import decode_record
 

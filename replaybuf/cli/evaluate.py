@@ -17,8 +17,8 @@ from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.options import EvaluateOptions, default_producer
 from replaybuf.generator.preflight import check_tokenizer
 from replaybuf.launch.view import work_bar
-from replaybuf.wire.evaluations import EvaluationRequest
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.answer.evaluations import EvaluationRequest
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 RETRY_FOR_S = 60.0
 

@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 RUN, LOOK, OPERATE, DEVELOP = (
     Group(name, sort_key=place) for place, name in enumerate(("Run", "Look", "Operate", "Develop"))
 )
-_RUNS, _GROUPS, _TOKENS, _STRATEGIES = (f"replaybuf.cli.{name}:" for name in ("runs", "groups", "tokens", "strategies"))
+_RUNS, _GROUPS, _TOKENS, _STRATEGIES = (
+    f"replaybuf.cli.{name}:" for name in ("operate.runs", "look.groups", "operate.tokens", "strategies")
+)
 COMMANDS: dict[Group, dict[str, str | None]] = {
     RUN: {
         "up": "replaybuf.cli.up:up",
@@ -43,34 +45,34 @@ COMMANDS: dict[Group, dict[str, str | None]] = {
         "fetch-weights": None,
     },
     LOOK: {
-        "status": "replaybuf.cli.status:status",
+        "status": "replaybuf.cli.look.status:status",
         "top": "replaybuf.cli.top.command:top",
-        "explain": "replaybuf.cli.explain:explain",
-        "evals": "replaybuf.cli.evaluations:evals",
-        "report": "replaybuf.cli.report:report",
+        "explain": "replaybuf.cli.look.explain:explain",
+        "evals": "replaybuf.cli.look.evaluations:evals",
+        "report": "replaybuf.cli.look.report:report",
         "groups list": f"{_GROUPS}list_",
         "groups show": f"{_GROUPS}show",
         "groups failures": f"{_GROUPS}failures",
         "ledger": f"{_GROUPS}ledger",
-        "export": "replaybuf.cli.export:export",
+        "export": "replaybuf.cli.look.export:export",
     },
     OPERATE: {
         "runs list": f"{_RUNS}list_",
-        "runs show": "replaybuf.cli.status:status",
+        "runs show": "replaybuf.cli.look.status:status",
         "runs create": f"{_RUNS}create",
         "runs set": f"{_RUNS}set_",
         "runs pause": f"{_RUNS}pause",
         "runs resume": f"{_RUNS}resume",
         "runs finish": f"{_RUNS}finish",
         "runs delete": f"{_RUNS}delete",
-        "doctor": "replaybuf.cli.doctor:doctor",
+        "doctor": "replaybuf.cli.operate.doctor:doctor",
         "tokens new": f"{_TOKENS}new",
         "tokens list": f"{_TOKENS}list_",
         "tokens revoke": f"{_TOKENS}revoke",
         "token new": f"{_TOKENS}new",
-        "backup": "replaybuf.cli.backup:backup",
-        "restore": "replaybuf.cli.backup:restore",
-        "import": "replaybuf.cli.export:import_",
+        "backup": "replaybuf.cli.operate.backup:backup",
+        "restore": "replaybuf.cli.operate.backup:restore",
+        "import": "replaybuf.cli.look.export:import_",
         "completion": "replaybuf.cli.completion:completion",
     },
     DEVELOP: {

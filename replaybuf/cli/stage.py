@@ -13,9 +13,9 @@ from cyclopts import Parameter
 from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import RunName
 from replaybuf.client import Client
-from replaybuf.generator.last_failure import report_failure
+from replaybuf.generator.failure.last_failure import report_failure
 from replaybuf.generator.options import default_producer
-from replaybuf.generator.stage_daemon import StageDaemon, load_compute
+from replaybuf.generator.stage.stage_daemon import StageDaemon, load_compute
 from replaybuf.logs import announce
 from replaybuf.wire.late_columns import check_name
 

@@ -19,7 +19,12 @@ from replaybuf.client.http_request import encode_body, finite_metrics, given, se
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import Gone, InvalidGroups
 from replaybuf.missing_run import in_words_of
-from replaybuf.wire.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
+from replaybuf.wire.answer.browse import DeadLetters, GroupPage, LedgerPage, PurgedDeadLetters, StepRecord, StoredGroup
+from replaybuf.wire.answer.cursors import CursorList, CursorPage, CursorState
+from replaybuf.wire.answer.evaluations import Evaluation, EvaluationRequest, Evaluations
+from replaybuf.wire.answer.explain import BatchExplanation
+from replaybuf.wire.answer.overview import History
+from replaybuf.wire.answer.run_status import RunList, RunStatus
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import (
@@ -35,17 +40,12 @@ from replaybuf.wire.contract import (
     Tickets,
     WaitingAnswer,
 )
-from replaybuf.wire.cursors import CursorList, CursorPage, CursorState
-from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
-from replaybuf.wire.explain import BatchExplanation
 from replaybuf.wire.frame import MEDIA_TYPE
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group
 from replaybuf.wire.late_columns import encode_columns, late_columns
-from replaybuf.wire.overview import History
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
-from replaybuf.wire.run_status import RunList, RunStatus
 
 _ABSENT = frozenset({httpx.codes.NOT_FOUND})
 _LOG_EVERY_S = 30.0

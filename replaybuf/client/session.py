@@ -28,9 +28,9 @@ from replaybuf.client.reader import DEFAULTS, BatchReader, HasMeta, ReaderOption
 from replaybuf.client.resume import attach_at, confirm_trainer, settle_at
 from replaybuf.client.retries import Retries
 from replaybuf.errors import Invalid, counted
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.contract import Attachment, WaitingAnswer
-from replaybuf.wire.run_status import RunFacts
 
 if TYPE_CHECKING:
     from replaybuf.wire.plan import Body

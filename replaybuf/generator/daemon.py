@@ -32,22 +32,22 @@ from replaybuf.errors import (
     counted,
     first_error,
 )
-from replaybuf.generator.aggregation import Window
 from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.delivery import EARLY_SHARE, Delivery
-from replaybuf.generator.doomed import Doomed
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scoring
-from replaybuf.generator.failures import Failures
+from replaybuf.generator.failure.failures import Failures
+from replaybuf.generator.failure.last_failure import PRODUCER_FAULT
 from replaybuf.generator.fleet import Fleet, ServerStatus
 from replaybuf.generator.fleet.concurrency import Concurrency
 from replaybuf.generator.group_maker import GroupMaker
 from replaybuf.generator.heartbeats import Heartbeats
 from replaybuf.generator.inflight import InFlight, Job
-from replaybuf.generator.last_failure import PRODUCER_FAULT
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, PromptOrder
-from replaybuf.generator.stages import Rollout, Stage, Stages
+from replaybuf.generator.stage.aggregation import Window
+from replaybuf.generator.stage.stages import Rollout, Stage, Stages
+from replaybuf.generator.staleness import Doomed
 from replaybuf.generator.threads import contained, was_cancelled
 from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.tracing import spans

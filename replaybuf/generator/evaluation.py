@@ -26,8 +26,8 @@ from replaybuf.generator.fleet.publication import SUPERSEDED
 from replaybuf.generator.inflight import InFlight
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.prompts.curriculum import Supply
-from replaybuf.wire.evaluations import EvaluationRequest
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.answer.evaluations import EvaluationRequest
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

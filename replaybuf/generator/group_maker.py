@@ -1,25 +1,33 @@
-"""Makes the scored group of one ticket: prompt, completions, rewards."""
+"""Makes the scored group of one ticket: prompt, requests for its rollouts, rewards, advantages."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
+
+from replaybuf.errors import Invalid, RewardFault
 from replaybuf.generator.engines import Sample, Sampling, request_seed
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.length_penalty import LengthPenalty
 from replaybuf.generator.environments.process_rewards import by_text
 from replaybuf.generator.environments.scoring import Scores, Scoring
+from replaybuf.generator.failure.lost_rollouts import Losses
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.group_requests import GroupRequests
-from replaybuf.generator.groups import new_group
+from replaybuf.generator.fleet.publication import joined, pieces
 from replaybuf.generator.inflight import Job
-from replaybuf.generator.losses import Losses
 from replaybuf.generator.progress import Durations
 from replaybuf.generator.prompts import Encoder, Prompt, PromptOrder
+from replaybuf.kernel.strategy.advantages import PROCESS, group_advantages, process_advantages, zero_variance
 from replaybuf.tracing import spans
-from replaybuf.wire.group import Group
+from replaybuf.wire.contract import Ticket
+from replaybuf.wire.group import Group, Int32s
+from replaybuf.wire.text.pieces import group_of_completions
 
 
 class GroupMaker:
@@ -99,3 +107,97 @@ class GroupMaker:
             self.scoring -= 1
             self._reward_s.add(clock() - began_s)
         return by_text(prompt, scores, sample.completions, self._tokenizer) if scores.process_rewards else scores
+
+
+class GroupRequests:
+    """Samples one group from a fleet, `per_request` rollouts per request (None = all in one).
+
+    Several requests spread a group over the engines, and each fails for itself: `losses` counts its rollouts.
+    """
+
+    def __init__(self, fleet: Fleet, per_request: int | None, losses: Losses) -> None:
+        self._fleet = fleet
+        self._per_request = per_request
+        self._losses = losses
+
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling) -> Sample:
+        """Sample completions, `sampling.n` less the lost ones. Raises as `Fleet.generate`."""
+        parts = split(sampling, self._per_request)
+        if len(parts) == 1:
+            return await self._fleet.generate(prompt_ids, sampling, self._losses)
+        works = [functools.partial(self._fleet.generate, prompt_ids, part, self._losses) for part in parts]
+        samples = await self._losses.gather_rest(works, [part.n for part in parts])
+        self._fleet.check_use(min(sample.policy_version for sample in samples))
+        rollouts = [piece for sample in samples for piece in pieces(sample)]
+        metadata = samples[0].metadata | {"sampling": sampling.record(), "requests": len(parts)}
+        return dataclasses.replace(joined(rollouts, metadata), exact=all(sample.exact for sample in samples))
+
+
+def split(sampling: Sampling, per_request: int | None) -> Sequence[Sampling]:
+    """Split n completions into requests of at most `per_request`, each with a seed of its own if there is one.
+
+    An engine gives completion i of a request the seed + i, so the seeds are those of one request for all.
+    """
+    size = per_request or sampling.n
+    return [
+        dataclasses.replace(
+            sampling,
+            n=min(size, sampling.n - start),
+            seed=None if sampling.seed is None else sampling.seed + start,
+        )
+        for start in range(0, sampling.n, size)
+    ]
+
+
+def new_group(
+    ticket: Ticket,
+    prompt: Prompt,
+    sample: Sample,
+    scores: Scores,
+    *,
+    temperature: float,
+    advantage: str,
+    metadata: dict[str, Any],
+    adapter: str = "",
+) -> Group:
+    """Build a group. Raises `RewardFault` if the rewards give no finite advantages."""
+    rollouts = len(sample.completion_lengths)
+    group = group_of_completions(
+        [prompt.token_ids] * rollouts,
+        sample,
+        rewards=scores.rewards,
+        temperatures=[temperature] * rollouts,
+        group_id=None,  # the service names it after the prompt index, so that a second attempt is a duplicate
+        ticket=ticket.ticket,
+        prompt_index=ticket.prompt_index,
+        prompt_id=prompt.prompt_id,
+        adapter=adapter,
+        reward_parts=scores.parts,
+        metadata=metadata | _source_of(prompt) | prompt.recorded | sample.metadata | _flags(scores),
+    )
+    try:
+        if advantage == PROCESS and scores.process_rewards:
+            return _with_process_advantages(group, scores)
+        return msgspec.structs.replace(group, advantages=group_advantages(advantage, group))
+    except Invalid as error:
+        raise RewardFault("reward_too_large", error.detail, name=error.name, value=error.value) from error
+
+
+def _with_process_advantages(group: Group, scores: Scores) -> Group:
+    """Add advantages per token; that of a rollout, which strategies use, is their mean over sampled tokens."""
+    by_token = process_advantages(scores.process_rewards, group.completion_lengths)
+    starts = np.cumsum(group.completion_lengths) - group.completion_lengths
+    sums = np.add.reduceat(np.where(group.completion_mask, by_token, 0.0), starts)
+    means = sums / np.maximum(group.sampled_lengths, 1.0)
+    return msgspec.structs.replace(group, token_advantages=by_token, advantages=means)
+
+
+def _source_of(prompt: Prompt) -> dict[str, Any]:
+    """Record the source of a prompt, by which strategies mix; the default is the environment."""
+    return {"source": prompt.metadata["source"]} if "source" in prompt.metadata else {}
+
+
+def _flags(scores: Scores) -> dict[str, Any]:
+    """Flag a group with equal rewards and equal process rewards; filters decide whether to drop it."""
+    rewards = [scores.rewards, np.array([reward for stretches in scores.process_rewards for _, reward in stretches])]
+    return {"zero_variance": True} if all(zero_variance(some) for some in rewards if len(some)) else {}

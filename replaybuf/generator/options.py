@@ -17,8 +17,8 @@ from replaybuf.generator.environments.length_penalty import LengthPenaltyOptions
 from replaybuf.generator.fleet import OnPublish
 from replaybuf.generator.fleet.concurrency import Bounds
 from replaybuf.generator.inflight import PATIENCE_S
-from replaybuf.generator.logprobs import LogprobOptions
 from replaybuf.generator.prompts.filters import PromptFilterOptions
+from replaybuf.generator.stage.logprobs import LogprobOptions
 
 LIVE = ("max_inflight_groups", "min_inflight_groups", "temperature", "report_every_s")
 """Options that SIGHUP changes in a running generator."""

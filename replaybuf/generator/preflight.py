@@ -13,8 +13,8 @@ from replaybuf.generator.engines import Server
 from replaybuf.generator.environments.length_penalty import LengthPenalty
 from replaybuf.generator.prompts import Prompt
 from replaybuf.kernel.strategy.advantages import PROCESS, check_estimator
-from replaybuf.wire.model_tokenizer import Tokenizer
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

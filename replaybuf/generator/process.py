@@ -21,9 +21,8 @@ from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.reward_pool import RewardPool
 from replaybuf.generator.environments.scoring import Scorer, Scoring
 from replaybuf.generator.evaluation import Schedule, open_held_out
+from replaybuf.generator.failure.last_failure import report_failure
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.last_failure import report_failure
-from replaybuf.generator.logprobs import open_stages
 from replaybuf.generator.metrics import exposition, serve_metrics
 from replaybuf.generator.options import GenerateOptions
 from replaybuf.generator.preflight import (
@@ -37,10 +36,11 @@ from replaybuf.generator.preflight import (
     warn_of_overlap,
 )
 from replaybuf.generator.prompts.curriculum import Supply
+from replaybuf.generator.stage.logprobs import open_stages
 from replaybuf.generator.staleness import StalenessBound, max_staleness
 from replaybuf.logs import announce
-from replaybuf.wire.model_tokenizer import Tokenizer
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import counted
+from replaybuf.generator.failure.lost_rollouts import LOST_ROLLOUTS
 from replaybuf.generator.fleet import ServerStatus
-from replaybuf.generator.losses import LOST_ROLLOUTS
 from replaybuf.generator.recent import RecentGroups, RecentMeans
-from replaybuf.wire.evaluations import EvaluationRequest
+from replaybuf.wire.answer.evaluations import EvaluationRequest
 from replaybuf.wire.group import Group
 from replaybuf.wire.prepared_types import prepared
 

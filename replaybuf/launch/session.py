@@ -28,10 +28,10 @@ from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, Train
 from replaybuf.launch.supervisor import Stop, Supervisor
 from replaybuf.launch.view import TRAINING, View
 from replaybuf.report import render
+from replaybuf.wire.answer.evaluations import MOST_LISTED
+from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import differing_fields
-from replaybuf.wire.evaluations import MOST_LISTED
-from replaybuf.wire.run_status import RunStatus
 
 POLL_S = 1.0
 HTTP_TIMEOUT_S = 10.0

@@ -18,13 +18,13 @@ from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, fillers, pack
 from replaybuf.packing.rewards import BatchRewards, summarise_rewards
 from replaybuf.wire.batch import BatchMeta, BodyExtra, padded_length
+from replaybuf.wire.column.metadata import encode_within
+from replaybuf.wire.column.token_versions import count_stale, mask_stale
 from replaybuf.wire.config import Cost
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
 from replaybuf.wire.ledger import BatchRecord
-from replaybuf.wire.metadata import encode_within
 from replaybuf.wire.plan import Plan, PlannedGroup, build_body
-from replaybuf.wire.token_versions import count_stale, mask_stale
 
 MOST_METADATA_BYTES = 16 << 20
 """Bytes of JSON that the metadata of all groups of a batch may take: readers of safetensors bound the header."""

@@ -12,9 +12,9 @@ import msgspec
 
 from replaybuf.errors import counted
 from replaybuf.report.charts import COLOURS, Chart, Line, Values, draw, number
-from replaybuf.wire.evaluations import Evaluation
-from replaybuf.wire.overview import History
-from replaybuf.wire.run_status import RunStatus
+from replaybuf.wire.answer.evaluations import Evaluation
+from replaybuf.wire.answer.overview import History
+from replaybuf.wire.answer.run_status import RunStatus
 
 MOST_METRICS = 64
 """Metrics of the trainer that get a chart; the first names by alphabet."""

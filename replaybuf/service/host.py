@@ -46,7 +46,7 @@ from replaybuf.service.turns import in_turns
 from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
 from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

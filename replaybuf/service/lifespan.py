@@ -11,7 +11,7 @@ from replaybuf.service.host import Service
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.tasks import cancel_all
 from replaybuf.store import EmbeddedServer, Store, WritePolicy
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 
 @contextlib.asynccontextmanager

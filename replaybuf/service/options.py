@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 from replaybuf.kernel.state.retention import KEPT_GROUPS
-from replaybuf.store.durability import Level
+from replaybuf.store.redis.durability import Level
 
 BODY_BUDGET_BYTES = 1 << 30
 

@@ -1,12 +1,12 @@
 """Durable storage in Redis streams: keys, the function library, the store, the embedded server."""
 
-from replaybuf.store.durability import WritePolicy
-from replaybuf.store.embedded import EmbeddedServer
-from replaybuf.store.ends import Ends
 from replaybuf.store.entries import IndexChunk, IndexEntry
 from replaybuf.store.groups import AppendResult, PendingGroup
+from replaybuf.store.loss.ends import Ends
+from replaybuf.store.redis.durability import WritePolicy
+from replaybuf.store.redis.embedded import EmbeddedServer
+from replaybuf.store.redis.server import ServerReport
 from replaybuf.store.runs import Lease
-from replaybuf.store.server import ServerReport
 from replaybuf.store.store import Store
 from replaybuf.store.tickets import RunTickets
 

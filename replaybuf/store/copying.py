@@ -15,7 +15,7 @@ import msgspec
 from replaybuf.errors import Conflict, Gone, NoRoom, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
-from replaybuf.store.connection import Connection
+from replaybuf.store.redis.connection import Connection
 from replaybuf.store.runs import DELETING, RESTORING, read_incarnation
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import ADAPTER_NAME

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection
+from replaybuf.store.redis.connection import Connection
 
 
 class CursorStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection
+from replaybuf.store.redis.connection import Connection
 
 KEPT = 10_000
 """Results kept per run; the oldest are removed first."""

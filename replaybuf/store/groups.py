@@ -15,8 +15,6 @@ from replaybuf.kernel.rows.index import encode_entry
 from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
-from replaybuf.store.connection import Connection
-from replaybuf.store.ends import Ends
 from replaybuf.store.entries import (
     EntryStrings,
     IndexChunk,
@@ -27,8 +25,10 @@ from replaybuf.store.entries import (
     read_chunk,
     read_stored,
 )
-from replaybuf.store.faults import dropped_payload
-from replaybuf.store.pipeline import read_values, receive, send
+from replaybuf.store.loss.ends import Ends
+from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.faults import dropped_payload
+from replaybuf.store.redis.pipeline import read_values, receive, send
 from replaybuf.store.spill import SpilledFrames
 from replaybuf.wire.group import Group
 

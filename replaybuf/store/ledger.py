@@ -12,9 +12,9 @@ from redis.exceptions import RedisError
 
 from replaybuf.errors import ServiceUnavailable, Unreadable
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection, text
-from replaybuf.store.faults import data_lost, dropped_payload
-from replaybuf.wire.explain import Candidates
+from replaybuf.store.redis.connection import Connection, text
+from replaybuf.store.redis.faults import data_lost, dropped_payload
+from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
 from replaybuf.wire.prepared_types import prepared
 

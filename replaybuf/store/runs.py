@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection, text
+from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import RUN_NAME
 

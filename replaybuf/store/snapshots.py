@@ -12,9 +12,9 @@ import numpy as np
 
 from replaybuf.errors import Unreadable
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection
 from replaybuf.store.entries import IndexChunk, read_stored
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
+from replaybuf.store.redis.connection import Connection
 from replaybuf.store.tickets import WHOLE
 
 _PROMPTS_PER_CALL = 1_000

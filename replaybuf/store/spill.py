@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from replaybuf.errors import BrokenFrame, Invalid, MissingExtra, SpillAway, Unreadable
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection, text
+from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.spill_folder import SpillFolder, open_folder
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.spill import check_spill_url, encode_stub, is_folder_of, stub_path

@@ -7,8 +7,8 @@ from typing import Any
 
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection
-from replaybuf.store.ends import Ends
+from replaybuf.store.loss.ends import Ends
+from replaybuf.store.redis.connection import Connection
 
 
 class StreamEnds:

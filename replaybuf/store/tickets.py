@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from replaybuf.errors import Unreadable
 from replaybuf.store import keys
-from replaybuf.store.connection import Connection, text
+from replaybuf.store.redis.connection import Connection, text
 
 WHOLE = re.compile(rb"-?[0-9]{1,18}")
 """A counter, as Redis writes it."""

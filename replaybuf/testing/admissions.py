@@ -10,7 +10,7 @@ import numpy as np
 
 from replaybuf.kernel.strategy.admissions import Admission, Refusal
 from replaybuf.testing.rules import require
-from replaybuf.wire.columns import OPTIONAL
+from replaybuf.wire.column.columns import OPTIONAL
 from replaybuf.wire.frame import decode_frame, encode_frame
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.names import REASON_WORD

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Malformed, counted
+from replaybuf.wire.column.token_versions import NO_VERSION
 from replaybuf.wire.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group, Int32s
 from replaybuf.wire.tensor_file import BOOL, FLOAT32, INT32, allocate, split_file, view_tensor
-from replaybuf.wire.token_versions import NO_VERSION
 
 METADATA_KEY = "replaybuf"
 BodyExtra: TypeAlias = Literal["token_versions", "lengths", "reward_parts", "metadata"]

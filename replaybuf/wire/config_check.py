@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import Invalid, counted
+from replaybuf.wire.column.metadata import check_metadata
 from replaybuf.wire.config import (
     ADAPTER_NAME,
     LARGEST_OPTIONS_BYTES,
@@ -19,7 +20,6 @@ from replaybuf.wire.config import (
 )
 from replaybuf.wire.frame import smallest_frame_bytes
 from replaybuf.wire.group import hash_name
-from replaybuf.wire.metadata import check_metadata
 from replaybuf.wire.spill import check_spill_url
 
 

@@ -11,8 +11,8 @@
         24     h  header, msgpack: the fields of the group and, per column, dtype, offset, length, codec
        ...        columns in the header's order, each at a multiple of 64 bytes, without overlap
 
-Numbers are little-endian. `replaybuf.wire.columns` defines the columns and their compression. Producers convert once,
-the service slices, and readers get views into their buffer. A body may hold several frames in a row
+Numbers are little-endian. `replaybuf.wire.column.columns` defines the columns and their compression. Producers convert
+once, the service slices, and readers get views into their buffer. A body may hold several frames in a row
 (`application/vnd.replaybuf.frames`).
 """
 
@@ -27,7 +27,7 @@ import msgspec
 
 from replaybuf.errors import BrokenFrame, TooLarge, counted
 from replaybuf.wire.collector_pause import collector_paused
-from replaybuf.wire.columns import (
+from replaybuf.wire.column.columns import (
     ALIGNMENT_BYTES,
     KINDS,
     PART_PREFIX,

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import BrokenFrame, Invalid, counted
-from replaybuf.wire.columns import ALIGNMENT_BYTES, KINDS, PART_PREFIX, Column
+from replaybuf.wire.column.columns import ALIGNMENT_BYTES, KINDS, PART_PREFIX, Column
 from replaybuf.wire.frame import FORMAT_VERSION, PREFIX, PREFIX_BYTES, check_checksum, check_prefix
 from replaybuf.wire.group import LARGEST_ROLLOUTS, LARGEST_SCORE, LOGPROBS, OPTIONAL_PER_TOKEN, Group
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE

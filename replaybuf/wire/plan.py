@@ -13,11 +13,11 @@ import msgspec
 
 from replaybuf.errors import BrokenFrame, Invalid
 from replaybuf.wire.batch import BatchGroup, BatchMeta, BodyExtra, Segment, encode_batch
+from replaybuf.wire.column.token_versions import mask_stale, token_versions
 from replaybuf.wire.frame import decode_frame, stored_checksum
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
 from replaybuf.wire.late_columns import add_columns, check_columns, decode_columns
-from replaybuf.wire.token_versions import mask_stale, token_versions
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from replaybuf.wire.browse import StoredGroup
+from replaybuf.wire.answer.browse import StoredGroup
 from replaybuf.wire.group import Group
 from tests.generator.doubles import LETTERS
 

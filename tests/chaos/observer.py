@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.client.client import Client
-from replaybuf.wire.browse import GroupPage, GroupSummary
+from replaybuf.wire.answer.browse import GroupPage, GroupSummary
 from tests.chaos.calling import TIMEOUT_S, observed
 from tests.chaos.history import GroupSeen, LedgerSeen, Recorder, StateSeen, now_s
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import redis
 
-from replaybuf.store.embedded import valkey_binary
+from replaybuf.store.redis.embedded import valkey_binary
 from tests.waiting import eventually
 
 END_TIMEOUT_S = 10.0

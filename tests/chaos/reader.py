@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from replaybuf.client.client import Client
-from replaybuf.wire.browse import StoredGroup
+from replaybuf.wire.answer.browse import StoredGroup
 from tests.chaos.calling import TIMEOUT_S, observed, run_threads, stop_event
 from tests.chaos.content import checksum, tokens_of
 from tests.chaos.history import OK, CursorMoved, CursorRead, Recorder

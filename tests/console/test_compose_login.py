@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from replaybuf.store.embedded import valkey_binary
+from replaybuf.store.redis.embedded import valkey_binary
 from tests.conftest import ServeProcess
 from tests.console.test_actions import REFUSED, confirm, give_token
 from tests.test_docker import DOCKER, SERVICES, words

@@ -14,13 +14,13 @@ from replaybuf.kernel.strategy.waiting import BLOCKED_ON
 from replaybuf.plugins.entry_points import STRATEGIES, names
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS
 from replaybuf.service.http.call.reference_pages import http_page, metrics_page
+from replaybuf.wire.answer.run_status import Buckets, Coverage, DropAges, Histograms, RunStatus
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.wire.contract import REASONS
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.group_check import RULES
 from replaybuf.wire.ledger import AnyRecord
 from replaybuf.wire.plan import Plan, PlannedGroup
-from replaybuf.wire.run_status import Buckets, Coverage, DropAges, Histograms, RunStatus
 from tests.conftest import RunClient, group
 
 ROOT = Path(__file__).parents[2]

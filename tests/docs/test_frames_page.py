@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.wire.columns import COMPRESSED_FROM_BYTES, KINDS
+from replaybuf.wire.column.columns import COMPRESSED_FROM_BYTES, KINDS
 from replaybuf.wire.frame import LARGEST_HEADER_BYTES, FrameHeader, encode_frame
 from replaybuf.wire.group import LARGEST_REWARD_PARTS, LARGEST_ROLLOUTS
 from tests.builders import group_of_lengths

@@ -17,7 +17,7 @@ CORPUS = Path(__file__).parent / "corpus"
 NAMES = ("head", "frame", "raw_frame", "body", "json", "batch", "entries", "ticket")
 DECODERS = [
     "replaybuf.wire.batch",
-    "replaybuf.wire.columns",
+    "replaybuf.wire.column.columns",
     "replaybuf.kernel.state.tickets",
     "replaybuf.wire.frame",
     "replaybuf.wire.group",

@@ -25,7 +25,7 @@ from replaybuf.generator.environments import Environment, Score
 from replaybuf.generator.prompts import Prompt
 from replaybuf.wire.frame import decode_frame, split_frames
 from replaybuf.wire.group import Group
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from tests.builders import RUN_STATUS, waiting_answer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz> "

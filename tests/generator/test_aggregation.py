@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.aggregation import MAX_WINDOWS, Aggregator, Window, chunks, window_samples
+from replaybuf.generator.stage.aggregation import MAX_WINDOWS, Aggregator, Window, chunks, window_samples
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 BATCHES = st.lists(st.lists(st.integers(), max_size=9), max_size=20)

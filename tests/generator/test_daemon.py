@@ -16,8 +16,8 @@ from replaybuf.errors import EngineUnfit, Invalid, RunFinished, ServiceUnavailab
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator.engines import VllmEngine, request_seed
 from replaybuf.generator.fleet import ServerStatus
-from replaybuf.generator.logprobs import PolicyStage
-from replaybuf.generator.stages import Computed, Rollout
+from replaybuf.generator.stage.logprobs import PolicyStage
+from replaybuf.generator.stage.stages import Computed, Rollout
 from replaybuf.kernel.state.tickets import is_forgiven
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group, OptionalLogprobs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.generator import doomed
+from replaybuf.generator import staleness
 from replaybuf.generator.environments import Turn
 from replaybuf.kernel.state.tickets import is_failure, is_forgiven
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
@@ -97,7 +97,7 @@ def test_groups_of_weights_that_a_rewind_took_back_are_aborted(tmp_path: Path) -
 
 def test_groups_that_publications_make_too_old_are_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's queue was empty, so their first tokens are of version 0; the bound is 1, and 2 is published."""
-    monkeypatch.setattr(doomed, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(staleness, "LOOK_EVERY_S", 0.01)
 
     async def main() -> None:
         service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
@@ -121,7 +121,7 @@ def test_a_straggler_that_outlasts_stored_groups_saves_tokens_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first group is stored within moments; the second is aborted after more than its time."""
-    monkeypatch.setattr(doomed, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(staleness, "LOOK_EVERY_S", 0.01)
 
     async def main() -> None:
         service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
@@ -177,7 +177,7 @@ def test_groups_that_may_still_wait_in_the_engine_are_not_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request waits: its tokens will be of the new version."""
-    monkeypatch.setattr(doomed, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(staleness, "LOOK_EVERY_S", 0.01)
 
     async def main() -> None:
         service, engine, gate = ServiceDouble(), EngineDouble(), Gate()

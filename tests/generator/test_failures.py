@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.generator.failures import FAULTS_IN_A_ROW, FIRST_PAUSE_S, PAUSE_CEILING_S, SERVER_FAILED, Failures
+from replaybuf.generator.failure.failures import (
+    FAULTS_IN_A_ROW,
+    FIRST_PAUSE_S,
+    PAUSE_CEILING_S,
+    SERVER_FAILED,
+    Failures,
+)
 from replaybuf.kernel.state.tickets import FORGIVEN_REASONS
 
 

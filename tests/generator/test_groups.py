@@ -10,7 +10,7 @@ import pytest
 from replaybuf.errors import RewardFault
 from replaybuf.generator.engines import Sample
 from replaybuf.generator.environments.scoring import Scores
-from replaybuf.generator.groups import new_group
+from replaybuf.generator.group_maker import new_group
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group
 from tests.generator.doubles import make_prompt

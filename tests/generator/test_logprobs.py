@@ -15,13 +15,13 @@ import pytest
 from starlette.responses import Response
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError
-from replaybuf.generator import logprobs as logprobs_module
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import fleet as fleet_module
 from replaybuf.generator.fleet import member as member_module
-from replaybuf.generator.logprobs import EngineStage, LogprobOptions, LogprobStage, PolicyStage, open_stages
-from replaybuf.generator.stages import Rollout
+from replaybuf.generator.stage import logprobs as logprobs_module
+from replaybuf.generator.stage.logprobs import EngineStage, LogprobOptions, LogprobStage, PolicyStage, open_stages
+from replaybuf.generator.stage.stages import Rollout
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.group import Float32s
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, fail, given_logprob, scored

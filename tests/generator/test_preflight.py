@@ -14,8 +14,8 @@ import pytest
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import DataLost, Invalid, NotFound, ServiceUnavailable, Unreadable
 from replaybuf.generator.preflight import check_fit, check_group_size, check_vocabulary, wait_for_run
-from replaybuf.wire.model_tokenizer import Tokenizer
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from tests.generator.doubles import TIMEOUT_S, ServiceDouble, make_prompt, make_tokenizer, write_tokenizer
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from replaybuf.client.client import Client
 from replaybuf.errors import DataLost, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable
-from replaybuf.generator import stage_daemon
-from replaybuf.generator.stage_daemon import StageDaemon
+from replaybuf.generator.stage import stage_daemon
+from replaybuf.generator.stage.stage_daemon import StageDaemon
 
 
 class TroubledClient:

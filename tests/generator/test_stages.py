@@ -11,7 +11,7 @@ import pytest
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.generator.fleet import ServerStatus
-from replaybuf.generator.stages import Computed, Rollout, Stage, Stages
+from replaybuf.generator.stage.stages import Computed, Rollout, Stage, Stages
 from replaybuf.wire.group import Group, OptionalLogprobs
 from replaybuf.wire.group_check import GroupLimits, check_group
 from tests import builders

@@ -12,7 +12,7 @@ import pytest
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator import staleness as staleness_module
 from replaybuf.generator.staleness import StalenessBound
-from replaybuf.wire.run_status import ChosenStrategy, RunFacts
+from replaybuf.wire.answer.run_status import ChosenStrategy, RunFacts
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
 from tests.generator.worlds import run, sampled_by, world
 from tests.waiting import until

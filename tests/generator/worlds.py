@@ -19,9 +19,9 @@ from replaybuf.generator.environments import Environment, MultiTurnEnvironment, 
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.fleet import Fleet
-from replaybuf.generator.logprobs import EngineStage
 from replaybuf.generator.prompts import PromptOrder, Prompts
-from replaybuf.generator.stages import Stage
+from replaybuf.generator.stage.logprobs import EngineStage
+from replaybuf.generator.stage.stages import Stage
 from tests.generator.doubles import (
     TIMEOUT_S,
     EngineDouble,

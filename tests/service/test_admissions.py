@@ -16,8 +16,8 @@ import pytest
 
 from replaybuf.errors import InvalidGroups, NoRoom
 from replaybuf.plugins import entry_points
-from replaybuf.service.run import admissions
-from replaybuf.service.run.admission import Incoming
+from replaybuf.service.run.append import admissions
+from replaybuf.service.run.append.admission import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import AdmissionSpec

@@ -22,8 +22,8 @@ from replaybuf.service.clock import Clock
 from replaybuf.service.run.cursors import LONGEST_TICK_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
+from replaybuf.wire.answer.cursors import CursorGap, CursorList
 from replaybuf.wire.contract import AttachRequest
-from replaybuf.wire.cursors import CursorGap, CursorList
 from tests.conftest import RunClient, ServeProcess, group
 from tests.led_run import append, on_a_run, train
 from tests.service.test_counted import samples

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 import redis
 
+from replaybuf.cli.look.status import show_status
 from replaybuf.cli.service import ServiceOptions
-from replaybuf.cli.status import show_status
 from replaybuf.client.client import Client
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.group import GroupJson, group_from_json

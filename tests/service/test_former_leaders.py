@@ -21,7 +21,7 @@ from replaybuf.backup.source import Source
 from replaybuf.backup.target import open_target
 from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader
 from replaybuf.service.host import Service
-from replaybuf.service.run.admission import Incoming
+from replaybuf.service.run.append.admission import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, SpillSpec

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from replaybuf.errors import NoRoom, NotLeader, ReplaybufError
-from replaybuf.service.run.group_commit import APPEND_CHUNK, GroupCommit
+from replaybuf.service.run.append.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.store import AppendResult, PendingGroup
 from replaybuf.store.chunks import CHUNK_BYTES
 from tests.store.test_store import to_append

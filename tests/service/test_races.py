@@ -20,8 +20,8 @@ from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.body.body_budget import BodyBudget
 from replaybuf.service.http.body.decoders import DecoderPool
 from replaybuf.service.http.guard.auth import Permission, Tokens
-from replaybuf.service.run.admission import Incoming
-from replaybuf.service.run.group_commit import APPEND_CHUNK
+from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_commit import APPEND_CHUNK
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, Ends, PendingGroup, Store

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from replaybuf.cli.look.status import show_status
 from replaybuf.cli.service import ServiceOptions
-from replaybuf.cli.status import show_status
 from replaybuf.client.addresses import addresses_of
 from replaybuf.client.client import AsyncClient, Client
 from replaybuf.errors import Invalid, ServiceUnavailable

@@ -11,9 +11,9 @@ from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.service.clock import Clock
 from replaybuf.service.presence import Presence
 from replaybuf.service.report.state_cache import WAITS_KEPT_S, StateCache
+from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.config import BatchSpec
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.run_status import RunStatus
 from tests.builders import run_config
 
 

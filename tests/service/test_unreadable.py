@@ -12,8 +12,8 @@ import pytest
 import redis
 from rich.console import Console
 
+from replaybuf.cli.look.status import show_status
 from replaybuf.cli.service import ServiceOptions
-from replaybuf.cli.status import show_status
 from replaybuf.service.host import Service
 from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.routes import application

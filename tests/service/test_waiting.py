@@ -12,8 +12,8 @@ import httpx
 import pytest
 from rich.console import Console
 
+from replaybuf.cli.look.status import show_status
 from replaybuf.cli.service import ServiceOptions
-from replaybuf.cli.status import show_status
 from replaybuf.wire.contract import REASONS
 from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 

@@ -13,7 +13,7 @@ import pytest
 
 from replaybuf.errors import Invalid, NoRoom, NotDurable, ServiceUnavailable
 from replaybuf.store import Store, WritePolicy
-from replaybuf.store.durability import LONGEST_WAIT_S, Barrier, ServerSettings, assess
+from replaybuf.store.redis.durability import LONGEST_WAIT_S, Barrier, ServerSettings, assess
 from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey

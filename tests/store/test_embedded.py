@@ -17,7 +17,7 @@ from redis.retry import Retry
 
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.store import EmbeddedServer, Store
-from replaybuf.store import embedded as embedded_module
+from replaybuf.store.redis import embedded as embedded_module
 from tests.store.test_store import to_append
 
 WITHIN_S = 20.0

@@ -11,7 +11,8 @@ import pytest
 import uvloop
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.store import EmbeddedServer, Ends, Store, connection
+from replaybuf.store import EmbeddedServer, Ends, Store
+from replaybuf.store.redis import connection
 from replaybuf.wire.ledger import AckRecord
 from tests.faults import FaultyProxy
 from tests.store.test_store import to_append

@@ -9,7 +9,7 @@ import redis
 import redis.asyncio as aioredis
 
 from replaybuf.store import EmbeddedServer, Store
-from replaybuf.store.pipeline import read_values
+from replaybuf.store.redis.pipeline import read_values
 from tests.store.test_store import with_store
 
 

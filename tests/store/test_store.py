@@ -11,8 +11,9 @@ import pytest
 import redis
 
 from replaybuf.errors import DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
-from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys, pipeline
-from replaybuf.store.server import read_name
+from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys
+from replaybuf.store.redis import pipeline
+from replaybuf.store.redis.server import read_name
 from replaybuf.wire.config import RUN_NAME
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import GroupJson, RolloutJson, group_from_json

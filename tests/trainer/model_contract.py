@@ -18,11 +18,11 @@ import pytest
 
 from replaybuf.errors import EngineFault, Invalid
 from replaybuf.generator.engines import Sampling, VllmEngine
-from replaybuf.generator.logprobs import EngineStage, LogprobOptions, open_stages
 from replaybuf.generator.preflight import check_tokenizer
-from replaybuf.generator.stages import Rollout
+from replaybuf.generator.stage.logprobs import EngineStage, LogprobOptions, open_stages
+from replaybuf.generator.stage.stages import Rollout
 from replaybuf.wire.group import Float32s, Int32s
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.models.logprobs import PackedLogprobs
 from tests.generator.doubles import make_prompt
 

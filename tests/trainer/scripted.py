@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import RunFinished
+from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.contract import Attachment, WaitingAnswer
 from replaybuf.wire.group import group_to_json
-from replaybuf.wire.run_status import RunStatus
 from replaybuf_trainer.checkpoints.folders import latest_checkpoint
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights

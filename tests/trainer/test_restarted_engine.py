@@ -22,7 +22,7 @@ from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompts
 from replaybuf.wire.group import group_to_json
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer

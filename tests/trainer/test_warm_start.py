@@ -14,7 +14,7 @@ from replaybuf.generator.environments import check_prompts, load_environment, sc
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo import folder
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer import warm_start
 from replaybuf_trainer.models.tiny import CHARACTERS, character_tokenizer, new_model
 from replaybuf_trainer.warm_start import Words, collect_words, make, sampled_accuracy

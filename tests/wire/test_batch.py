@@ -30,8 +30,8 @@ from replaybuf.wire.batch import (
     padded_length,
     read_batch,
 )
+from replaybuf.wire.column.token_versions import token_versions
 from replaybuf.wire.group import group_to_json
-from replaybuf.wire.token_versions import token_versions
 from tests.builders import batch_meta, group, group_of_lengths, groups, rollout, steady
 
 PER_TOKEN = {

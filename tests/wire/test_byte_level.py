@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from replaybuf.wire.byte_level import ByteLevel, is_byte_level
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.byte_level import ByteLevel, is_byte_level
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 """One token per byte; ids 0 to 255, but not in the order of the bytes."""

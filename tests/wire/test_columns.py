@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import BrokenFrame, TooLarge
-from replaybuf.wire.columns import ALIGNMENT_BYTES, COMPRESSED_FROM_BYTES, KINDS
+from replaybuf.wire.column.columns import ALIGNMENT_BYTES, COMPRESSED_FROM_BYTES, KINDS
 from replaybuf.wire.frame import LARGEST_FRAME_BYTES, LARGEST_HEADER_BYTES, decode_frame, encode_frame, is_compressed
 from replaybuf.wire.group import LARGEST_REWARD_PARTS, LARGEST_ROLLOUTS, Group
 from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady

@@ -21,7 +21,7 @@ ONE_THREAD = {
     "replaybuf/backup/": "a command, in its event loop",
     "adapters/verifiers/replaybuf_verifiers/worker/": "a process of its own with one event loop",
     "replaybuf/service/http/body/decoder_process.py": "a process of its own with one thread",
-    "replaybuf/service/run/admission_process.py": "a process of its own with one thread",
+    "replaybuf/service/run/append/admission_process.py": "a process of its own with one thread",
     "replaybuf/wire/prepared_types.py": "the guard itself",
 }
 """Folders and files that decode without the guard, and why."""

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import BrokenFrame, Malformed
-from replaybuf.wire.columns import ALIGNMENT_BYTES
+from replaybuf.wire.column.columns import ALIGNMENT_BYTES
 from replaybuf.wire.frame import (
     checksum,
     decode_frame,

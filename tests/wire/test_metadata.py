@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.metadata import DEEPEST, LARGEST_INTEGER, MOST_NESTED, SMALLEST_INTEGER, check_metadata
+from replaybuf.wire.column.metadata import DEEPEST, LARGEST_INTEGER, MOST_NESTED, SMALLEST_INTEGER, check_metadata
 from tests.builders import steady
 
 anything = st.recursive(

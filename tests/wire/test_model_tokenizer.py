@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from tests.generator.doubles import LETTERS, make_tokenizer, write_tokenizer
 
 EOS = len(LETTERS)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
 from replaybuf.service.http.call.calls import CALLS
+from replaybuf.wire.answer.evaluations import EvaluationRequest
 from replaybuf.wire.contract import PolicyRequest, TicketRequest
-from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.names import LONGEST_NAME_BYTES, LONGEST_URI_BYTES, check_string, check_strings
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replaybuf.wire.column.token_versions import NO_VERSION, count_stale, mask_stale, token_versions
 from replaybuf.wire.group import Group, group_to_json
-from replaybuf.wire.token_versions import NO_VERSION, count_stale, mask_stale, token_versions
 from tests.builders import group, groups, rollout, steady
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from replaybuf.client.retries import Retries, Stopped
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.models.policy import Policy
 from replaybuf_trainer.parallel.ranks import Ranks

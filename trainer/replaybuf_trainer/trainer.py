@@ -21,7 +21,7 @@ import torch
 
 from replaybuf.client.retries import Retries, Stopped
 from replaybuf.errors import Invalid
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf_trainer.checkpoints.adapters import check_origin, origin_of
 from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
 from replaybuf_trainer.checkpoints.folders import TrainerState

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from replaybuf.client import Client, ReaderOptions, TrainerSession
 from replaybuf.errors import Invalid, counted
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
 from replaybuf_trainer.report.figures import ack_metrics

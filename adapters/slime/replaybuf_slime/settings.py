@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 from replaybuf.client.peers import check_run_settings, misfit, warn_if_untested
-from replaybuf.wire.run_status import RunStatus
+from replaybuf.wire.answer.run_status import RunStatus
 
 TESTED = ("0.3.1", "0.4")
 DEFAULT_URL = "http://127.0.0.1:8900"

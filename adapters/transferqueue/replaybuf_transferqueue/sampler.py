@@ -35,10 +35,10 @@ from replaybuf.client import Client, attach_at
 from replaybuf.client.peers import misfit
 from replaybuf.client.reader import WaitingLog
 from replaybuf.errors import GroupRejected, Invalid, NoRoom, ServiceUnavailable, WrongStep
+from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.batch import Batch, read_batch
 from replaybuf.wire.contract import Attachment, WaitingAnswer
 from replaybuf.wire.group import Group
-from replaybuf.wire.run_status import RunStatus
 from replaybuf_transferqueue.sampler_settings import Pace, check_run, read_settings
 from replaybuf_transferqueue.trajectories import Trajectory, group_of, trajectories_of, uid_of
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from replaybuf.client.peers import check_run_settings, misfit, warn_if_untested
 from replaybuf.errors import Invalid
-from replaybuf.wire.run_status import RunStatus
+from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf_transferqueue.settings import convert
 
 TESTED = ("0.9.1", "0.9.2")

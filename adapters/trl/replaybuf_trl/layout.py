@@ -13,7 +13,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, packing
 
 from replaybuf.client.peers import Needed, warn_if_untested
 from replaybuf.errors import Invalid
-from replaybuf.wire.run_status import RunStatus
+from replaybuf.wire.answer.run_status import RunStatus
 
 TESTED = ("1.16", "1.17")
 """The first tested version of TRL, and the first one that is not tested. Its async_grpo is experimental and changes."""

@@ -19,7 +19,7 @@ from replaybuf.generator.environments.scoring import Scorer, Scores
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import Source, open_source
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_verifiers import process as taskset_process
 from replaybuf_verifiers.process import PROCESS
 from replaybuf_verifiers.worker.messages import PlayState, Request, TakeTurn

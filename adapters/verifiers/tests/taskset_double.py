@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from replaybuf.wire import pipes
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_verifiers.worker.messages import Described, PlayFailed, Rendering, Scored, TaskRow, Unfit
 from replaybuf_verifiers.worker.plays import Over, Play
 from replaybuf_verifiers.worker.process import run

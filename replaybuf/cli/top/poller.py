@@ -11,8 +11,8 @@ from typing import Self
 
 from replaybuf.cli.fetch import fetch, fetch_first
 from replaybuf.errors import ReplaybufError
+from replaybuf.wire.answer.overview import Flow, Overview
 from replaybuf.wire.contract import ProducerList, ProducerStatus
-from replaybuf.wire.overview import Flow, Overview
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from replaybuf.wire.overview import RunRow
+from replaybuf.wire.answer.overview import RunRow
 
 ORDERS = ("attention", "name", "tokens/s")
 

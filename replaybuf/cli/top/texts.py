@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from replaybuf.wire.answer.overview import RunRow
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.overview import RunRow
 
 
 def age(seconds: float | None) -> str:

@@ -10,15 +10,15 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from replaybuf.cli.bars import draw_bar
+from replaybuf.cli.look.bars import draw_bar
 from replaybuf.cli.service import printable
 from replaybuf.cli.top.poller import Frame
 from replaybuf.cli.top.screen import Screen, attention
 from replaybuf.cli.top.texts import age, amount, count, since, waits
 from replaybuf.errors import counted
 from replaybuf.launch.view import sparkline
+from replaybuf.wire.answer.overview import Flow, RunRow
 from replaybuf.wire.contract import REASONS, ProducerStatus
-from replaybuf.wire.overview import Flow, RunRow
 
 STYLES = ("bold red", "yellow", "", "dim")
 """Of a run, by how much it needs a person."""

@@ -15,7 +15,7 @@ from replaybuf.client.exports.folder import FORMAT, ExportWriter, Manifest
 from replaybuf.client.exports.leftovers import remove_leftovers
 from replaybuf.client.exports.tables import group_row, ledger_row, rollout_rows, step_of
 from replaybuf.errors import Gone, ReplaybufError
-from replaybuf.wire.cursors import CursorGap, CursorPage
+from replaybuf.wire.answer.cursors import CursorGap, CursorPage
 
 PAGE_GROUPS = 500
 PAGE_RECORDS = 1000

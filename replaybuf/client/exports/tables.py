@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.wire.cursors import CursorGroup
+from replaybuf.wire.answer.cursors import CursorGroup
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.prepared_types import prepared

@@ -17,8 +17,8 @@ from replaybuf.errors import GroupRejected, counted
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import OPTIONAL_PER_TOKEN, Bools, Float32s, Group, Int32s
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE, GroupLimits, check_group
-from replaybuf.wire.pieces import Piece, group_of_completions, join_pieces
 from replaybuf.wire.proofs import join_proofs
+from replaybuf.wire.text.pieces import Piece, group_of_completions, join_pieces
 
 Numbers: TypeAlias = Sequence[int] | Sequence[float] | Sequence[bool] | npt.NDArray[Any]
 """A list, an array, or a tensor in the memory of the CPU."""

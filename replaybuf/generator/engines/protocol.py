@@ -7,7 +7,7 @@ import hashlib
 from typing import Any, Protocol
 
 from replaybuf.wire.group import Int32s
-from replaybuf.wire.pieces import Completions
+from replaybuf.wire.text.pieces import Completions
 
 SEED_BITS = 53
 """Every JSON reader keeps 53 bits exactly, and seed + n still fits in 64 bits."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, GroupAborted, counted
 from replaybuf.generator.engines import Load, Sample, Sampling, Server
+from replaybuf.generator.failure.lost_rollouts import Losses
 from replaybuf.generator.fleet.member import STALE, Member, ServerStatus, Shared, stale_fault
 from replaybuf.generator.fleet.publication import (
     SUPERSEDED,
@@ -32,9 +33,8 @@ from replaybuf.generator.fleet.publication import (
     too_old,
     unfinished,
 )
-from replaybuf.generator.losses import Losses
 from replaybuf.wire.group import Int32s
-from replaybuf.wire.pieces import Piece
+from replaybuf.wire.text.pieces import Piece
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from replaybuf.errors import GroupAborted
 from replaybuf.generator.engines.protocol import ABORTED, Sample, Sampling, derived_seed
-from replaybuf.wire.pieces import Piece, join_pieces, merge_spans
+from replaybuf.wire.text.pieces import Piece, join_pieces, merge_spans
 
 OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
 SUPERSEDED = "superseded"

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.column.metadata import check_metadata
 from replaybuf.wire.group import Int32s, TokenIds
-from replaybuf.wire.metadata import check_metadata
 
 _CACHED_EPOCHS = 4
 """Tickets of neighbouring epochs are out at the same time."""
@@ -60,7 +60,7 @@ class PromptOrder(Protocol):
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that prompts need; `replaybuf.wire.model_tokenizer.Tokenizer` has it."""
+    """The part of a tokenizer that prompts need; `replaybuf.wire.text.model_tokenizer.Tokenizer` has it."""
 
     vocab_size: int
 

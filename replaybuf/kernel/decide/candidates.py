@@ -13,8 +13,8 @@ import numpy as np
 from replaybuf.kernel.state.run_state import Attachment, RunState
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.wire.answer.explain import AdapterCandidates, Arrivals, Candidates, Layout
 from replaybuf.wire.contract import Amount
-from replaybuf.wire.explain import AdapterCandidates, Arrivals, Candidates, Layout
 
 
 def count_candidates(state: RunState, selector: Selector, rejected: Mapping[str, int]) -> Candidates:

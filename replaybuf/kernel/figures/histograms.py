@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import DEAD, Index
-from replaybuf.wire.run_status import Coverage
+from replaybuf.wire.answer.run_status import Coverage
 
 STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
 """Three length histograms side by side show whether the buffer favours short groups (length bias)."""

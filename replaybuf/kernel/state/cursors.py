@@ -18,7 +18,7 @@ from replaybuf.errors import Conflict, Invalid, NoRoom
 from replaybuf.kernel.rows.index import Integers
 from replaybuf.kernel.state.group_query import GroupMatcher, GroupQuery
 from replaybuf.kernel.state.run_state import RunState
-from replaybuf.wire.cursors import CursorGap, CursorKind, CursorState
+from replaybuf.wire.answer.cursors import CursorGap, CursorKind, CursorState
 
 MOST_CURSORS = 16
 """Cursors of one run."""

@@ -9,7 +9,7 @@ from replaybuf.kernel.figures.step_figures import StepRow
 from replaybuf.kernel.rows.index import DEAD, EVICTED, Index
 from replaybuf.kernel.state.queries import find_group_state
 from replaybuf.kernel.state.run_state import RunState
-from replaybuf.wire.browse import LifeMoment
+from replaybuf.wire.answer.browse import LifeMoment
 
 _DROPS: dict[str, Literal["evicted", "dead_lettered"]] = {"evicted": "evicted", "dead_lettered": "dead_lettered"}
 

@@ -20,7 +20,7 @@ from replaybuf.plugins.time_limit import (
     TookTooLong,
     call_limited,
 )
-from replaybuf.wire.columns import OPTIONAL
+from replaybuf.wire.column.columns import OPTIONAL
 from replaybuf.wire.config import AdmissionSpec, Limits, RunConfig, StrategySpec
 from replaybuf.wire.config_check import check_run_config
 from replaybuf.wire.late_columns import FIXED_NAMES, MOST_PARTS, check_name

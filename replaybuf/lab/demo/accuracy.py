@@ -17,8 +17,8 @@ from replaybuf.generator.evaluation import open_held_out
 from replaybuf.generator.prompts import Prompt
 from replaybuf.lab.demo.folder import Folder
 from replaybuf.launch.progress import Evaluation, Example
-from replaybuf.wire.evaluations import EvaluationRequest
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.answer.evaluations import EvaluationRequest
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 ENGINE_TIMEOUT_S = 30.0
 SCORE_TIMEOUT_S = 10.0

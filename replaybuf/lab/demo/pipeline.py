@@ -29,7 +29,7 @@ from replaybuf.launch.progress import KILLED, SESSION_EVERY_S, Evaluation, LineR
 from replaybuf.launch.session import HTTP_TIMEOUT_S, POLL_S
 from replaybuf.launch.supervisor import Child, Program, Stop, Supervisor
 from replaybuf.launch.view import View, percent
-from replaybuf.wire.run_status import RunStatus
+from replaybuf.wire.answer.run_status import RunStatus
 
 EVALUATION_SHARES = (0.2, 0.4, 0.6, 0.8)
 """Shares of the steps after which accuracy is measured during the training."""

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.wire.answer.run_status import Coverage
 from replaybuf.wire.ledger import BatchRecord
-from replaybuf.wire.run_status import Coverage
 
 SERIES_POINTS = 400
 """Maximum number of points of a curve over time."""

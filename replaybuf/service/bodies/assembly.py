@@ -24,12 +24,12 @@ from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry, Store
 from replaybuf.store.keys import late_column
 from replaybuf.version import __version__
+from replaybuf.wire.column.token_versions import count_stale
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group, hash_name
 from replaybuf.wire.ledger import BatchRecord, encode_record
 from replaybuf.wire.names import LONGEST_NAME_BYTES
 from replaybuf.wire.plan import PlannedColumn, PlannedGroup, decode_late, decode_payload
-from replaybuf.wire.token_versions import count_stale
 
 Coding = Literal["identity", "zstd"]
 LARGEST_STRINGS_BYTES = 4 * LONGEST_NAME_BYTES

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, pack
 from replaybuf.store import IndexEntry
-from replaybuf.wire.explain import MOST_ROWS, Choice, ChosenGroup, Layout, PackedRank, PackedRow, Packing
+from replaybuf.wire.answer.explain import MOST_ROWS, Choice, ChosenGroup, Layout, PackedRank, PackedRow, Packing
 from replaybuf.wire.ledger import BatchEntry, BatchRecord
 
 Lengths = npt.NDArray[np.int32]

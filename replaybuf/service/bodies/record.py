@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from replaybuf.packing.batches import PackedGroups, completed
-from replaybuf.wire.browse import StepRecord, UsedGroup
+from replaybuf.wire.answer.browse import StepRecord, UsedGroup
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
 from replaybuf.wire.prepared_types import prepared
 

@@ -13,9 +13,9 @@ from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.clock import Clock
 from replaybuf.service.presence import Presence
 from replaybuf.service.report.status import IndexSummary, render_run_state, summarize_index
+from replaybuf.wire.answer.run_status import RunStatus, SpillStatus
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.run_status import RunStatus, SpillStatus
 
 WAITS_KEPT_S = 0.25
 """A strategy may depend on the number of tickets out, which is in no stream: ask it again after this time."""

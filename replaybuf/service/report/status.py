@@ -15,9 +15,7 @@ from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.kernel.strategy.failed_rule import explain_exceeded, read_share
 from replaybuf.service.presence import Presence
-from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.group import hash_name
-from replaybuf.wire.run_status import (
+from replaybuf.wire.answer.run_status import (
     AdapterStatus,
     Buckets,
     ChosenStrategy,
@@ -35,6 +33,8 @@ from replaybuf.wire.run_status import (
     TicketCounts,
     TrainerPresence,
 )
+from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.group import hash_name
 
 
 def render_histograms(histograms: GroupHistograms) -> Histograms:

@@ -31,14 +31,14 @@ from replaybuf.service.bodies.assembly import (
 )
 from replaybuf.service.bodies.record import describe_batch
 from replaybuf.service.bodies.writer import Bodies, Part
-from replaybuf.service.run.eviction import Eviction
+from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.next_batch import NextBatch
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.turns import call_beside
 from replaybuf.tracing import spans
-from replaybuf.wire.browse import StepRecord
+from replaybuf.wire.answer.browse import StepRecord
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
 

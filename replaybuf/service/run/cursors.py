@@ -25,7 +25,7 @@ from replaybuf.kernel.state.cursors import (
 )
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
-from replaybuf.wire.cursors import CursorGap, CursorKind, CursorList, CursorState
+from replaybuf.wire.answer.cursors import CursorGap, CursorKind, CursorList, CursorState
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import msgspec
 from replaybuf.errors import Invalid
 from replaybuf.kernel.decide.records import check_adapter
 from replaybuf.service.run.journal import Journal
-from replaybuf.wire.evaluations import Evaluation, EvaluationRequest, Evaluations
+from replaybuf.wire.answer.evaluations import Evaluation, EvaluationRequest, Evaluations
 from replaybuf.wire.prepared_types import prepared
 
 MOST_SETS = 64

@@ -23,17 +23,17 @@ from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.report.state_cache import StateCache
-from replaybuf.service.run.admission import AdmissionCheck
-from replaybuf.service.run.admissions import Admissions
-from replaybuf.service.run.appends import Appends
-from replaybuf.service.run.arrivals import Arrivals
+from replaybuf.service.run.append.admission import AdmissionCheck
+from replaybuf.service.run.append.admissions import Admissions
+from replaybuf.service.run.append.appends import Appends
+from replaybuf.service.run.append.arrivals import Arrivals
+from replaybuf.service.run.append.eviction import Eviction
+from replaybuf.service.run.append.late_columns import LateColumnWriter
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.evaluations import RecordedEvaluations
-from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
-from replaybuf.service.run.late_columns import LateColumnWriter
 from replaybuf.service.run.lease import LeaseTimer
 from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
@@ -41,9 +41,9 @@ from replaybuf.service.run.spill import Spill
 from replaybuf.service.run.tickets import Tickets
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
+from replaybuf.wire.answer.run_status import ChosenStrategy, RunStatus
 from replaybuf.wire.config import RunConfig, read_config
 from replaybuf.wire.config_patch import ConfigPatch, differing_fields
-from replaybuf.wire.run_status import ChosenStrategy, RunStatus
 
 logger = logging.getLogger(__name__)
 

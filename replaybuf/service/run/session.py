@@ -20,15 +20,15 @@ from replaybuf.kernel.decide.records import (
 )
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
-from replaybuf.service.run.eviction import Eviction
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.turns import call_beside
+from replaybuf.wire.column.metadata import check_metadata
 from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy
-from replaybuf.wire.metadata import check_metadata
 
 logger = logging.getLogger(__name__)
 

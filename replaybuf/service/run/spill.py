@@ -30,7 +30,7 @@ from replaybuf.store.chunks import split_chunks
 from replaybuf.store.groups import with_columns
 from replaybuf.store.keys import late_column
 from replaybuf.store.spill import Move, SpillFiles
-from replaybuf.wire.run_status import SpillStatus
+from replaybuf.wire.answer.run_status import SpillStatus
 from replaybuf.wire.spill import is_stub, is_unfinished, number_in, path_of
 
 logger = logging.getLogger(__name__)

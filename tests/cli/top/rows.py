@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from replaybuf.cli.top.poller import Frame
-from replaybuf.wire.overview import Flow, Overview, RunRow, VersionCounts
+from replaybuf.wire.answer.overview import Flow, Overview, RunRow, VersionCounts
 
 
 def row(run: str, **fields: Any) -> RunRow:

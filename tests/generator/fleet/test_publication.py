@@ -25,7 +25,7 @@ from replaybuf.generator.fleet.publication import (
     too_old,
     unfinished,
 )
-from replaybuf.wire.pieces import Piece
+from replaybuf.wire.text.pieces import Piece
 
 
 def piece_of(versions: list[int], *, first: int = 0, reason: str | None = "stop", finely: bool = False) -> Piece:

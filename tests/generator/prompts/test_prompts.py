@@ -19,7 +19,7 @@ from tests.generator.doubles import make_prompt, make_tokenizer, write_tokenizer
 
 def read(folder: Path, *lines: dict[str, Any] | str, **config: Any) -> list[Prompt]:
     """Write lines as a prompts file and read it."""
-    from replaybuf.wire.model_tokenizer import Tokenizer
+    from replaybuf.wire.text.model_tokenizer import Tokenizer
 
     file = folder / "words.jsonl"
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))

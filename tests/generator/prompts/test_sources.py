@@ -13,7 +13,7 @@ from replaybuf.errors import Invalid, MissingExtra, PromptFault
 from replaybuf.generator.environments import ReasoningGym
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.prompts.sources import TRIED_ROWS, Endless, Source, open_source
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from tests.generator.doubles import write_tokenizer
 
 HERE = "tests.generator.prompt_functions"

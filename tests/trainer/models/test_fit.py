@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.run_status import BatchFacts, RunFacts
+from replaybuf.wire.answer.run_status import BatchFacts, RunFacts
 from replaybuf_trainer.models.fit import attention_bytes, check_fit, tokenizer_size
 from replaybuf_trainer.options import TrainOptions
 from tests.trainer.models.families import tiny

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from replaybuf.errors import Invalid
-from replaybuf.generator.stages import Rollout
+from replaybuf.generator.stage.stages import Rollout
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.group import Float32s
 from replaybuf_trainer.models import logprobs as logprobs_module

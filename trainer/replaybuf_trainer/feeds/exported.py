@@ -9,7 +9,7 @@ from pathlib import Path
 from replaybuf.client.exports.reader import ExportReader
 from replaybuf.client.exports.steps import RecordedSteps, stored_batches
 from replaybuf.errors import Invalid, counted
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
 
 logger = logging.getLogger(__name__)
 

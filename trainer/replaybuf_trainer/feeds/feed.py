@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf.wire.config import Cost
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.reading import TensorBatch
 
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf.wire.config import Cost
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch, read_tensors
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from replaybuf.client.client import Client
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.client.session import TrainerSession
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf.wire.config import Cost
 from replaybuf.wire.contract import BodyOptions, WaitingAnswer
-from replaybuf.wire.run_status import RunFacts
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch, TensorReader

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.run_status import RunFacts
+from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf_trainer.models.loading import read_config
 from replaybuf_trainer.models.packed_forward import attention_of
 from replaybuf_trainer.options import TrainOptions

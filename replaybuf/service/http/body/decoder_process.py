@@ -19,11 +19,11 @@ import msgspec
 
 from replaybuf.errors import Invalid, Malformed, ReplaybufError, TooLarge, counted
 from replaybuf.service.shared_bytes import MESSAGE_BYTES, SharedBytes
+from replaybuf.wire.column.metadata import check_metadata
 from replaybuf.wire.contract import AckRequest
 from replaybuf.wire.decoding import decode_request
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group_json import Body, DecodedGroup, decode_json_groups
-from replaybuf.wire.metadata import check_metadata
 
 MEMORY_BYTES = 120 << 20
 """Memory to decode one body, with the file of its frames, besides the file of its bytes: with both 3 x 64 MiB."""

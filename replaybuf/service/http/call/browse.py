@@ -18,13 +18,13 @@ from replaybuf.service.http.call.group_pages import find_page
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.store.keys import late_column
-from replaybuf.wire.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary, LifeMoment
+from replaybuf.wire.answer.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary, LifeMoment
+from replaybuf.wire.column.metadata import readable
 from replaybuf.wire.frame import decode_frame
 from replaybuf.wire.group import split_rollouts
-from replaybuf.wire.metadata import readable
-from replaybuf.wire.model_tokenizer import Tokenizer
 from replaybuf.wire.plan import decode_late
 from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 MOST_PIECES = 2_000
 """Tokens of a completion that are shown one by one."""

@@ -37,13 +37,14 @@ from replaybuf.service.http.call import (
     overview_calls,
 )
 from replaybuf.service.http.reply import sending
-from replaybuf.wire import browse, contract, cursors, evaluations, overview
+from replaybuf.wire import contract
+from replaybuf.wire.answer import browse, cursors, evaluations, overview
+from replaybuf.wire.answer.explain import BatchExplanation
+from replaybuf.wire.answer.run_status import RunList, RunStatus
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
-from replaybuf.wire.explain import BatchExplanation
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
-from replaybuf.wire.run_status import RunList, RunStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ from replaybuf.service.http.call.browse import fetch_frames, read_content, summa
 from replaybuf.service.http.call.handlers import json_response, leaves
 from replaybuf.service.http.reply.json_pieces import json_in_pieces
 from replaybuf.service.run.served_run import Run
-from replaybuf.wire.cursors import CursorGap, CursorRequest
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.answer.cursors import CursorGap, CursorRequest
 from replaybuf.wire.names import check_string
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 _KIND = Text("kind", choices=("stored", "trained"))
 _LIFETIME_S = Number("lifetime_s", None, 120, 86_400)

@@ -16,7 +16,7 @@ from replaybuf.service.http.body.requests import GENERATION, STEP, Number, numbe
 from replaybuf.service.http.call.handlers import json_response
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside
-from replaybuf.wire.explain import Arrivals, BatchExplanation, Candidates, Choice, Layout, Packing
+from replaybuf.wire.answer.explain import Arrivals, BatchExplanation, Candidates, Choice, Layout, Packing
 from replaybuf.wire.ledger import BatchRecord
 
 SHOWN = Number("limit", 20, 0, 1000)

@@ -46,7 +46,9 @@ from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import in_turns
 from replaybuf.tracing import spans
-from replaybuf.wire.browse import LedgerPage, PurgedDeadLetters
+from replaybuf.wire.answer.browse import LedgerPage, PurgedDeadLetters
+from replaybuf.wire.answer.evaluations import EvaluationRequest
+from replaybuf.wire.answer.run_status import RunList
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
     AppendResults,
@@ -60,9 +62,7 @@ from replaybuf.wire.contract import (
     TicketRequest,
     WaitingAnswer,
 )
-from replaybuf.wire.evaluations import EvaluationRequest
 from replaybuf.wire.names import check_string
-from replaybuf.wire.run_status import RunList
 
 LARGEST_PAGE_BYTES = 8 << 20
 """A page of the ledger ends with the record that exceeds it; 1,000 acks with feedback may have 1 GB."""

@@ -21,7 +21,7 @@ from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside, in_turns
 from replaybuf.version import __version__
-from replaybuf.wire.overview import Flow, History, Overview, RunRow, ShownChange, VersionCounts
+from replaybuf.wire.answer.overview import Flow, History, Overview, RunRow, ShownChange, VersionCounts
 
 REWARDS = 40
 """Newest rows whose rewards a sparkline shows."""

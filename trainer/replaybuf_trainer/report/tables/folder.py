@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.group import TokenIds
-from replaybuf.wire.model_tokenizer import Tokenizer
+from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.ownership import Confirm, may_delete
 from replaybuf_trainer.reading import TensorBatch

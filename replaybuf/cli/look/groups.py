@@ -1,0 +1,179 @@
+"""The commands `replaybuf groups ...` and `replaybuf ledger`: look at what a run holds and what it did."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.text import Text
+
+from replaybuf.cli.service import (
+    DEFAULT_SERVICE,
+    RunName,
+    Service,
+    ServiceOptions,
+    client,
+    print_json,
+    print_table,
+    printable,
+)
+from replaybuf.errors import counted
+from replaybuf.wire.answer.browse import GroupState, GroupSummary, StoredRollout
+
+SHOWN_IDS = 24
+"""Token ids of a completion that are shown where there is no text."""
+SHOWN_LETTERS = 2000
+SHOWN_DETAIL = 200
+"""Letters of a ledger record."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryOptions(ServiceOptions):
+    """Groups to list; all conditions hold."""
+
+    state: GroupState | None = None
+    """live, in_batches, retired, evicted or dead_lettered."""
+    step: int | None = None
+    """Step whose batch used the group."""
+    min_reward: float | None = None
+    """Lowest mean reward."""
+    max_reward: float | None = None
+    """Highest mean reward."""
+    min_staleness: int | None = None
+    """Lowest staleness at the next step to assemble."""
+    max_staleness: int | None = None
+    """Highest staleness at the next step to assemble."""
+    version: int | None = None
+    """Policy version of the group."""
+    prompt_id: str | None = None
+    """Prompt of the group."""
+    source: str | None = None
+    """Source in the group's metadata; "" = none."""
+    adapter: str | None = None
+    """Adapter of the group."""
+    order: Literal["arrival", "reward", "staleness"] = "arrival"
+    """What to sort by."""
+    desc: bool = False
+    """Highest first."""
+    limit: int = 20
+    """Maximum number of groups."""
+    after: int | None = None
+    """The `next` of an earlier page."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerOptions(ServiceOptions):
+    """Records to show."""
+
+    after: int = 0
+    """Show records after this entry."""
+    limit: int = 50
+    """Maximum number of records."""
+
+
+def list_(run: RunName, /, options: Annotated[QueryOptions, Parameter(name="*")] = QueryOptions()) -> None:
+    """List groups of a run by state, step, reward, staleness, version, prompt, source or adapter."""
+    own = {field.name for field in dataclasses.fields(ServiceOptions)}
+    query: dict[str, Any] = {name: value for name, value in dataclasses.asdict(options).items() if name not in own}
+    with client(run, options) as service:
+        page = service.list_groups(**query)
+    if options.json:
+        print_json(page)
+        return
+    columns = ("group", "state", "prompt", ">version", ">reward", ">spread", ">rollouts", ">tokens", "steps")
+    print_table(columns, map(_row, page.groups))
+    if page.next is not None:
+        print(f"more: --after {page.next}")
+
+
+def _row(group: GroupSummary) -> list[object]:
+    state = group.state + (f" ({group.reason})" if group.reason else "")
+    reward, spread = f"{group.reward_mean:.3f}", f"{group.reward_std:.3f}"
+    steps = ", ".join(map(str, group.batches)) or None
+    sizes = [group.group_size, group.tokens]
+    return [group.group_id, state, group.prompt_id, group.policy_version, reward, spread, *sizes, steps]
+
+
+def show(
+    run: RunName, group_id: Annotated[str, Parameter(help="Id of the group.")], /, options: Service = DEFAULT_SERVICE
+) -> None:
+    """Show one group with its rollouts: text where the service has a tokenizer, else token ids."""
+    with client(run, options) as service:
+        group = service.get_group(group_id)
+    if options.json:
+        print_json(group)
+        return
+    console, facts = Console(), msgspec.structs.asdict(group)
+    rollouts = facts.pop("rollouts")
+    facts["arrival_s"] = _time(group.arrival_s)
+    print_table(("of the group", "value"), facts.items(), title=f"group {group.group_id}")
+    for number, rollout in enumerate(rollouts or []):
+        console.rule(f"rollout {number}: {_describe(rollout)}", align="left")
+        console.print(Text(printable(_completion(rollout))))
+    if rollouts is None:
+        console.print("its bytes are freed" if group.detail is None else Text(printable(group.detail)))
+
+
+def _describe(rollout: StoredRollout) -> str:
+    parts = [f"reward {rollout.reward:g}", counted(len(rollout.completion_ids), "token")]
+    parts += [f"advantage {rollout.advantage:.3f}"] if rollout.advantage is not None else []
+    return ", ".join([*parts, *([rollout.finish_reason] if rollout.finish_reason else [])])
+
+
+def _completion(rollout: StoredRollout) -> str:
+    if isinstance(rollout.completion_text, str):
+        text, length = rollout.completion_text[:SHOWN_LETTERS], len(rollout.completion_text)
+        return text + (f" ... {counted(length - SHOWN_LETTERS, 'more letter')}" if length > SHOWN_LETTERS else "")
+    ids = rollout.completion_ids
+    more = f" ... {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+    return " ".join(map(str, ids[:SHOWN_IDS])) + more
+
+
+def failures(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
+    """Show the newest failure of each producer of a run, with its traceback."""
+    with client(run, options) as service:
+        failed = {one.name: one.failure for one in service.list_producers() if one.failure is not None}
+    if options.json:
+        print_json(failed)
+        return
+    console = Console()
+    for name, failure in failed.items():
+        where = "" if failure.prompt_index is None else f" at prompt {failure.prompt_index}"
+        since = "no group stored since" if failure.lasts else "groups stored since"
+        head = f"{name}: {failure.reason}{where} {failure.age_s:.0f} s ago, {since}"
+        console.rule(Text(printable(head)), align="left")
+        console.print(Text(printable(failure.traceback)))
+    if not failed:
+        print("nothing to show")
+
+
+def ledger(run: RunName, /, options: Annotated[LedgerOptions, Parameter(name="*")] = LedgerOptions()) -> None:
+    """Show the ledger of a run: batches, acks, publications, checkpoints, rewinds and changes."""
+    with client(run, options) as service:
+        page = service.get_ledger(options.after, options.limit)
+    if options.json:
+        print_json(page)
+        return
+    print_table((">entry", "time (UTC)", "type", "detail"), map(_record_row, page.records))
+    if page.next is not None:
+        print(f"more: --after {page.next}")
+
+
+def _record_row(record: dict[str, Any]) -> list[object]:
+    rest = {name: value for name, value in record.items() if name not in ("entry", "type", "at_s")}
+    if isinstance(rest.get("groups"), list):
+        rest["groups"] = len(rest["groups"])
+    if "config" in rest:
+        rest["config"] = "see --json"
+    detail = ", ".join(f"{name} {msgspec.json.encode(value).decode()}" for name, value in rest.items())
+    short = detail if len(detail) <= SHOWN_DETAIL else f"{detail[:SHOWN_DETAIL]} ..."
+    return [record["entry"], _time(record.get("at_s", 0.0)), record["type"], short]
+
+
+def _time(at_s: float) -> str | None:
+    """Write a time in seconds since the epoch for people; 0 = unknown."""
+    return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%Y-%m-%d %H:%M:%S}" if at_s else None

@@ -1,0 +1,323 @@
+"""Stages that compute logprobs of given tokens, with inference servers or a model in this process.
+
+The weights of reference and teacher never change; servers of the policy get its weights like those that sample. A
+local model is a plug-in of the group `replaybuf.logprobs`, called with its folder: the core does not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from replaybuf.client.producers.failures import redact
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError, counted
+from replaybuf.generator.engines import Server, VllmEngine
+from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, ServerStatus, stale_fault
+from replaybuf.generator.fleet.publication import ahead, stale
+from replaybuf.generator.preflight import check_least
+from replaybuf.generator.stage.stages import Computed, Rollout, Stage, stage_name
+from replaybuf.generator.threads import Worker
+from replaybuf.plugins import entry_points as plugins
+from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
+
+logger = logging.getLogger(__name__)
+
+MODEL_PLUGIN = "torch"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogprobOptions:
+    """Sources of logprobs in addition to those of the sampling engines.
+
+    Parameters
+    ----------
+    ref_engine
+        vLLM server of the reference model; adds ref_logprobs to groups. Separate several servers by commas.
+    ref_model
+        Model folder of the reference model; use it instead of ref_engine. torch computes ref_logprobs in this process.
+    ref_served_name
+        Name of the reference model on its servers; default: the first model that they serve.
+    ref_micro_batch
+        Rollouts per request for ref_logprobs.
+    old_engine
+        vLLM server of the policy; adds old_logprobs of one weight version to each group. The trainer must load the
+        weights into it. Separate several servers by commas. A sampling engine is allowed.
+    old_served_name
+        Name of the policy on these servers; default: its name on the sampling engines.
+    old_micro_batch
+        Rollouts per request for old_logprobs.
+    teacher_engine
+        vLLM server of a teacher model; adds teacher_logprobs to groups. Separate several servers by commas.
+    teacher_served_name
+        Name of the teacher on its servers; default: the first model that they serve.
+    teacher_micro_batch
+        Rollouts per request for teacher_logprobs.
+    """
+
+    ref_engine: str | None = None
+    ref_model: Path | None = None
+    ref_served_name: str | None = None
+    ref_micro_batch: int = 8
+    old_engine: str | None = None
+    old_served_name: str | None = None
+    old_micro_batch: int = 8
+    teacher_engine: str | None = None
+    teacher_served_name: str | None = None
+    teacher_micro_batch: int = 8
+
+    def check(self) -> None:
+        """Raise `Invalid` if options are out of bounds or contradict each other."""
+        for column in OPTIONAL_LOGPROBS:
+            urls, _, micro_batch = self.servers(column)
+            check_least(f"{stage_name(column)}_micro_batch", micro_batch, 1)
+            for url in urls:
+                if not url.startswith(("http://", "https://")):
+                    name = f"{stage_name(column)}_engine"
+                    detail = f"{name} is {url!r}; it must be the address of a vLLM server: http://HOST:PORT"
+                    raise Invalid(detail, name=name, value=url)
+        if self.ref_engine is not None and self.ref_model is not None:
+            raise Invalid("ref_engine and ref_model are both set; set one of them", name="ref_model")
+
+    def servers(self, column: OptionalLogprobs) -> tuple[list[str], str | None, int]:
+        """Return the addresses of the servers of a column, the model name there, and rollouts per call."""
+        name = stage_name(column)
+        addresses, served_name, micro_batch = (
+            getattr(self, f"{name}_{what}") for what in ("engine", "served_name", "micro_batch")
+        )
+        return [] if addresses is None else [url.strip() for url in addresses.split(",")], served_name, micro_batch
+
+
+class LogprobModel(Protocol):
+    """A model in this process; `max_tokens`: of the longest rollout, None = any."""
+
+    max_tokens: int | None
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
+        """Return the logprob of every completion token, float32 [C] in nats, for each rollout; called in one thread."""
+
+
+class EngineStage(Stage):
+    """Stage with servers of one model that never changes; their faults are handled as those of servers that sample.
+
+    If no server is up, a micro-batch waits up to `patience_s` seconds.
+    """
+
+    def __init__(
+        self, column: OptionalLogprobs, servers: Sequence[VllmEngine], micro_batch: int, *, patience_s: float = 30.0
+    ) -> None:
+        self.column: OptionalLogprobs = column
+        self.micro_batch = micro_batch
+        self._servers = {server.url: server for server in servers}
+        self._patience_s = patience_s
+        self._fleet = Fleet(servers, patience_s=patience_s)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Longest rollout in tokens: vLLM needs space for one more."""
+        longest = self._fleet.max_model_len
+        return None if longest is None else longest - 1
+
+    def record(self) -> dict[str, Any]:
+        """Return the metadata of groups about this stage."""
+        return {"engines": list(self._servers), "model": next(iter(self._servers.values())).model}
+
+    async def prepare(self, timeout_s: float, policy: Sequence[Server]) -> None:
+        """Wait for the servers. Raises as `Fleet.prepare`, `EngineUnfit` if one serves the policy itself."""
+        await self._fleet.prepare(timeout_s)
+        sampling = {(server.url, server.model) for server in policy}
+        for server in self._servers.values():
+            if (server.url, server.model) in sampling:
+                detail = (
+                    f"engine {server.url} serves {server.model!r} for {self.column} and for the policy, whose weights "
+                    "change; use another server or served name"
+                )
+                raise EngineUnfit("engine_unfit", detail, name="engine", value=server.url)
+
+    @property
+    def waiting(self) -> str | None:
+        """Reason why no server is up; None if one is."""
+        return self._fleet.waiting
+
+    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
+        """Compute all with one server; see `Stage.compute`."""
+        return await self._fleet.ask(_tokens(rollouts), lambda server: self._compute(server.url, rollouts))
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Return as soon as a server is up; see `Stage.wait_ready`."""
+        await self._fleet.wait_ready(timeout_s)
+
+    def status(self) -> tuple[ServerStatus, ...]:
+        """Return the status of every server."""
+        return self._fleet.status()
+
+    async def aclose(self) -> None:
+        """Stop probing and close the connections."""
+        await self._fleet.aclose()
+
+    async def _compute(self, url: str, rollouts: Sequence[Rollout]) -> Computed:
+        given = await self._servers[url].logprobs_of([rollout.token_ids for rollout in rollouts])
+        values = [logprobs[len(rollout.prompt_ids) :] for logprobs, rollout in zip(given, rollouts, strict=True)]
+        for logprobs, rollout in zip(values, rollouts, strict=True):
+            lacking = np.flatnonzero(rollout.sampled & ~np.isfinite(logprobs))
+            if len(lacking):
+                at = int(lacking[0])
+                detail = (
+                    f"engine {url} returned no finite logprob for {counted(len(lacking), 'sampled token')}; the "
+                    f"first is {rollout.completion_ids[at]} at {at} of the completion"
+                )
+                raise EngineFault("engine_bad_answer", detail, name="engine", value=url)
+        return Computed(values)
+
+
+class PolicyStage(EngineStage):
+    """Stage with servers that get the policy's weights: each micro-batch is computed by one version.
+
+    The version is read before and after a micro-batch; if it changed meanwhile, the micro-batch is computed again. A
+    server with an older version than the published one is suspended until it has it, like one that samples. A server
+    with the published version, but an older one than the rollouts, will get it soon: at most `patience_s` seconds.
+    """
+
+    _published: int | None = None
+
+    async def prepare(self, timeout_s: float, policy: Sequence[Server]) -> None:
+        """Wait for the servers. Raises as `Fleet.prepare`, `EngineUnfit` if one does not report its version."""
+        await self._fleet.prepare(timeout_s)
+        for server in self._servers.values():
+            await self._version_of(server)
+
+    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
+        """Compute all with one server, by `least_version` or a newer one; see `Stage.compute`."""
+        clock = asyncio.get_running_loop().time
+        ends_s = clock() + self._patience_s
+        while True:
+            try:
+                return await self._fleet.ask(
+                    _tokens(rollouts), lambda server: self._by_one_version(server.url, rollouts, least_version)
+                )
+            except EngineAway as error:
+                if error.reason != BEHIND or clock() >= ends_s:
+                    raise
+                logger.info("%s: waiting for new weights: %s", self.column, error)
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    def learn_published(self, version: int) -> None:
+        """Suspend servers without this version; see `Fleet.learn_published`."""
+        self._published = version
+        self._fleet.learn_published(version)
+
+    async def _by_one_version(self, url: str, rollouts: Sequence[Rollout], least_version: int) -> Computed:
+        server = self._servers[url]
+        before = await self._version_of(server)
+        if stale(before, self._published) or ahead(before, self._published):
+            raise stale_fault(url, f"version {before}", self._published)
+        if before < least_version:
+            detail = f"engine {url} has version {before}; the rollouts were sampled by {least_version}"
+            raise EngineAway(BEHIND, detail, name="engine", value=url, bound=least_version)
+        computed = await self._compute(url, rollouts)
+        after = await self._version_of(server)
+        if after != before:
+            detail = f"engine {url} had version {before} before it computed and {after} after"
+            raise EngineAway("engine_version_changed", detail, name="engine", value=url)
+        return Computed(computed.values, after)
+
+    async def _version_of(self, server: VllmEngine) -> int:
+        version = await server.loaded_version()
+        if version is None:
+            how = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+            detail = f"engine {server.url} reports no policy version, which {self.column} need; {how}"
+            raise EngineUnfit("engine_unfit", detail, name="engine", value=server.url)
+        return version
+
+
+class ModelStage(Stage):
+    """Stage with a model in a thread of this process: one micro-batch at a time, each for at most `timeout_s`.
+
+    A thread cannot be ended, so a micro-batch that takes longer ends `generate`.
+    """
+
+    max_tokens: int | None = None
+
+    def __init__(self, column: OptionalLogprobs, folder: Path, micro_batch: int, timeout_s: float) -> None:
+        self.column: OptionalLogprobs = column
+        self.micro_batch = micro_batch
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._worker = Worker([])
+        self._turn = asyncio.Lock()
+        self._model: LogprobModel | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return the metadata of groups about this stage."""
+        return {"model": str(self._folder)}
+
+    async def prepare(self) -> None:
+        """Load the model. Raises `Invalid` if the folder holds none, `MissingExtra` without torch."""
+        load = plugins.load(plugins.LOGPROBS, MODEL_PLUGIN)
+        model: LogprobModel = await asyncio.wrap_future(self._worker.do(lambda: load(self._folder)))
+        self._model, self.max_tokens = model, model.max_tokens
+
+    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
+        """Compute in the thread. Raises `EngineFault` (`model_raised`), `ReplaybufError` if it is late."""
+        model = self._model
+        if model is None:
+            raise ReplaybufError("compute was called before prepare", name=self.column)
+        async with self._turn:
+            try:
+                async with asyncio.timeout(self._timeout_s) as limit:
+                    return Computed(await asyncio.wrap_future(self._worker.do(lambda: model.logprobs(rollouts))))
+            except Exception as error:  # a model may raise anything, for example without memory
+                what = (
+                    f"{self._folder} with {counted(len(rollouts), 'rollout')}, {counted(_tokens(rollouts), 'token')},"
+                )
+                if limit.expired():
+                    detail = f"{what} did not finish within {self._timeout_s:g} s; use smaller micro-batches"
+                    raise ReplaybufError(detail, name="micro_batch", bound=self._timeout_s) from None
+                raise EngineFault("model_raised", redact(f"{what} raised {error!r}"), name="model") from error
+
+
+def _tokens(rollouts: Sequence[Rollout]) -> int:
+    return sum(len(rollout) for rollout in rollouts)
+
+
+LogprobStage = EngineStage | ModelStage
+
+
+async def open_stages(
+    options: LogprobOptions,
+    stack: AsyncExitStack,
+    *,
+    policy: Sequence[Server],
+    timeout_s: float,
+    start_timeout_s: float,
+    api_key: str | None = None,
+) -> list[LogprobStage]:
+    """Open the stages of checked `options`, in the order in which groups pass them; `stack` closes them.
+
+    `policy`: the prepared servers that sample; `timeout_s` limits one call of a stage. Raises `Invalid`,
+    `MissingExtra`, `EngineAway` if a server is not up after `start_timeout_s`, `EngineUnfit`.
+    """
+    stages: list[LogprobStage] = []
+    if options.ref_model is not None:
+        local = ModelStage("ref_logprobs", options.ref_model, options.ref_micro_batch, timeout_s)
+        await local.prepare()
+        stages.append(local)
+    for column in OPTIONAL_LOGPROBS:
+        urls, name, micro_batch = options.servers(column)
+        if not urls:
+            continue
+        of_policy = column == "old_logprobs"
+        if of_policy and name is None:
+            name = next((server.model for server in policy), None)
+        servers = [VllmEngine(url, timeout_s=timeout_s, model=name, api_key=api_key) for url in urls]
+        remote = (PolicyStage if of_policy else EngineStage)(column, servers, micro_batch)
+        stack.push_async_callback(remote.aclose)
+        await remote.prepare(start_timeout_s, policy)
+        stages.append(remote)
+    return stages

@@ -1,0 +1,261 @@
+"""Appends of one run: check groups, store them, read them into the index.
+
+Admission plug-ins take long, so they are asked before the history lock is taken: cheap checks, plug-ins, and under the
+lock the cheap checks again, because a rewind or a change may have come meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from msgspec import UNSET
+
+from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, RunFinished, TooLarge
+from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room
+from replaybuf.kernel.state.limits import Load
+from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, RUN_FINISHED, AdmissionCheck, Incoming
+from replaybuf.service.run.append.admissions import Admissions, PluginTime
+from replaybuf.service.run.append.arrivals import Arrivals
+from replaybuf.service.run.append.group_commit import APPEND_CHUNK, GroupCommit
+from replaybuf.service.run.history_lock import HistoryLock
+from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.side_state import SideState
+from replaybuf.service.run.spill import Spill
+from replaybuf.service.turns import Turn
+from replaybuf.store import AppendResult, PendingGroup
+from replaybuf.store.chunks import Chunk
+from replaybuf.tracing import spans
+from replaybuf.wire import contract
+from replaybuf.wire.config import AdmissionSpec
+
+
+class Appends:
+    """Stores the groups that producers send to one run."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        side_state: SideState,
+        selector: Selector,
+        admission: AdmissionCheck,
+        arrivals: Arrivals,
+        history_lock: HistoryLock,
+        spill: Spill,
+        admissions: Admissions,
+    ) -> None:
+        self._journal = journal
+        self._admissions = admissions
+        self._side_state = side_state
+        self._selector = selector
+        self._admission = admission
+        self._arrivals = arrivals
+        self._history_lock = history_lock
+        self._spill = spill
+        self._entering = Load()
+        self._commit = GroupCommit(self._publish)
+        self.used = False
+        """Whether a group came this way since the server started."""
+        self.truncated = 0
+        """Groups with rollouts cut to `batch.seq_len`."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no group is being stored."""
+        return not self._entering.groups
+
+    async def append(self, incoming: AsyncIterator[Incoming]) -> list[contract.AppendResult]:
+        """Store groups in chunks, as they arrive; return one result each.
+
+        Raises `TooLarge`, `RunFinished` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be
+        stored, and what `incoming` raises.
+        """
+        results: list[contract.AppendResult] = []
+        chunk, plugin_time = Chunk[Incoming](APPEND_CHUNK), PluginTime()
+        async for item in incoming:
+            if not chunk.fits(needed := item.nbytes):
+                results += await self._append(chunk.take(), plugin_time)
+            chunk.add(item, needed)
+        if chunk.items:
+            results += await self._append(chunk.items, plugin_time)
+        # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
+        reasons = Counter(result.reason or "" for result in results if result.status == "rejected")
+        await self._side_state.count_rejected(reasons)
+        if all(result.status == "rejected" for result in results):
+            raise _refusal(results)
+        return results
+
+    async def _append(self, chunk: Sequence[Incoming], plugin_time: PluginTime) -> list[contract.AppendResult]:
+        results: dict[int, contract.AppendResult] = {}
+        specs = self._journal.config.admissions
+        verdicts, overdue = await self._ask_plugins(chunk, specs, plugin_time) if specs else ([None] * len(chunk), None)
+        chunk = chunk[: len(verdicts)]
+        taken, appended, began_ns = Load(), [], time.time_ns()
+        await self._spill.make_room(self._entering.in_memory + sum(item.nbytes for item in chunk))
+        try:
+            async with self._history_lock.shared():
+                token = self._journal.check_leading()
+                if self._journal.config.admissions != specs:
+                    raise NoRoom("the admission plug-ins have changed; send the groups again", name="admissions")
+                ready = await self._check(chunk, verdicts, results)
+                fits, refusal = await self._fitting([item for _, item in ready])
+                entering = [item for _, item in ready[:fits]]
+                # Reserve what they take until they are in the index.
+                taken = sum(map(_load, entering), Load())
+                self._entering += taken
+                appended = await self._commit.append(entering, token)
+            spans.store_groups(self._journal.name, (one.group_id for one in appended if one.stored), began_ns)
+            if appended:
+                self.used = True
+                await self._arrivals.settle()
+        finally:
+            self._entering -= taken
+        for (position, _), outcome in zip(ready, appended, strict=False):
+            results[position] = _result(outcome)
+        if overdue := refusal or overdue:
+            raise overdue
+        return [results[position] for position in range(len(chunk))]
+
+    async def _ask_plugins(
+        self, chunk: Sequence[Incoming], specs: Sequence[AdmissionSpec], plugin_time: PluginTime
+    ) -> tuple[list[GroupRejected | None], NoRoom | None]:
+        """Return what the admission plug-ins say about the first groups, and why the next one was not asked about.
+
+        They see no group that is rejected without them, and no repeat of a stored one.
+        """
+        journal, verdicts = self._journal, list[GroupRejected | None]()
+        identities = [self._admission.identity(item) for item in chunk]
+        numbers = await journal.store.groups.find_numbers(journal.name, [name for pair in identities for name in pair])
+        for item, by_id, by_prompt in zip(chunk, numbers[::2], numbers[1::2], strict=True):
+            verdict = None
+            if by_id is None and by_prompt is None:
+                try:
+                    pending = await self._check_one(item)
+                    verdict = await self._admissions.check(pending, specs, plugin_time.until_s)
+                except GroupRejected:
+                    pass  # for a reason that is found again under the lock
+                except NoRoom as error:
+                    return verdicts, error
+            verdicts.append(verdict)
+        return verdicts, None
+
+    async def _check(
+        self,
+        chunk: Sequence[Incoming],
+        verdicts: Sequence[GroupRejected | None],
+        results: dict[int, contract.AppendResult],
+    ) -> list[tuple[int, PendingGroup]]:
+        """Return accepted groups with their position; write the results of the others to `results`."""
+        ready: list[tuple[int, PendingGroup]] = []
+        refused: dict[int, GroupRejected] = {}
+        turn = Turn()
+        for position, (item, verdict) in enumerate(zip(chunk, verdicts, strict=True)):
+            try:
+                pending = await self._check_one(item)
+                if verdict:
+                    raise verdict
+                ready.append((position, pending))
+                self.truncated += item.group is not None and item.group.tokens > pending.group.tokens
+            except GroupRejected as rejection:
+                refused[position] = rejection
+            await turn.pause()
+        if refused:
+            await self._answer_refused(chunk, refused, results)
+        return ready
+
+    async def _check_one(self, item: Incoming) -> PendingGroup:
+        if item.nbytes <= LARGE_GROUP_BYTES:
+            return self._admission.check(item)
+        return await asyncio.to_thread(self._admission.check, item)
+
+    async def _answer_refused(
+        self,
+        chunk: Sequence[Incoming],
+        refused: Mapping[int, GroupRejected],
+        results: dict[int, contract.AppendResult],
+    ) -> None:
+        """Answer `duplicate` for a repeat of a stored group, even if a bound has changed since; else `rejected`."""
+        journal = self._journal
+        with journal.recording_loss():
+            identities = [self._admission.identity(chunk[position]) for position in refused]
+            repeats = await journal.store.groups.find_repeats(journal.name, identities)
+        for (position, rejection), repeat in zip(refused.items(), repeats, strict=True):
+            self._side_state.duplicates += repeat is not None
+            named = chunk[position].group or chunk[position]
+            results[position] = _result(repeat) if repeat else _rejected(named.group_id, rejection)
+
+    async def _publish(self, items: list[PendingGroup], token: str) -> list[AppendResult]:
+        """Store and fold groups under the fencing token with which they were checked."""
+        journal = self._journal
+        with journal.recording_loss():
+            appended = await journal.store.groups.append(
+                journal.name, items, journal.state.published, journal.clock.wall(), token
+            )
+        self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
+        await journal.ingest(appended)
+        return appended
+
+    async def _fitting(self, items: Sequence[PendingGroup]) -> tuple[int, NoRoom | None]:
+        """Return how many of the first groups fit, and the bound that stops the next one.
+
+        A stored group takes no space. Its ticket tells whether it is stored; Redis is asked only if a bound is met.
+        """
+        fits, refusal = self._fit(items, [self._has_group(item) for item in items])
+        if refusal:
+            store, name = self._journal.store, self._journal.name
+            numbers = await store.groups.find_numbers(name, [item.group_id for item in items])
+            stored = [n is not None or self._has_group(item) for item, n in zip(items, numbers, strict=True)]
+            fits, refusal = self._fit(items, stored)
+        return fits, refusal
+
+    def _fit(self, items: Sequence[PendingGroup], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
+        coming = [NO_LOAD if there else _load(item) for item, there in zip(items, stored, strict=True)]
+        return decide_room(self._journal.state, self._selector, coming, self._entering, self._spill.state.use.in_memory)
+
+    def _has_group(self, item: PendingGroup) -> bool:
+        """Return whether the group of a ticket's prompt is stored."""
+        if not item.prompt_key or item.group.prompt_index is None:
+            return False
+        prompt = item.group.adapter, item.group.prompt_index
+        return not self._side_state.book.awaits(prompt) and prompt not in self._journal.state.failed.prompts
+
+
+def _refusal(results: list[contract.AppendResult]) -> Invalid | TooLarge | RunFinished:
+    if not results:
+        return Invalid("groups is empty; send at least 1 group", name="groups", value=0, bound=1)
+    first = results[0]
+    detail = first.detail or ""
+    if all(result.reason == "too_large" for result in results):
+        return TooLarge(detail, name=first.name, value=first.value, bound=first.bound)
+    if all(result.reason == RUN_FINISHED for result in results):
+        how = 'PATCH {"state": "running"} opens a run again that did not reach max_steps'
+        return RunFinished(f"{detail}; {how}", name="groups", value=RUN_FINISHED)
+    which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
+    return InvalidGroups(f"{which}: {first.reason}: {detail}", results, name="groups", value=first.reason)
+
+
+def _result(outcome: AppendResult) -> contract.AppendResult:
+    if outcome.taken:
+        detail = f"group {outcome.group_id!r} is stored and is not of this ticket's prompt; use another group_id"
+        return _rejected(outcome.group_id, GroupRejected("group_id_taken", detail))
+    return contract.AppendResult(group_id=outcome.group_id, status="stored" if outcome.stored else "duplicate")
+
+
+def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.AppendResult:
+    named = rejection.name is not None
+    return contract.AppendResult(
+        group_id=group_id,
+        status="rejected",
+        reason=rejection.reason,
+        detail=rejection.detail,
+        name=rejection.name,
+        value=rejection.value if named else UNSET,
+        bound=rejection.bound if named else UNSET,
+    )
+
+
+def _load(item: PendingGroup) -> Load:
+    return Load(1, item.group.tokens, len(item.frame), len(item.frame))

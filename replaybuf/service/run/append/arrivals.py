@@ -1,0 +1,64 @@
+"""Settle stored groups: remove tickets, evict groups that came too late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from replaybuf.kernel.strategy.rates import Rates
+from replaybuf.service.run.append.eviction import Eviction
+from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.tickets import Tickets
+
+logger = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Reads new groups of one run from the index stream and settles them, on the leader and on followers.
+
+    `tokens`: of the groups that arrived while this server led.
+    """
+
+    def __init__(self, journal: Journal, tickets: Tickets, eviction: Eviction, rates: Rates) -> None:
+        self._journal = journal
+        self._tickets = tickets
+        self._eviction = eviction
+        self._rates = rates
+        self._settling = asyncio.Lock()
+        self._measured_after = journal.state.stored
+        self.tokens = 0
+
+    async def pull(self) -> None:
+        """Read new groups that others published."""
+        await self._journal.pull()
+        await self.settle()
+
+    async def follow(self) -> None:
+        """Read what the leader wrote to both streams."""
+        await self._journal.catch_up()
+        await self.settle()
+        self._journal.notify()
+
+    async def settle(self) -> None:
+        """Settle all unsettled groups; groups that meet trouble with Redis stay for the next call."""
+        unsettled = self._journal.unsettled
+        if not unsettled:
+            return
+        async with self._settling:
+            while unsettled:
+                chunk = unsettled[0]
+                if chunk.malformed.any():
+                    bad = chunk.numbers[chunk.malformed].tolist()
+                    logger.error("malformed index entries run=%s numbers=%s", self._journal.name, bad)
+                if self._journal.leading:
+                    self._tickets.complete([chunk])
+                    # Groups stored before this server measured are history, not speed.
+                    recent = chunk.numbers > self._measured_after
+                    self._rates.record_stored(self._journal.clock.monotonic(), int(recent.sum()))
+                    recent[: len(chunk.malformed)] &= ~chunk.malformed
+                    self.tokens += int(chunk.values["tokens"][recent].sum(dtype=np.int64))
+                    await self._eviction.of_arrivals(chunk.numbers)
+                unsettled.popleft()
+        self._journal.notify()

@@ -1,0 +1,137 @@
+"""Files of known ends, one per run: a restart compares them with Redis.
+
+A file has two lines of fixed size, written in turn. Each is JSON with its CRC-32, so a line that a crash cut is never
+read, and the line before it is still there. A line is in the page cache before `write` returns: it survives the end of
+the process. After `sync` it survives a loss of power too.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from replaybuf.store.loss.ends import NO_ENDS, Ends
+from replaybuf.wire.config import RUN_NAME
+from replaybuf.wire.prepared_types import prepared
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".ends"
+LINE_BYTES = 1024
+"""A payload key of the longest names takes at most 700 bytes as JSON."""
+LINES = 2
+SYNC_S = 0.2
+"""Time of one call of `sync`; the files left wait for the next."""
+
+
+class SavedEnds:
+    """Known ends in `folder`. A file that cannot be written is logged, and the run goes on without it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next_line: dict[str, int] = {}
+        self._unsynced: set[str] = set()
+        self._failing = False
+
+    def path_of(self, run: str) -> Path:
+        """Return the file of a run."""
+        return self._folder / f"{run}{SUFFIX}"
+
+    def load(self) -> dict[str, Ends]:
+        """Read all files, and create the folder. Files without a whole line are logged. Raises `OSError`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found: dict[str, Ends] = {}
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            run = path.name.removesuffix(SUFFIX)
+            if not RUN_NAME.fullmatch(run):
+                logger.warning("acknowledged ends are ignored file=%s: its name is not that of a run", path)
+                continue
+            with path.open("rb") as file:
+                raw = file.read(LINES * LINE_BYTES)
+            lines = [_decode(raw[at * LINE_BYTES : (at + 1) * LINE_BYTES]) for at in range(LINES)]
+            # Ends never move back: the further line is the newer one, and the other one is overwritten next.
+            newest = max(range(LINES), key=lambda at: _order(lines[at]))
+            ends = lines[newest]
+            if ends is None:
+                logger.warning("acknowledged ends are ignored file=%s: no line has its checksum", path)
+                continue
+            found[run], self._next_line[run] = ends, (newest + 1) % LINES
+        return found
+
+    def write(self, run: str, ends: Ends) -> None:
+        """Write the ends of a run."""
+        text = msgspec.json.encode(ends)
+        line = b"%08x %s" % (zlib.crc32(text), text)
+        at = self._next_line.get(run, 0)
+        try:
+            # Not `path_of`: building a path takes as long as writing the line.
+            _write(f"{self._folder}/{run}{SUFFIX}", line.ljust(LINE_BYTES - 1) + b"\n", at * LINE_BYTES)
+        except OSError as error:
+            self._warn(run, error)
+            return
+        self._failing = False
+        self._next_line[run] = (at + 1) % LINES
+        self._unsynced.add(run)
+
+    def _warn(self, run: str, error: OSError) -> None:
+        """Log a fault once until a line is written again."""
+        if not self._failing:
+            logger.warning("acknowledged ends cannot be saved file=%s: %s", self.path_of(run), error)
+        self._failing = True
+
+    def delete(self, run: str) -> None:
+        """Delete the file of a run."""
+        self._next_line.pop(run, None)
+        self._unsynced.discard(run)
+        self.path_of(run).unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        """Bring written files to the disk; what fails is tried again in the next call. Blocks: call it in a thread."""
+        until_s = time.monotonic() + SYNC_S
+        for run in list(self._unsynced):
+            self._unsynced.discard(run)  # first: a line written meanwhile adds it again
+            try:
+                file = os.open(self.path_of(run), os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            except OSError as error:
+                self._unsynced.add(run)
+                self._warn(run, error)
+                return
+            if time.monotonic() > until_s:
+                return
+
+
+def _write(path: str, line: bytes, at: int) -> None:
+    # Opened each time (7 us): thousands of runs must not hold as many descriptors.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.pwrite(file, line, at) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(file)
+
+
+def _order(ends: Ends | None) -> tuple[int, Ends]:
+    return (ends.incarnation, ends) if ends else (-1, NO_ENDS)
+
+
+def _decode(line: bytes) -> Ends | None:
+    """Return the ends of a line; None if it is missing or was cut."""
+    checksum, _, text = line.rstrip().partition(b" ")
+    if len(line) != LINE_BYTES or checksum != b"%08x" % zlib.crc32(text):
+        return None
+    try:
+        return msgspec.json.decode(text, type=prepared(Ends))
+    except msgspec.DecodeError:
+        return None

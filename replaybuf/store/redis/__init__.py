@@ -1,0 +1,1 @@
+"""A Redis server: connection, pipeline, durability, faults, and the embedded Valkey."""

@@ -1,0 +1,405 @@
+"""The connection to Redis of all commands: translates errors and waits until writes are durable.
+
+A lost connection and a server that takes no writes raise `ServiceUnavailable`, a full server `NoRoom`. Acknowledged
+writes go through `run_durably`, which waits for the server's confirmation on the same connection, and raises
+`NotDurable` without one. A repeated write writes something too, so that its wait covers the first try.
+
+One client serves all calls. The blocking read of new entries has its own. Payloads are read by a blocking client in a
+thread: asyncio streams copy each byte four more times and need three times the processor time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import redis
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry as BlockingRetry
+
+from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable, Unreadable
+from replaybuf.store import keys
+from replaybuf.store.chunks import READ_BYTES
+from replaybuf.store.loss.ends import Ends
+from replaybuf.store.loss.known_ends import KnownEnds
+from replaybuf.store.redis.awake import keep_awake
+from replaybuf.store.redis.durability import STRICT, Barrier, WritePolicy, assess
+from replaybuf.store.redis.faults import (
+    fenced,
+    lacks_functions,
+    older,
+    replaced,
+    translate,
+    unavailable,
+    without_password,
+)
+from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections
+from replaybuf.store.redis.server import (
+    CONFIG_NAMES,
+    LIBRARY,
+    LIBRARY_CODE,
+    ServerReport,
+    check_version,
+    read_name,
+    read_settings,
+    read_version,
+)
+
+COMMAND_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+STALL_PAUSE_S = 1.0
+"""After a timeout, calls fail at once for this long."""
+_URL_FORMS = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
+
+
+class Connection:
+    """A connection to one Redis or Valkey server. Raises `Invalid` for a wrong address.
+
+    - `url`: the address without its password, for messages
+    - `policy`: what every acknowledged write must reach
+    - `private`: no other service uses this server, so known ends are not shown to others
+    - `known`: ends of each run's streams; functions change nothing on a server that holds less
+    - `unconfirmed`: writes that were not confirmed in time
+    - `replicas_confirmed`: replicas that confirmed the last write that waited for any
+    - `explain_outage`: returns why the server is down, if the caller knows
+    """
+
+    def __init__(
+        self,
+        url: str,
+        policy: WritePolicy = STRICT,
+        *,
+        command_timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
+        private: bool = False,
+        explain_outage: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.url = without_password(url)
+        self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
+        self.policy = policy
+        self.known = KnownEnds()
+        self._shown = "" if private or policy.level == "relaxed" else "1"
+        self.unconfirmed = 0
+        self.replicas_confirmed = 0
+        self._explain_outage = explain_outage
+        self._prepared = False
+        self._preparing = asyncio.Lock()
+        self._stalled_until_s = 0.0
+        self._barrier: Barrier | None = None
+        self._reads_durable = True
+        common: dict[str, Any] = {
+            "protocol": 3,
+            "legacy_responses": False,
+            "socket_read_size": READ_BYTES,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S if connect_timeout_s is None else connect_timeout_s,
+            "health_check_interval": 0,
+            # With these notifications redis-py does not check whether a pooled connection was closed.
+            "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+        }
+        retry = Retry(NoBackoff(), 0)
+        try:
+            self.client = aioredis.Redis.from_url(url, socket_timeout=self.command_timeout_s, retry=retry, **common)
+        except ValueError:  # its message may hold a part of the password
+            message = f"redis_url is {self.url!r}; use {_URL_FORMS}"
+            raise Invalid(message, name="redis_url", value=self.url, bound=_URL_FORMS) from None
+        self._idle = IdleConnections(self.client.connection_pool)
+        self._blocking = aioredis.Redis.from_url(url, socket_timeout=None, retry=retry, **common)
+        self.payload_client = redis.Redis.from_url(
+            url, socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.client.aclose()
+        await self._blocking.aclose()
+        self.payload_client.close()
+
+    # ------------------------------------------------------------------ commands
+
+    def pipeline(self) -> FastPipeline:
+        """Start a pipeline; it is not a transaction."""
+        return FastPipeline(self.client, self._idle)
+
+    async def run(self, command: Awaitable[Any]) -> Any:
+        """Await a command on a prepared server, and translate its errors."""
+        try:
+            if self._prepared:
+                self._check_stall()
+            await self.prepare()
+        except BaseException:
+            if isinstance(command, Coroutine):
+                command.close()  # it is never awaited
+            raise
+        return await self._answer(command)
+
+    async def run_durably(self, pipe: FastPipeline, may_fail: int = 0) -> list[Any]:
+        """Execute a pipeline of writes; return its replies when the server has confirmed them.
+
+        Errors of the first `may_fail` commands are returned in place of their replies.
+        """
+        barrier = self._barrier
+        waits = barrier.commands if barrier else []
+        for wait in waits:
+            pipe.execute_command(*wait)
+        async with keep_awake(self.pipeline) if barrier and barrier.in_background else contextlib.nullcontext():
+            all_replies: list[Any] = await self.run(_execute(pipe, may_fail, len(waits)))
+        if barrier is None:
+            return all_replies
+        replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
+        try:
+            confirmed = barrier.check(waited)
+        except NotDurable:
+            self.unconfirmed += 1
+            raise
+        if barrier.replicas:
+            self.replicas_confirmed = confirmed
+        return replies
+
+    def add_call(
+        self,
+        pipe: FastPipeline,
+        run: str,
+        function: str,
+        names: Sequence[str] = (),
+        arguments: Sequence[Any] = (),
+        token: str = "",
+    ) -> None:
+        """Add a call of a function for a run; `check_reply` checks its reply."""
+        pipe.execute_command(*self.words_of(run, function, names, arguments, token))
+
+    def words_of(
+        self, run: str, function: str, names: Sequence[str] = (), arguments: Sequence[Any] = (), token: str = ""
+    ) -> list[Any]:
+        """Return the command that calls a function for a run.
+
+        The function does nothing unless Redis holds all that this process knows of the run, and on a shared strict
+        server all that others know, and unless `token` (if given) is the newest.
+        """
+        known, first = self.known.of(run), keys.guarded(run)
+        guard = [token, known.entry, known.group, known.payload_key, known.incarnation, self._shown]
+        return ["FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments]
+
+    def check_reply(self, run: str, token: str, reply: Sequence[Any] | ResponseError) -> tuple[str, Any]:
+        """Return outcome and detail of a function.
+
+        Raises the translated error of a command, and `NotLeader` if the token is old. If Redis holds less than it
+        acknowledged, raises `DataLost`, or `LedgerGap` with relaxed durability. Raises `LedgerGap` for a caller that
+        knows a deleted run of this name.
+        """
+        if isinstance(reply, ResponseError):
+            raise self.explain(reply)
+        outcome = text(reply[0])
+        if outcome == "older":
+            # Another server may know more than we do. It may end; we go on.
+            self.known.advance(run, Ends(int(reply[4]), int(reply[5]), text(reply[6]), int(reply[7])))
+            known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]), "", int(reply[3]))
+            raise older(run, known, found, self.known.path_of(run), relaxed=self.policy.level == "relaxed")
+        if outcome == "fenced":
+            raise fenced(run, token, text(reply[1]))
+        if outcome == "replaced":  # the ends stay until the state that was read with them is dropped
+            raise replaced(run, self.known.of(run).incarnation, int(reply[1]))
+        if reply[2] and not self.known.of(run):
+            self.known.begin(run, int(reply[2]))
+        return outcome, reply[1]
+
+    async def run_each(self, pipe: FastPipeline) -> list[Any]:
+        """Execute a pipeline for several runs; errors of commands stay in place of their replies.
+
+        Raises what keeps all of them from being answered.
+        """
+        replies: list[Any] = await self.run(pipe.execute(raise_on_error=False))
+        for reply in replies:
+            if isinstance(reply, ResponseError) and not isinstance(self.explain(reply), Unreadable):
+                await self._answer(_fail(reply))
+        return replies
+
+    async def call(
+        self,
+        run: str,
+        function: str,
+        names: Sequence[str] = (),
+        arguments: Sequence[Any] = (),
+        token: str = "",
+        *,
+        durably: bool = False,
+    ) -> tuple[str, Any]:
+        """Call a function for a run; return outcome and detail. Raises what `check_reply` raises."""
+        pipe = self.pipeline()
+        self.add_call(pipe, run, function, names, arguments, token)
+        (reply,) = await (self.run_durably(pipe) if durably else self.run(pipe.execute()))
+        return self.check_reply(run, token, reply)
+
+    async def read(self, run: str, pipe: FastPipeline) -> list[Any]:
+        """Execute a pipeline of reads of a run. Raises what `check_reply` raises.
+
+        What an older Redis lacks must not look like what was never stored: groups would become dead letters.
+        """
+        self.add_call(pipe, run, "rb_ends")  # on the same connection, so by the same server
+        replies: list[Any] = await self.run(pipe.execute())
+        self.check_reply(run, "", replies.pop())
+        return replies
+
+    def explain(self, error: RedisError | OSError) -> ReplaybufError:
+        """Translate an error of the Redis client."""
+        return translate(error, self.url, self.command_timeout_s, self._explain_outage())
+
+    async def read_blocking(self, streams: Mapping[Any, Any], timeout_s: float) -> Any:
+        """Read one entry of each stream, or block until there is one; None after `timeout_s`."""
+
+        async def read() -> Any:  # the coroutine of xread would warn if it were closed unawaited
+            return await self._blocking.xread(dict(streams), count=1, block=int(timeout_s * 1000))
+
+        within_s = timeout_s + self.command_timeout_s
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.run(read())
+        except TimeoutError:
+            await self._blocking.connection_pool.disconnect()
+            self._start_stall()
+            raise unavailable(self.url, f"did not answer a blocking read within {within_s} s") from None
+
+    async def check_writable(self) -> None:
+        """Raise `ServiceUnavailable` while Redis cannot be reached or takes no writes."""
+        await self.run(self.client.srem(keys.RUNS, ""))  # a write that changes nothing
+
+    # ------------------------------------------------------------------ the server
+
+    @property
+    def reads_are_durable(self) -> bool:
+        """Check whether readers see durable entries only."""
+        return self._barrier is None or self._reads_durable
+
+    async def prepare(self) -> None:
+        """Check the server's version and load the function library, unless the prepared server still answers.
+
+        After each lost connection another server may answer, with no functions or with those of another release.
+        Raises `UnsupportedServer` if the server is too old.
+        """
+        if self._prepared:
+            return
+        self._check_stall(claim=False)
+        async with self._preparing:
+            if not self._prepared:
+                self._check_stall()
+                check_version((await self._inspect()).version, self.url)
+                await self._load_library()
+                self._prepared = True
+
+    async def report(self) -> ServerReport:
+        """Read the server's version and persistence; later writes wait accordingly."""
+        self._check_stall()
+        return await self._inspect()
+
+    async def _load_library(self) -> None:
+        listed = await self._answer(self.client.function_list(LIBRARY, withcode=True))
+        if any(entry[b"library_code"] == LIBRARY_CODE.encode() for entry in listed):
+            return  # loading needs memory, which a full server does not have
+        await self._answer(self.client.function_load(LIBRARY_CODE, replace=True))
+
+    async def _inspect(self) -> ServerReport:
+        info: dict[str, Any] = await self._answer(self.client.info())
+        config, refusal = await self._read_config()
+        settings = read_settings(info, config, await self._has_waitaof(), refusal)
+        durability = assess(settings, self.policy)
+        self._barrier, self._reads_durable = durability.barrier, durability.reads_durable
+        return ServerReport(
+            version=read_version(info),
+            name=read_name(info),
+            durability=durability.level,
+            met_by=durability.met_by,
+            reasons=durability.reasons,
+            policy=self.policy,
+            replicas=settings.replicas,
+            used_memory_bytes=int(info.get("used_memory", 0)),
+            max_memory_bytes=int(info.get("maxmemory", 0)),
+            max_memory_policy=settings.policy or "unknown",
+        )
+
+    async def _read_config(self) -> tuple[dict[str, str], str | None]:
+        """Return the server's configuration, or why the server refuses it."""
+        try:
+            raw = await self._answer(self.client.config_get(*CONFIG_NAMES))
+        except ReplaybufError as error:  # some Redis services refuse CONFIG; INFO holds a part of it
+            if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
+                raise
+            return {}, str(error.__cause__)
+        return {text(key): text(value) for key, value in raw.items()}, None
+
+    async def _has_waitaof(self) -> bool:
+        try:
+            await self._answer(self.client.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
+        except ReplaybufError as error:
+            if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
+                return False
+            raise
+        return True
+
+    # ------------------------------------------------------------------ faults
+
+    async def _answer(self, command: Awaitable[Any]) -> Any:
+        try:
+            reply = await _with_known_errors(command)
+        except (RedisError, OSError) as error:
+            if isinstance(error, RedisTimeoutError):
+                self._start_stall()
+            elif isinstance(error, (RedisConnectionError, OSError)):
+                self._stalled_until_s = 0.0  # a refused connection fails at once: no caller has to be spared
+                self._prepared = False
+            elif lacks_functions(error):
+                self._prepared = False
+            raise self.explain(error) from error
+        self._stalled_until_s = 0.0
+        return reply
+
+    def _start_stall(self) -> None:
+        """Record that Redis did not answer in time."""
+        self._stalled_until_s = time.monotonic() + STALL_PAUSE_S
+        self._prepared = False
+
+    def _check_stall(self, *, claim: bool = True) -> None:
+        """Fail at once while Redis is silent, but let one call at a time (which `claim`s it) find out.
+
+        Otherwise callers that wait for each other's locks would each wait the whole timeout, one after another.
+        """
+        now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            raise unavailable(self.url, f"does not answer; the next try is within {self.command_timeout_s} s")
+        if self._stalled_until_s and claim:
+            self._stalled_until_s = now_s + self.command_timeout_s
+
+
+async def _with_known_errors(command: Awaitable[Any]) -> Any:
+    """Await a command. uvloop raises RuntimeError for a write on a connection that the other side has just closed."""
+    try:
+        return await command
+    except RuntimeError as error:
+        if "handler is closed" in str(error):
+            raise RedisConnectionError("the connection was closed") from error
+        raise
+
+
+async def _execute(pipe: FastPipeline, first: int, last: int) -> list[Any]:
+    """Execute a pipeline. Raises the first error; returns errors of the `first` and the `last` commands."""
+    replies = await pipe.execute(raise_on_error=False)
+    for reply in replies[first : len(replies) - last]:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
+
+
+async def _fail(error: ResponseError) -> None:
+    raise error
+
+
+def text(value: Any) -> str:
+    """Return a string reply as text; some commands reply with bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

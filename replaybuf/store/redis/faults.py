@@ -1,0 +1,114 @@
+"""Translate errors of the Redis client and of Redis servers to `ReplaybufError`s."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, Unreadable
+from replaybuf.store.loss.ends import Ends
+
+# Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
+_RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
+_TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_RETRY_CODES})\b")
+
+
+def without_password(url: str) -> str:
+    """Return a Redis address without its password, for answers and logs."""
+    shown = re.sub(r"(?<=://)([^:@/?]*):.*@", r"\1:***@", url)
+    return re.sub(r"(?<=[?&]password=)[^&]*", "***", shown)
+
+
+def translate(error: RedisError | OSError, url: str, timeout_s: float, outage: str | None = None) -> ReplaybufError:
+    """Return our error for `error` of a command sent to `url` with this timeout.
+
+    `outage`: why the server is down, if known.
+    """
+    match error:
+        case RedisTimeoutError():
+            return unavailable(url, f"did not answer within {timeout_s} s")
+        case OutOfMemoryError():
+            return NoRoom(f"Redis at {url} is out of memory: {error}", name="maxmemory")
+        case BusyLoadingError():
+            return unavailable(url, f"takes no writes for now: {error}")
+        case RedisConnectionError() | OSError():
+            return unavailable(url, f"cannot be reached: {outage or error or type(error).__name__}")
+    if _TAKES_NO_WRITES.search(f"{getattr(error, 'status_code', None) or ''} {error}"):
+        return unavailable(url, f"takes no writes for now: {error}")
+    if lacks_functions(error):
+        return unavailable(url, "was replaced: it lacked our functions, which the next command loads")
+    if "WRONGTYPE" in str(error):
+        return Unreadable(
+            f"a key has a type that no service gives it: {error}; delete the key, or restore it", name="redis"
+        )
+    return ReplaybufError(f"Redis at {url} refused a command: {error}", name="redis")
+
+
+def unavailable(url: str, how: str) -> ServiceUnavailable:
+    """Build the error of a Redis that may answer later."""
+    return ServiceUnavailable(f"Redis at {url} {how}", name="redis", value=url)
+
+
+def dropped_payload(url: str) -> ServiceUnavailable:
+    """Build the error of a Redis that evicted what was just written."""
+    return unavailable(url, "dropped a payload; set maxmemory-policy noeviction")
+
+
+def lacks_functions(error: Exception) -> bool:
+    """Check whether the server does not have our functions: it is not the server that was prepared."""
+    return "Function not found" in str(error)
+
+
+def data_lost(run: str, cause: str, file: Path | None = None) -> DataLost:
+    """Build the error of a Redis that lacks acknowledged data; `file` holds what this server knows of the run."""
+    accept = f", delete {file} on each" if file else ""
+    return DataLost(
+        f"run {run}: {cause}; Redis was emptied, or replaced by an older copy. The service writes nothing more for "
+        "this run. Restore Redis from its append-only file; the service then continues. To accept the loss, stop every "
+        f"server{accept}, and start them after 30 s",
+        name="redis",
+        value=run,
+    )
+
+
+def older(run: str, known: Ends, found: Ends, file: Path | None, *, relaxed: bool) -> DataLost | LedgerGap:
+    """Build the error of a Redis whose streams end at `found`, before what is `known`.
+
+    A relaxed Redis may lose its last second; the run continues from what it has.
+    """
+    missing = [
+        f"{name} {first + 1} to {last}"
+        for name, first, last in (("ledger entries", found.entry, known.entry), ("groups", found.group, known.group))
+        if first < last
+    ]
+    if known.incarnation > found.incarnation:
+        missing = ["the deletion of the run and what followed it"]
+    lacks = " and ".join(missing) or f"group {known.group} as it was acknowledged (another group has its number)"
+    if relaxed and found.entry:
+        return LedgerGap(f"run {run}: Redis lost {lacks}; durability is relaxed", name="redis", value=run)
+    seen = f"the ledger ends at entry {found.entry} and the index at group {found.group}"
+    return data_lost(run, f"{seen}; missing: {lacks}", file)
+
+
+def replaced(run: str, known: int, found: int) -> LedgerGap:
+    """Build the error of a process that knows an older incarnation of a run."""
+    return LedgerGap(
+        f"run {run} was deleted, and restored or created again: Redis has incarnation {found}, this process knows "
+        f"incarnation {known}. A service reads the run again; start a producer that writes to Redis itself again",
+        name="run",
+        value=run,
+    )
+
+
+def fenced(run: str, token: str, newest: str) -> NotLeader:
+    """Build the error of a write with an old fencing token."""
+    return NotLeader(
+        f"run {run}: our fencing token is {token or 'missing'}, the newest is {newest or 'missing'}; another server "
+        "leads",
+        name="leader",
+        bound=newest,
+    )

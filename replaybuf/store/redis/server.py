@@ -1,0 +1,89 @@
+"""Facts about a Redis server: its version, how it persists, and the function library it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from replaybuf.errors import UnsupportedServer
+from replaybuf.store.redis.durability import Level, ServerSettings, WritePolicy
+
+OLDEST_SERVER = (7, 0)
+LIBRARY = "replaybuf1"
+LIBRARY_CODE = files("replaybuf.store").joinpath("library.lua").read_text()
+CONFIG_NAMES = ("appendonly", "appendfsync", "no-appendfsync-on-rewrite", "maxmemory-policy")
+"""Settings that `read_settings` needs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerReport:
+    """Version, durability and memory of a server.
+
+    `version`: of Redis, for Valkey the one it is compatible with; `name`: program and own version. `durability` is the
+    level in force, `met_by` how it is met, `reasons` what is weaker than strict or at risk. `replicas`
+    are connected now.
+    """
+
+    version: str
+    name: str
+    durability: Level
+    met_by: str
+    reasons: tuple[str, ...]
+    policy: WritePolicy
+    replicas: int
+    used_memory_bytes: int
+    max_memory_bytes: int
+    max_memory_policy: str
+
+    @property
+    def summary(self) -> str:
+        """Level and how it is met: `strict (appendfsync always)`."""
+        return f"{self.durability} ({self.met_by})"
+
+    @property
+    def meets_policy(self) -> bool:
+        """True if durability and replicas are at least what was requested."""
+        return self.durability in ("strict", self.policy.level) and self.replicas >= self.policy.replicas
+
+
+def read_version(info: Mapping[str, Any]) -> str:
+    """Return the version of Redis in a server's INFO; Valkey names the last one it is compatible with."""
+    return str(info.get("redis_version") or info.get("valkey_version"))
+
+
+def read_name(info: Mapping[str, Any]) -> str:
+    """Return program and version: `valkey 9.1.2`, `redis 7.4.1`."""
+    valkey = info.get("valkey_version")
+    return f"valkey {valkey}" if valkey else f"redis {read_version(info)}"
+
+
+def check_version(version: str, url: str) -> None:
+    """Raise `UnsupportedServer` if the server is too old."""
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
+        oldest = ".".join(map(str, OLDEST_SERVER))
+        message = f"Redis at {url} has version {version}; the minimum is {oldest}"
+        raise UnsupportedServer(message, name="redis_version", value=version, bound=oldest)
+
+
+def read_settings(
+    info: Mapping[str, Any], config: Mapping[str, str], waitaof: bool, refusal: str | None
+) -> ServerSettings:
+    """Read from INFO and CONFIG GET how a server persists; `refusal`: why CONFIG GET failed."""
+    appendonly = config["appendonly"] == "yes" if "appendonly" in config else None
+    if appendonly is None and "aof_enabled" in info:
+        appendonly = bool(int(info["aof_enabled"]))
+    rewriting = config.get("no-appendfsync-on-rewrite")
+    policy = config.get("maxmemory-policy") or info.get("maxmemory_policy")
+    replicas = [value for name, value in info.items() if name.startswith("slave") and isinstance(value, dict)]
+    return ServerSettings(
+        appendonly=appendonly,
+        appendfsync=config.get("appendfsync"),
+        no_fsync_on_rewrite=None if rewriting is None else rewriting == "yes",
+        policy=None if policy is None else str(policy),
+        waitaof=waitaof,
+        replicas=sum(replica.get("state") == "online" for replica in replicas),
+        is_replica=info.get("role") == "slave",
+        refusal=refusal,
+    )

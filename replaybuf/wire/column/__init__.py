@@ -1,0 +1,1 @@
+"""Values beside the tokens of a group: columns, versions by token, metadata."""

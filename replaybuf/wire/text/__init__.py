@@ -1,0 +1,1 @@
+"""Tokens as text: the tokenizer of a model, and the pieces of a text."""
