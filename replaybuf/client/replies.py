@@ -8,7 +8,7 @@ import httpx
 import msgspec
 
 from replaybuf.errors import Malformed, ReplaybufError, ServiceUnavailable, from_problem
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from replaybuf.errors import ReplaybufError
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.pipes import framed, received
-from replaybuf.wire.prepared_types import prepared
 
 _END_S = 3.0
 """A process gets so long to end by itself."""

@@ -15,8 +15,8 @@ from replaybuf.generator.failure.lost_rollouts import LOST_ROLLOUTS
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.recent import RecentGroups, RecentMeans
 from replaybuf.wire.answer.evaluations import EvaluationRequest
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.group import Group
-from replaybuf.wire.prepared_types import prepared
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from replaybuf.store import keys
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.faults import data_lost, dropped_payload
 from replaybuf.wire.answer.explain import Candidates
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
-from replaybuf.wire.prepared_types import prepared
 
 logger = logging.getLogger(__name__)
 

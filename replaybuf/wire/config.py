@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from replaybuf.errors import Invalid, Unreadable
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.group import LARGEST_ROLLOUTS
 from replaybuf.wire.names import Name
-from replaybuf.wire.prepared_types import prepared
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import msgspec.inspect as inspect
 
 from replaybuf.errors import Invalid, Malformed
-from replaybuf.wire.collector_pause import collector_paused
 from replaybuf.wire.names import check_strings
-from replaybuf.wire.prepared_types import prepared
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -30,6 +30,35 @@ _ANY_KEY = "[...]"
 """msgspec's step for any key of a map; only in a map with one entry is the key known."""
 _SMALL_BYTES = 16 << 10
 _CONTAINERS: dict[str, Any] = {"dict": dict[str, msgspec.Raw], "list": list[msgspec.Raw]}
+_preparing = threading.Lock()
+_prepared: set[Any] = set()
+
+
+def prepared(shape: type[T]) -> type[T]:
+    """Return a shape after msgspec has built its data about it, in one thread at a time.
+
+    msgspec 0.22 builds the data when a shape is first decoded, and crashes if two threads do that at once.
+    """
+    if shape not in _prepared:
+        with _preparing:
+            msgspec.json.Decoder(shape)
+            _prepared.add(shape)
+    return shape
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector, which would walk the new objects again and again and find no garbage.
+
+    Without the pause, decoding 250,000 empty lists takes 3 times and a fold of the streams 1.6 times as long.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def decode_json(body: bytes | memoryview | msgspec.Raw, shape: type[T], at: str = "") -> T:

@@ -26,7 +26,6 @@ import crc32c
 import msgspec
 
 from replaybuf.errors import BrokenFrame, TooLarge, counted
-from replaybuf.wire.collector_pause import collector_paused
 from replaybuf.wire.column.columns import (
     ALIGNMENT_BYTES,
     KINDS,
@@ -38,6 +37,7 @@ from replaybuf.wire.column.columns import (
     kind_of,
     read_columns,
 )
+from replaybuf.wire.decoding import collector_paused
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 
 MEDIA_TYPE = "application/vnd.replaybuf.frames"

@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from replaybuf.errors import GroupRejected
 from replaybuf.wire.contract import GroupsRequest
-from replaybuf.wire.decoding import decode_json
+from replaybuf.wire.decoding import decode_json, prepared
 from replaybuf.wire.frame import LARGEST_HEADER_BYTES
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, check_rollouts, group_from_json
 from replaybuf.wire.names import Name
-from replaybuf.wire.prepared_types import prepared
 
 Body: TypeAlias = bytes | memoryview
 Numbers: TypeAlias = npt.NDArray[Any]

@@ -22,7 +22,7 @@ ONE_THREAD = {
     "adapters/verifiers/replaybuf_verifiers/worker/": "a process of its own with one event loop",
     "replaybuf/service/http/body/decoder_process.py": "a process of its own with one thread",
     "replaybuf/service/run/append/admission_process.py": "a process of its own with one thread",
-    "replaybuf/wire/prepared_types.py": "the guard itself",
+    "replaybuf/wire/decoding.py": "the guard itself",
 }
 """Folders and files that decode without the guard, and why."""
 DECODERS = {"decode": 1, "convert": 1, "Decoder": 0}
@@ -72,7 +72,7 @@ def test_every_struct_that_several_threads_may_decode_first_is_prepared() -> Non
         name = path.relative_to(TOP).as_posix()
         if not name.startswith(tuple(ONE_THREAD)) and "/tests/" not in name:
             found += [f"{name}:{line} {shape}" for line, shape in unguarded(path.read_text())]
-    assert not found, "wrap the shape in replaybuf.wire.prepared_types.prepared:\n" + "\n".join(found)
+    assert not found, "wrap the shape in replaybuf.wire.decoding.prepared:\n" + "\n".join(found)
 
 
 def test_the_parts_of_one_thread_are_there() -> None:

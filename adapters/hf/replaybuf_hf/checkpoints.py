@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
-from replaybuf.wire.prepared_types import prepared
 
 MARK = "replaybuf.json"
 

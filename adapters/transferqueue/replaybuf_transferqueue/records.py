@@ -11,7 +11,7 @@ import torch
 from transfer_queue import BatchMeta
 
 from replaybuf.errors import counted
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 from replaybuf_transferqueue.store import Store
 from replaybuf_transferqueue.values import decode
 

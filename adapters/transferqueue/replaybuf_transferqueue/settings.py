@@ -11,7 +11,7 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 BACKEND = "Replaybuf"
 URL_VARIABLE = "REPLAYBUF_TRANSFERQUEUE_URL"

@@ -20,8 +20,8 @@ from replaybuf.client import group_builder
 from replaybuf.client.unpack import check_unweighted, rollout_keys
 from replaybuf.errors import Invalid
 from replaybuf.wire.batch import Batch
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.group import Group
-from replaybuf.wire.prepared_types import prepared
 from replaybuf_transferqueue.values import decode, encode
 
 METADATA = "verl"

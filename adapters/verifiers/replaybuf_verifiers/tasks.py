@@ -14,7 +14,7 @@ import msgspec
 
 from replaybuf.environment import Prompt, Row, invalid_row
 from replaybuf.errors import Invalid, counted
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 from replaybuf_verifiers.process import PROCESS
 from replaybuf_verifiers.worker.messages import Describe, Described, ReadTasks, Rendering, TaskRow, TaskRows
 

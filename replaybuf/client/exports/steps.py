@@ -12,9 +12,9 @@ from replaybuf.client.exports.reader import ExportReader
 from replaybuf.client.offline import Layout, batch_of_groups, recorded_batch
 from replaybuf.errors import Invalid
 from replaybuf.wire.config import BatchSpec, RowMultiple, RowTokens, RunConfig
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.group import Group
 from replaybuf.wire.ledger import AckRecord, AttachRecord, BatchRecord
-from replaybuf.wire.prepared_types import prepared
 
 FILES_KEPT = 8
 

@@ -11,9 +11,8 @@ import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.wire.answer.cursors import CursorGroup
-from replaybuf.wire.decoding import decode_json
+from replaybuf.wire.decoding import decode_json, prepared
 from replaybuf.wire.group import GroupJson, RolloutJson
-from replaybuf.wire.prepared_types import prepared
 
 EXTRA = "export"
 TABLES = ("groups", "rollouts", "ledger")

@@ -15,7 +15,7 @@ import msgspec
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
 from replaybuf.tracing import spans
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 T = TypeVar("T")
 

@@ -44,8 +44,8 @@ from replaybuf.generator.prompts.filters import PromptFilter, PromptFilterOption
 from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptOrder, Prompts, duplicate_id
 from replaybuf.generator.prompts.sources import GYM, Endless, Source, open_source
 from replaybuf.generator.prompts.tasksets import TASKSET
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
-from replaybuf.wire.prepared_types import prepared
 
 logger = logging.getLogger(__name__)
 

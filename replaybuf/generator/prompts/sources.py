@@ -21,7 +21,7 @@ from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptLine, dupl
 from replaybuf.generator.prompts.rows import Row, file_rows, json_rows, object_rows, object_rows_by_number
 from replaybuf.generator.prompts.tasksets import TASKSET, open_taskset
 from replaybuf.plugins.entry_points import is_object_path
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 GYM = "reasoning-gym:"
 TRIED_ROWS = 16

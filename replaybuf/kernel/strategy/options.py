@@ -11,7 +11,7 @@ import msgspec
 import msgspec.inspect
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 REQUIRED = "required"
 """Default of an option that has none."""

@@ -9,8 +9,8 @@ import msgspec
 
 from replaybuf.packing.batches import PackedGroups, completed
 from replaybuf.wire.answer.browse import StepRecord, UsedGroup
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
-from replaybuf.wire.prepared_types import prepared
 
 
 def describe_batch(

@@ -10,7 +10,7 @@ from replaybuf.errors import Invalid
 from replaybuf.kernel.decide.records import check_adapter
 from replaybuf.service.run.journal import Journal
 from replaybuf.wire.answer.evaluations import Evaluation, EvaluationRequest, Evaluations
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 MOST_SETS = 64
 """Held-out sets with metrics: those with the newest results. It bounds the labels."""

@@ -37,8 +37,8 @@ from replaybuf.store import AppendResult, Ends, IndexChunk, IndexEntry, Store
 from replaybuf.store.entries import build_chunk
 from replaybuf.store.ledger import NewColumn
 from replaybuf.wire.answer.explain import Candidates
-from replaybuf.wire.collector_pause import collector_paused
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.decoding import collector_paused
 from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord
 
 logger = logging.getLogger(__name__)

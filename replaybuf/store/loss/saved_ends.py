@@ -18,7 +18,7 @@ import msgspec
 
 from replaybuf.store.loss.ends import NO_ENDS, Ends
 from replaybuf.wire.config import RUN_NAME
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from msgspec import Meta, Struct
 from replaybuf.errors import Malformed, counted
 from replaybuf.wire.config import TokensPerRank
 from replaybuf.wire.contract import Answer, WaitingAnswer
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.group_check import GroupLimits
-from replaybuf.wire.prepared_types import prepared
 
 
 class Buckets(Struct, frozen=True):

@@ -23,8 +23,8 @@ import crc32c
 import msgspec
 
 from replaybuf.errors import Invalid, counted
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.files import STATE_BYTES, read_bounded
-from replaybuf.wire.prepared_types import prepared
 from replaybuf_trainer.checkpoints.adapters import AdapterOrigin
 from replaybuf_trainer.folders import files_of, keep_newest, sync
 from replaybuf_trainer.ownership import Confirm, may_delete

@@ -9,7 +9,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 LARGEST_N = 1024
 LONGEST_NAME = 255

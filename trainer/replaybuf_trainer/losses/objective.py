@@ -10,7 +10,7 @@ import torch
 
 from replaybuf.errors import Invalid
 from replaybuf.plugins import entry_points as plugins
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.losses.correction import Correction
 from replaybuf_trainer.losses.normalisation import BatchTotals, Normalisation, token_factors
 from replaybuf_trainer.losses.policy import BUILT_IN, PolicyLoss

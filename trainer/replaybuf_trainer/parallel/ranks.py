@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from replaybuf import errors
 from replaybuf.client.retries import Stopped
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.faults import TrainingFault
 
 T = TypeVar("T")

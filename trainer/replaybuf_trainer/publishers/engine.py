@@ -25,7 +25,7 @@ import httpx
 import msgspec
 
 from replaybuf.errors import Fenced, ServiceUnavailable
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.publishers.publisher import Confirm
 
 logger = logging.getLogger(__name__)

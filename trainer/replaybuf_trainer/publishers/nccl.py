@@ -21,7 +21,7 @@ import torch
 from msgspec import Meta
 
 from replaybuf.errors import Invalid, ServiceUnavailable
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.publishers.engine import Engine
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights

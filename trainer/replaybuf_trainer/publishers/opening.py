@@ -8,7 +8,7 @@ import msgspec
 
 from replaybuf.errors import Invalid
 from replaybuf.plugins import entry_points as plugins
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.publishers.folder import FolderPublisher
 from replaybuf_trainer.publishers.http import HttpPublisher

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 MANIFEST = "weights-manifest.json"
 SHARD_BYTES = 64 << 20

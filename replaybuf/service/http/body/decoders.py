@@ -11,9 +11,8 @@ from replaybuf.errors import ServiceUnavailable
 from replaybuf.service.child_processes import ChildProcess
 from replaybuf.service.http.body.decoder_process import ERRORS, Answer, Job, Outcome
 from replaybuf.service.shared_bytes import SharedBytes
-from replaybuf.wire.collector_pause import collector_paused
 from replaybuf.wire.contract import AckRequest
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import collector_paused, prepared
 
 MODULE = "replaybuf.service.http.body.decoder_process"
 PROCESSES = 4

@@ -20,10 +20,10 @@ from replaybuf.store import IndexEntry
 from replaybuf.store.keys import late_column
 from replaybuf.wire.answer.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary, LifeMoment
 from replaybuf.wire.column.metadata import readable
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.frame import decode_frame
 from replaybuf.wire.group import split_rollouts
 from replaybuf.wire.plan import decode_late
-from replaybuf.wire.prepared_types import prepared
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 MOST_PIECES = 2_000

@@ -15,9 +15,9 @@ import msgspec
 
 from replaybuf.errors import Invalid, NotFound
 from replaybuf.wire.config import check_run_name
+from replaybuf.wire.decoding import prepared
 from replaybuf.wire.files import TOKENS_BYTES, read_bounded
 from replaybuf.wire.names import check_string
-from replaybuf.wire.prepared_types import prepared
 
 ROLES = ("producer", "trainer", "reader", "operator")
 _Rate = Annotated[float, msgspec.Meta(gt=0)]

@@ -25,7 +25,7 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.shared_bytes import SharedBytes
 from replaybuf.store import PendingGroup
 from replaybuf.wire.config import AdmissionSpec
-from replaybuf.wire.prepared_types import prepared
+from replaybuf.wire.decoding import prepared
 
 logger = logging.getLogger(__name__)
 
