@@ -13,7 +13,7 @@ from replaybuf.client.client import Client
 from tests.chaos.content import COLUMN, SPELLED
 from tests.chaos.jumping_clock import set_offset
 from tests.chaos.processes import Child, Valkey, python, read_address
-from tests.chaos.runs import ADAPTERS, KEEP, STAGED, TICKET_TTL_S, config_of, policies_of
+from tests.chaos.runs import ADAPTERS, CURSOR, KEEP, STAGED, TICKET_TTL_S, config_of, policies_of
 from tests.generator.doubles import LETTERS, write_tokenizer
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -102,6 +102,7 @@ class Cluster:
         for run in self.runs:
             with Client(self.url, run, timeout_s=10.0, retry_for_s=START_TIMEOUT_S) as client:
                 client.put_run(config_of(run, self._adapters, self.folder / "spill"))
+                client.read_cursor(CURSOR)  # it keeps nothing of what was freed before it existed
         self.engine.start()
         self.generator = self._generator(read_address(self.engine, START_TIMEOUT_S))
         for actor in self.actors:
