@@ -78,7 +78,9 @@ STATE = stat(
     shows="name",
 )
 STEP = stat("Next unacked step", "Steps that the trainer acked so far.", newest("step"), "{{run}}")
-TICKETS_OUT = stat("Tickets out", "Groups that are being generated now.", newest("tickets_out"), "{{run}}")
+TICKETS_OUT = stat(
+    "Tickets out", "Groups that are being generated now.", newest("tickets_out", ", adapter"), "{{run}} {{adapter}}"
+)
 REWARD = graph(
     "Reward",
     "Mean, least and greatest reward of the groups in the newest batch.",
@@ -117,14 +119,14 @@ STALENESS = graph(
 IN_BUFFER = graph(
     "Groups in the buffer",
     "live: may be sampled. in batches: used up, kept for a resume until a checkpoint frees them.",
-    (newest("groups_live"), "{{run}} live"),
+    (newest("groups_live", ", adapter"), "{{run}} {{adapter}} live"),
     (newest("groups_in_batches"), "{{run}} in batches"),
 )
 VERSIONS = graph(
     "Step and published version",
     "If the published version stays below step / steps_per_publish, the engines sample with old weights.",
     (newest("step"), "{{run}} step"),
-    (newest("published_version"), "{{run}} published"),
+    (newest("published_version", ", adapter"), "{{run}} {{adapter}} published"),
 )
 GROUPS = graph(
     "Groups in and out",
@@ -159,7 +161,7 @@ EVALUATED = graph(
     "Evaluated version",
     "Oldest policy version that sampled the newest evaluation. Far below the published version: evaluations are late.",
     (newest("evaluation_version", ", set, adapter"), "{{run}} {{set}} {{adapter}}"),
-    (newest("published_version"), "{{run}} published"),
+    (newest("published_version", ", adapter"), "{{run}} {{adapter}} published"),
 )
 LIMITS = graph(
     "Limits in use",

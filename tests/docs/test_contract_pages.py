@@ -54,12 +54,13 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient, tmp_
     epoch = run.attach(seq_len=8)
     assert run.batch(0, epoch).status_code == run.ack(0, epoch).status_code == 200
     assert run.get("cursors/reader").status_code == 200
-    result = {"name": "held-out", "version": 0, "versions": [0], "reward_mean": 0.5, "standard_error": 0.1}
-    run.http.post(f"{run.path}/evaluations", json=result | {"rollouts": 4}).raise_for_status()
     tenants = RunClient(str(run.http.base_url), f"{run.run}-tenants")
     tenants.put(batch={}, adapters={"a": {"groups_per_batch": 1}})
     tenants.append(group("used", adapter="a"), group("dropped", tokens=9, adapter="a"))
     assert tenants.batch(0, tenants.attach(seq_len=8)).status_code == 200
+    result = {"name": "held-out", "version": 0, "versions": [0], "reward_mean": 0.5, "standard_error": 0.1}
+    result |= {"rollouts": 4, "adapter": "a"}
+    run.http.post(f"{tenants.path}/evaluations", json=result).raise_for_status()
     tenants.http.close()
     described = dict(re.findall(r"^\| `([\w{},]+)` (\|.*)\|$", METRICS_PAGE, re.MULTILINE))
     families = {

@@ -229,15 +229,15 @@ def test_metrics_have_a_label_for_the_adapter(run: RunClient) -> None:
     served(run, 0, epoch)
     text = run.http.get("/metrics").text
     for line in (
-        f'replaybuf_adapter_groups_stored_total{{adapter="math",run="{run.run}"}} 4.0',
-        f'replaybuf_adapter_tokens_used_total{{adapter="math",run="{run.run}"}} 30.0',
-        f'replaybuf_adapter_groups_given{{adapter="math",run="{run.run}"}} 3.0',
-        f'replaybuf_adapter_groups_per_batch{{adapter="math",run="{run.run}"}} 4.0',
-        f'replaybuf_adapter_groups_live{{adapter="code",run="{run.run}"}} 0.0',
-        f'replaybuf_adapter_waiting{{adapter="code",reason="no_producers",run="{run.run}"}} 1.0',
-        f'replaybuf_adapter_groups_used_by_staleness_total{{adapter="math",run="{run.run}",staleness="0"}} 3.0',
-        f'replaybuf_adapter_rollout_tokens_count{{adapter="math",kind="stored",run="{run.run}"}} 4.0',
-        f'replaybuf_adapter_rollout_tokens_sum{{adapter="math",kind="used",run="{run.run}"}} 15.0',
+        f'replaybuf_groups_stored_total{{adapter="math",run="{run.run}"}} 4.0',
+        f'replaybuf_tokens_used_total{{adapter="math",run="{run.run}"}} 30.0',
+        f'replaybuf_own_batch_groups{{adapter="math",run="{run.run}"}} 3.0',
+        f'replaybuf_own_batch_groups_full{{adapter="math",run="{run.run}"}} 4.0',
+        f'replaybuf_groups_live{{adapter="code",run="{run.run}"}} 0.0',
+        f'replaybuf_own_batch_waiting{{adapter="code",reason="no_producers",run="{run.run}"}} 1.0',
+        f'replaybuf_groups_used_by_staleness_total{{adapter="math",run="{run.run}",staleness="0"}} 3.0',
+        f'replaybuf_rollout_tokens_count{{adapter="math",kind="stored",run="{run.run}"}} 4.0',
+        f'replaybuf_rollout_tokens_sum{{adapter="math",kind="used",run="{run.run}"}} 15.0',
     ):
         assert line in text, line
     math = run.state()["adapters"]["math"]

@@ -29,11 +29,10 @@ def parsed(text: MetricText, name: str) -> list[tuple[str, dict[str, str], float
 def test_values_and_labels_come_back_as_they_were(value: float, label: str) -> None:
     """Any text may be a label: quotes, backslashes and line ends too."""
     text = MetricText()
-    text.add("groups_dropped", value, "r", label)
+    text.add("groups_dropped", value, "r", "", label)
     text.add("connections", value)
-    assert parsed(text, "groups_dropped") == [
-        ("replaybuf_groups_dropped_total", {"run": "r", "reason": label}, float(value))
-    ]
+    labels = {"run": "r"} | ({"reason": label} if label else {})  # to Prometheus an empty one is none
+    assert parsed(text, "groups_dropped") == [("replaybuf_groups_dropped_total", labels, float(value))]
     assert parsed(text, "connections") == [("replaybuf_connections", {}, float(value))]
 
 

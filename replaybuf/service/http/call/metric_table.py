@@ -1,7 +1,8 @@
 """Table of all metrics of the service: name (after `replaybuf_`), kind, labels, help text.
 
 Counters and histograms of groups, tokens and prompts are folded from the ledger, so they survive a restart. Those of
-`SINCE_START` start at 0 with the process. docs/metrics.md is written from this table.
+`SINCE_START` start at 0 with the process. docs/metrics.md is written from this table. The label `adapter` is absent in
+a run without adapters.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ class MetricRow(NamedTuple):
 # fmt: off
 _ROWS: dict[str, tuple[Any, str, str]] = {
     # counts of a run
-    "groups_stored": (COUNTER, "run", "Groups stored"),
-    "groups_used": (COUNTER, "run", "Uses of groups in batches"),
+    "groups_stored": (COUNTER, "run adapter", "Groups stored"),
+    "groups_used": (COUNTER, "run adapter", "Uses of groups in batches"),
     "groups_used_by_staleness":
-        (COUNTER, "run staleness", "Uses by staleness in policy versions; 65+ is everything above 64"),
+        (COUNTER, "run adapter staleness", "Uses by staleness in policy versions; 65+ is everything above 64"),
     "groups_retired": (COUNTER, "run", "Groups freed after a checkpoint"),
-    "groups_dropped": (COUNTER, "run reason", "Groups never used: rejected, evicted, dead-lettered"),
+    "groups_dropped":
+        (COUNTER, "run adapter reason", "Groups never used: rejected (of any adapter), evicted, dead-lettered"),
     "groups_dead_lettered": (COUNTER, "run", "Dead letters: stored groups that are unusable"),
     "groups_partial": (COUNTER, "run", "Groups stored with fewer rollouts than group_size: they lost some to faults"),
     "groups_duplicate": (COUNTER, "run", "Appends answered duplicate"),
     "rollouts_truncated_groups": (COUNTER, "run", "Groups with rollouts cut to seq_len"),
-    "tokens_used": (COUNTER, "run", "Tokens in batches, each use counted"),
+    "tokens_used": (COUNTER, "run adapter", "Tokens in batches, each use counted"),
     "tokens_stored": (COUNTER, "run", "Tokens of the groups stored while this server led the run"),
     "tokens_masked": (COUNTER, "run", "Sampled tokens in batches that were too old for the loss (stale_token_mask)"),
     "admission_seconds":
@@ -61,9 +63,9 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
         (GAUGE, "run", "With tickets.max_failed_share: share of the newest 200 ended prompts that failed"),
     "prompts_failed_alarm": (GAUGE, "run", "1 while prompts_failed_share is above tickets.max_failed_share"),
     "run_state": (GAUGE, "run state", "1 for the state of the run: running, paused, finished"),
-    "groups_live": (GAUGE, "run", "Groups that may be sampled"),
+    "groups_live": (GAUGE, "run adapter", "Groups that may be sampled"),
     "groups_in_batches": (GAUGE, "run", "Used-up groups that a resume may need"),
-    "tokens_live": (GAUGE, "run", "Tokens of live groups"),
+    "tokens_live": (GAUGE, "run adapter", "Tokens of live groups"),
     "bytes_live": (GAUGE, "run", "Bytes of the frames of live groups"),
     "bytes_in_memory": (GAUGE, "run", "Bytes of frames in Redis, of a run with a spill folder"),
     "bytes_spilled": (GAUGE, "run", "Bytes of frames in the spill folder"),
@@ -78,8 +80,8 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
         (GAUGE, "run", "Acked steps per second over the last 16; 0 = unknown yet, also in the next two"),
     "step_seconds": (GAUGE, "run", "Seconds per step without waiting, over the last 16"),
     "group_seconds": (GAUGE, "run", "Seconds from ticket to stored group, over the last 256"),
-    "tickets_out": (GAUGE, "run", "Tickets out"),
-    "published_version": (GAUGE, "run", "Newest published version"),
+    "tickets_out": (GAUGE, "run adapter", "Tickets out"),
+    "published_version": (GAUGE, "run adapter", "Newest published version"),
     "step": (GAUGE, "run", "Next unacked step"),
     "step_timestamp_seconds": (GAUGE, "run", "Unix time of the newest ack; absent before the first"),
     "checkpoint_step": (GAUGE, "run", "Step of the newest checkpoint; 0 = none yet"),
@@ -114,31 +116,16 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "group_times_sampled": (HISTOGRAM, "run", "Uses by how often the group was used, this use included"),
     "group_age_at_use_seconds": (HISTOGRAM, "run", "Uses by the time from the group's arrival to its batch"),
     "rollout_tokens":
-        (HISTOGRAM, "run kind", "Groups by mean tokens of their rollouts: stored, used (each use) or dropped"),
+        (HISTOGRAM, "run adapter kind", "Groups by mean tokens per rollout: stored, used (each use) or dropped"),
     "longest_rollout_tokens":
         (HISTOGRAM, "run kind", "Groups by the tokens of their longest rollout; kind as in rollout_tokens"),
     "dropped_age_versions": (HISTOGRAM, "run reason", "Dropped groups by version(step of the drop) - policy version"),
     "dropped_age_seconds": (HISTOGRAM, "run reason", "Dropped groups by the time since they arrived"),
-    # adapters of a run
-    "adapter_groups_stored": (COUNTER, "run adapter", "Groups of an adapter stored"),
-    "adapter_groups_used": (COUNTER, "run adapter", "Uses of groups of an adapter in batches"),
-    "adapter_tokens_used": (COUNTER, "run adapter", "Tokens of an adapter in batches, each use counted"),
-    "adapter_groups_used_by_staleness":
-        (COUNTER, "run adapter staleness", "Uses of groups of an adapter by staleness; 65+ is everything above 64"),
-    "adapter_groups_dropped": (COUNTER, "run adapter reason", "Stored groups of an adapter that were never used"),
-    "adapter_groups_live": (GAUGE, "run adapter", "Groups of an adapter that may be sampled"),
-    "adapter_tokens_live": (GAUGE, "run adapter", "Tokens of an adapter's live groups"),
-    "adapter_tickets_out": (GAUGE, "run adapter", "Tickets of an adapter that are out"),
-    "adapter_published_version": (GAUGE, "run adapter", "Newest published version of an adapter"),
-    "adapter_step": (GAUGE, "run adapter", "Next unacked step of an adapter, counted by its own batches"),
-    "adapter_groups_given": (GAUGE, "run adapter", "Groups of the incomplete own batch of an adapter"),
-    "adapter_groups_per_batch": (GAUGE, "run adapter", "Groups of a full own batch of an adapter"),
-    "adapter_waiting": (GAUGE, "run adapter reason", "1 for the reason why an adapter has nothing for a batch now"),
-    "adapter_rollout_tokens": (
-        HISTOGRAM, "run adapter kind",
-        "Groups of an adapter by mean tokens per rollout: stored, used (each "
-        "use), dropped",
-    ),
+    # own batches of adapters
+    "own_batch_waiting": (GAUGE, "run adapter reason", "1 for the reason why an adapter has nothing for a batch now"),
+    "own_batches_acked": (GAUGE, "run adapter", "Acked own batches of an adapter"),
+    "own_batch_groups": (GAUGE, "run adapter", "Groups of the incomplete own batch of an adapter"),
+    "own_batch_groups_full": (GAUGE, "run adapter", "Groups of a full own batch of an adapter"),
     # calls
     "requests": (
         COUNTER, "run call status",

@@ -36,14 +36,11 @@ _PROMPT_STATES = ("trained", "dropped", "failed", "pending")
 _RUN_STATES = ("running", "paused", "finished")
 
 _RUN_VALUES: dict[str, Callable[[Run], float]] = {
-    "groups_stored": lambda run: run.state.stored,
-    "groups_used": lambda run: run.state.totals.groups_used,
     "groups_retired": lambda run: run.state.totals.retired,
     "groups_dead_lettered": lambda run: run.state.totals.dead_lettered.total(),
     "groups_partial": lambda run: count_partial(run.state),
     "groups_duplicate": lambda run: run.side_state.duplicates,
     "rollouts_truncated_groups": lambda run: run.appends.truncated,
-    "tokens_used": lambda run: run.state.totals.tokens_used,
     "tokens_stored": lambda run: run.arrivals.tokens,
     "tokens_masked": lambda run: run.state.masked_tokens,
     "admission_waiting": lambda run: run.admissions.waiting,
@@ -52,16 +49,12 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "tickets_expired": lambda run: run.book.counts["expired"],
     "tickets_returned": lambda run: run.book.counts["returned"],
     "prompts_failed": lambda run: len(run.state.failed.prompts),
-    "groups_live": lambda run: run.state.pool.live.totals().groups,
     "groups_in_batches": lambda run: run.state.count(IN_BATCHES),
-    "tokens_live": lambda run: run.state.pool.live.totals().tokens,
     "bytes_live": lambda run: run.state.pool.live.totals().frame_bytes,
     "groups_per_second": lambda run: run.measured.groups_per_s,
     "steps_per_second": lambda run: run.measured.steps_per_s,
     "step_seconds": lambda run: run.measured.step_s,
     "group_seconds": lambda run: run.measured.group_s,
-    "tickets_out": lambda run: run.book.out,
-    "published_version": lambda run: run.state.published[""],
     "step": lambda run: run.state.step,
     "checkpoint_step": lambda run: max(run.state.checkpoints, default=0),
     "epoch": lambda run: run.state.epoch,
@@ -80,12 +73,8 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
     state = run.state
     for metric, read in _RUN_VALUES.items():
         text.add(metric, read(run), name)
-    for reason, count in sorted((run.side_state.rejected + state.totals.evicted + state.totals.dead_lettered).items()):
-        text.add("groups_dropped", count, name, reason)
     for reason in REASONS:
         text.add("waiting_seconds", run.batches.waits.total_s.get(reason, 0.0), name, reason)
-    for age, count in _by_staleness(state.totals.used_staleness):
-        text.add("groups_used_by_staleness", count, name, age)
     for outcome in OUTCOMES:
         text.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
     if (failed := read_share(state)) is not None:
@@ -180,7 +169,6 @@ def _read_histograms(text: MetricText, name: str, run: Run) -> None:
     text.add_histogram("group_times_sampled", times_sampled, 1, name)
     text.add_histogram("group_age_at_use_seconds", histograms.age_at_use, 1000, name)
     for kind, lengths in histograms.lengths.items():
-        text.add_histogram("rollout_tokens", lengths.mean, 1, name, kind)
         text.add_histogram("longest_rollout_tokens", lengths.longest, 1, name, kind)
     for reason, ages in sorted(histograms.drop_ages.items()):
         text.add_histogram("dropped_age_versions", ages.versions, 1, name, reason)
@@ -189,28 +177,37 @@ def _read_histograms(text: MetricText, name: str, run: Run) -> None:
         text.add_histogram("admission_seconds", took, 1_000_000, name, admission)
 
 
-def _read_adapter(text: MetricText, name: str, run: Run, adapter: str) -> None:
-    state, labels = run.state, (name, adapter)
-    summary, counts = run.state_cache.summary().adapters[adapter], state.pool.counts_of(adapter)
-    progress = state.progress_at(state.next_step, adapter)
-    text.add("adapter_groups_stored", counts.stored, *labels)
-    text.add("adapter_groups_used", counts.groups_used, *labels)
-    text.add("adapter_tokens_used", counts.tokens_used, *labels)
-    text.add("adapter_groups_live", summary.groups["live"], *labels)
-    text.add("adapter_tokens_live", summary.tokens_live, *labels)
-    text.add("adapter_tickets_out", run.book.out_of(adapter), *labels)
-    text.add("adapter_published_version", state.published[adapter], *labels)
-    text.add("adapter_step", state.own_step(state.step, adapter), *labels)
-    text.add("adapter_groups_given", progress.groups, *labels)
-    text.add("adapter_groups_per_batch", run.journal.config.adapters[adapter].groups_per_batch, *labels)
-    for age, count in _by_staleness(counts.used_staleness):
-        text.add("adapter_groups_used_by_staleness", count, *labels, age)
-    for reason, count in sorted((Counter(counts.evicted) + Counter(counts.dead_lettered)).items()):
-        text.add("adapter_groups_dropped", count, *labels, reason)
-    if waiting := run.state_cache.waits().adapters[adapter]:
-        text.add("adapter_waiting", 1, *labels, waiting.reason)
-    for kind, lengths in counts.histograms.lengths.items():
-        text.add_histogram("adapter_rollout_tokens", lengths.mean, 1, *labels, kind)
+def _read_adapters(text: MetricText, name: str, run: Run) -> None:
+    """Read what is counted by adapter: also of those that left the configuration, so that no sum goes back.
+
+    A run without adapters has one, without a name. A rejected group may name any adapter, and counts for none.
+    """
+    state, named = run.state, run.journal.config.adapters
+    for adapter in sorted(state.published):
+        counts, live, labels = state.pool.counts_of(adapter), state.pool.live.totals(adapter), (name, adapter)
+        rejected = Counter() if adapter else run.side_state.rejected
+        for reason, count in sorted((rejected + counts.evicted + counts.dead_lettered).items()):
+            text.add("groups_dropped", count, *labels, reason)
+        if not adapter and named and not counts.stored:
+            continue
+        text.add("groups_stored", counts.stored, *labels)
+        text.add("groups_used", counts.groups_used, *labels)
+        text.add("tokens_used", counts.tokens_used, *labels)
+        text.add("groups_live", live.groups, *labels)
+        text.add("tokens_live", live.tokens, *labels)
+        text.add("tickets_out", run.book.out_of(adapter), *labels)
+        text.add("published_version", state.published[adapter], *labels)
+        for age, count in _by_staleness(counts.used_staleness):
+            text.add("groups_used_by_staleness", count, *labels, age)
+        for kind, lengths in counts.histograms.lengths.items():
+            text.add_histogram("rollout_tokens", lengths.mean, 1, *labels, kind)
+    reasons = run.state_cache.waits().adapters if named else {}
+    for adapter, options in sorted(named.items()):
+        if waiting := reasons[adapter]:
+            text.add("own_batch_waiting", 1, name, adapter, waiting.reason)
+        text.add("own_batches_acked", state.own_step(state.step, adapter), name, adapter)
+        text.add("own_batch_groups", state.progress_at(state.next_step, adapter).groups, name, adapter)
+        text.add("own_batch_groups_full", options.groups_per_batch, name, adapter)
 
 
 def _read_server(text: MetricText, service: Service) -> None:
@@ -241,8 +238,7 @@ def _pieces(service: Service) -> Iterator[Callable[[MetricText], None]]:
         took[run].append((call, histogram))
     for name, one in sorted(service.runs.items()):
         yield functools.partial(_read_run, name=name, run=one)
-        for adapter in sorted(one.journal.config.adapters):
-            yield functools.partial(_read_adapter, name=name, run=one, adapter=adapter)
+        yield functools.partial(_read_adapters, name=name, run=one)
     for name in sorted(answered.keys() | took.keys()):
         yield functools.partial(_read_traffic, name=name, answered=answered[name], took=took[name])
     yield functools.partial(_read_server, service=service)
