@@ -31,22 +31,22 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from replaybuf.client import Client, attach_at
+from replaybuf.client import Client
 from replaybuf.client.peers import misfit
 from replaybuf.client.reader import WaitingLog
+from replaybuf.client.session import TrainerSession
 from replaybuf.errors import GroupRejected, Invalid, NoRoom, ServiceUnavailable, WrongStep
 from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.batch import Batch, read_batch
-from replaybuf.wire.contract import Attachment, WaitingAnswer
+from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
-from replaybuf_transferqueue.sampler_settings import Pace, check_run, read_settings
+from replaybuf_transferqueue.sampler_settings import Pace, SamplerSettings, check_run, finished_steps, read_settings
 from replaybuf_transferqueue.trajectories import Trajectory, group_of, trajectories_of, uid_of
 
 logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 PRODUCER = "verl"
-RETRY_FOR_S = 60.0
 GROUPS_PER_APPEND = 16
 _MARK = "-step"
 _WAY_OUT = (
@@ -65,11 +65,10 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         self._settings = read_settings(self.sampler_kwargs)
         self._pace = Pace.of(self.trainer_mode, self.trainer_config)
         self.poll_interval = self._settings.poll_s
-        at = self._settings.address, self._settings.run_name, os.environ.get("REPLAYBUF_TOKEN")
-        self._client = Client(*at, retry_for_s=RETRY_FOR_S)
-        self._intake = Client(*at)  # without retries: what does not fit yet stays in the queue
-        self._attached: Attachment | None = None
-        self._step = self._unacked = self._version = self._evicted = self._rejected = 0
+        self._client = _client_of(self._settings)  # without retries: what does not fit yet stays in the queue
+        self._session = _session_of(self._client, self._settings)
+        self._attached = False
+        self._step = self._evicted = self._rejected = 0
 
     # ------------------------------------------------------------------ what verl calls
 
@@ -79,7 +78,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         Raises `WrongStep`, `RunFinished`, `Fenced`, and `Invalid` where the run or a field does not fit.
         """
         if partition_id != TRAIN:
-            if self._attached is not None:
+            if self._attached:
                 self._ack_before(global_steps * self._pace.batches)
             result: tuple[KVBatchMeta, dict[str, float]] = super().sample(global_steps, partition_id, batch_size)
             return result
@@ -91,46 +90,35 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         self._step += 1
         return kept, {"replaybuf/waited_s": waited_s} | self._metrics(batch)
 
-    def record_checkpoint(self, global_steps: int) -> None:
-        """Record that training can resume after `global_steps`, which ends with their last batch."""
+    def record_checkpoint(self, global_steps: int, *, written: bool = True) -> None:
+        """Record that training can resume after `global_steps`, which ends with their last batch.
+
+        One that is not `written` yet is recorded at the save after it.
+        """
         steps = global_steps * self._pace.batches
         self._ack_before(steps)
-        self._client.checkpoint(steps, self._epoch, keep=self._settings.keep_checkpoints)
+        self._session.checkpoint(steps, written=written)
 
     # ------------------------------------------------------------------ the trainer of the run
-
-    @property
-    def _epoch(self) -> int:
-        if self._attached is None:
-            raise Invalid("the run has no trainer before the first sample", name="epoch")
-        return self._attached.epoch
 
     def _begin_step(self, global_steps: int, batch_size: int) -> None:
         """Attach at the first call; then ack the steps before this one and publish their weights."""
         first = (global_steps - 1) * self._pace.batches
-        if self._attached is None:
-            check_run(self._client.get_run(), self._pace, batch_size)
-            keep = self._settings.keep_checkpoints
-            extras = {"lengths": True, "metadata": True}
-            self._attached = attached = attach_at(self._client, first, keep=keep, fixed=True, **extras)
-            self._step = self._unacked = first
-            self._version = attached.published_version
-            self._evicted = self._dropped(self._client.get_run())
+        if not self._attached:
+            check_run(self._session.call(self._client.get_run), self._pace, batch_size)
+            attachment = self._session.attach(first, fixed=True, lengths=True, metadata=True)
+            self._attached, self._step = True, first
+            self._evicted = self._dropped(self._session.call(self._client.get_run))
             self._clear_batches()
-            logger.info("attached epoch=%d step=%d", attached.epoch, first)
+            logger.info("attached epoch=%d step=%d", attachment.epoch, first)
         if not first <= self._step < first + self._pace.batches:
             detail = f"verl asks for global step {global_steps}; the next step of the run is {self._step}"
             raise WrongStep(detail, name="global_steps", value=global_steps, bound=self._step)
         self._ack_before(self._step)
-        version = self._step // self._pace.batches
-        if version > self._version:
-            self._client.publish_policy(version, self._epoch)
-            self._version = version
+        self._session.publish_due()
 
     def _ack_before(self, step: int) -> None:
-        while self._unacked < min(step, self._step):
-            self._client.ack(self._unacked, self._epoch)
-            self._unacked += 1
+        self._session.ack(steps=min(step, self._step))
 
     def _wait_for_batch(self, batch_size: int) -> Batch:
         log, began_s = WaitingLog(), time.monotonic()
@@ -139,7 +127,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             self._sync_metadata_from_transfer_queue()
             self._store_finished(batch_size)
             live = self._refill(level)
-            answer = self._client.fetch_batch(self._step, self._epoch, wait_ms=int(self.poll_interval * 1000))
+            answer = self._session.fetch(self._step, wait_ms=int(self.poll_interval * 1000))
             if not isinstance(answer, WaitingAnswer):
                 return _whole(read_batch(answer), batch_size)
             log.report(self._step, answer, time.monotonic() - began_s)
@@ -175,24 +163,20 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             except GroupRejected as error:
                 self._count_rejected(uid, error, batch_size)
         again = []
-        for uid, result in zip(groups, self._intake.append(list(groups.values())), strict=True):
+        for uid, result in zip(groups, self._client.append(list(groups.values())), strict=True):
             if result.status == "rejected":
                 reason = str(result.reason)
                 self._count_rejected(uid, GroupRejected(reason, f"{reason}: {result.detail}", name=reason), batch_size)
                 continue
             self._rejected = 0
             if result.status == "duplicate" and self._is_lost(uid):
-                again.append(group_of(found[uid], f"{uid}.{self._generation}"))
+                again.append(group_of(found[uid], f"{uid}.{self._session.attachment.generation}"))
         if again:
-            self._intake.append(again)
-
-    @property
-    def _generation(self) -> int:
-        return 0 if self._attached is None else self._attached.generation
+            self._client.append(again)
 
     def _is_lost(self, group_id: str) -> bool:
         """Return whether a rewind evicted this group, whose prompt verl has generated again since."""
-        stored = self._client.get_group(group_id)
+        stored = self._session.call(lambda: self._client.get_group(group_id))
         return stored.state == "evicted" and stored.reason == "lost_lineage"
 
     def _count_rejected(self, group_id: str | None, error: GroupRejected, batch_size: int) -> None:
@@ -226,8 +210,8 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
         """
         coming = len(self.prompt_global_steps[TRAIN])
         with contextlib.suppress(ServiceUnavailable):
-            self._intake.send_heartbeat(PRODUCER, in_flight=coming)
-        live = self._client.get_run().groups.live
+            self._client.send_heartbeat(PRODUCER, in_flight=coming)
+        live = self._session.call(self._client.get_run).groups.live
         lacking = level - coming - live
         if lacking > 0:
             logger.info("verl generates %d prompts more: %d in the queue, %d live groups", lacking, coming, live)
@@ -266,7 +250,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             np.concatenate([getattr(row, name) for row in batch.micro_batches])
             for name in ("staleness", "times_sampled")
         )
-        before, self._evicted = self._evicted, self._dropped(self._client.get_run())
+        before, self._evicted = self._evicted, self._dropped(self._session.call(self._client.get_run))
         return {
             "replaybuf/staleness/mean": float(staleness.mean()),
             "replaybuf/staleness/max": float(staleness.max()),
@@ -276,11 +260,19 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
 
 
 class CheckpointReport(CheckpointCallback):  # type: ignore[misc]  # verl is not typed
-    """`trainer.checkpoint_callback_class`: records verl's checkpoints in the run, which frees what they do not need."""
+    """`trainer.checkpoint_callback_class`: records verl's checkpoints in the run, which frees what they do not need.
+
+    A training that was killed between its last checkpoint and the report of it has nothing left to train, so that verl
+    never asks the sampler for a step: the report is sent when the callback is made.
+    """
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._being_written: int | None = None
+        steps = finished_steps(config) if config is not None else None
+        if steps is not None:
+            settings = read_settings(config.trainer.v1.sampler.sampler_kwargs)
+            with _client_of(settings) as client:
+                _session_of(client, settings).settle(steps)
 
     def on_save(
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
@@ -290,10 +282,15 @@ class CheckpointReport(CheckpointCallback):  # type: ignore[misc]  # verl is not
         if not isinstance(sampler, ReplaybufSampler):
             name, found = "trainer.v1.sampler.custom_sampler.name", type(sampler).__name__
             raise Invalid(f"{name} is {found}; needed: ReplaybufSampler", name=name, value=found)
-        written = self._being_written if async_save else global_step
-        self._being_written = global_step if async_save else None
-        if written is not None:
-            sampler.record_checkpoint(written)
+        sampler.record_checkpoint(global_step, written=not async_save)
+
+
+def _client_of(settings: SamplerSettings) -> Client:
+    return Client(settings.address, settings.run_name, os.environ.get("REPLAYBUF_TOKEN"))
+
+
+def _session_of(client: Client, settings: SamplerSettings) -> TrainerSession[Batch]:
+    return TrainerSession(client, keep_checkpoints=settings.keep_checkpoints)
 
 
 def _whole(batch: Batch, batch_size: int) -> Batch:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from omegaconf import DictConfig
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from replaybuf.client.peers import check_run_settings, misfit, warn_if_untested
 from replaybuf.errors import Invalid
@@ -74,6 +76,25 @@ def read_settings(given: Mapping[str, Any] | DictConfig | None) -> SamplerSettin
     """Check the settings, and warn if verl is of another release than the tested ones. Raises `Invalid`."""
     warn_if_untested("the sampler", "verl", *TESTED)
     return convert(given or {}, SamplerSettings, KWARGS)
+
+
+def finished_steps(config: DictConfig) -> int | None:
+    """Return the steps of the run at verl's newest checkpoint if nothing is left to train; None otherwise.
+
+    None too where verl takes its number of steps from the data, or only validates: a live trainer may have the run.
+    """
+    trainer, folder = config.trainer, None
+    if trainer.get("val_only", False) or trainer.total_training_steps is None:
+        return None
+    if trainer.resume_mode == "auto":
+        folder = find_latest_ckpt_path(str(Path(trainer.default_local_dir).absolute()))
+    elif trainer.resume_mode == "resume_path":
+        folder = trainer.resume_from_path
+    if folder is None:
+        return None
+    steps = int(str(folder).rpartition("global_step_")[2])
+    mode = trainer.v1.trainer_mode
+    return steps * Pace.of(mode, trainer.v1[mode]).batches if steps >= trainer.total_training_steps else None
 
 
 def check_run(status: RunStatus, pace: Pace, batch_size: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transfer_queue
+from omegaconf import OmegaConf
 from test_sampler import config_of, queue
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -18,7 +21,7 @@ from replaybuf.client import Client, attach_at
 from replaybuf.errors import Fenced, GroupRejected, Invalid, NotFound, WrongStep
 from replaybuf.wire.batch import read_batch
 from replaybuf_transferqueue import sampler_settings
-from replaybuf_transferqueue.sampler import CheckpointReport, ReplaybufSampler
+from replaybuf_transferqueue.sampler import CheckpointReport
 from replaybuf_transferqueue.trajectories import Trajectory, group_of, trajectories_of
 from tests.conftest import RunClient, connect, own_service, run, service
 
@@ -152,14 +155,47 @@ def test_the_checkpoint_callback_refuses_another_sampler() -> None:
         CheckpointReport().on_save(SimpleNamespace(replay_buffer=object()), 1, "/nowhere")
 
 
-def test_an_asynchronous_checkpoint_is_recorded_at_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[int] = []
-    monkeypatch.setattr(ReplaybufSampler, "record_checkpoint", lambda _, step: recorded.append(step))
-    trainer = SimpleNamespace(replay_buffer=object.__new__(ReplaybufSampler))
-    report = CheckpointReport()
-    for step in (2, 4):
-        report.on_save(trainer, step, "/nowhere", async_save=True)
-    assert recorded == [2]
+def test_an_asynchronous_checkpoint_is_recorded_at_the_next_save(run: RunClient, queue: str) -> None:
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    for number in range(PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number))
+    sampler, report = make(run), CheckpointReport()
+    sampler.sample(1, "train", PROMPTS)
+    trainer = SimpleNamespace(replay_buffer=sampler)
+    report.on_save(trainer, 1, "/nowhere", async_save=True)
+    assert (run.state()["step"], run.state()["checkpoints"]) == (1, [])
+    report.on_save(trainer, 1, "/nowhere", async_save=True)
+    assert run.state()["checkpoints"] == [1]
+
+
+@pytest.mark.parametrize("lacks", ["ack", "checkpoint"])
+def test_a_training_that_has_ended_sends_the_report_that_a_kill_prevented(
+    run: RunClient, queue: str, tmp_path: Path, lacks: str
+) -> None:
+    """verl has nothing left to train, so it asks the sampler for no step."""
+    clear()
+    assert run.put(**config_of()).status_code == 201
+    for number in range(PROMPTS):
+        put(f"u{number}", trajectories(f"u{number}", number))
+    sampler = make(run)
+    sampler.sample(1, "train", PROMPTS)
+    if lacks == "checkpoint":
+        sampler._ack_before(1)
+    (tmp_path / "global_step_1").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    settings = {"url": str(run.http.base_url), "run": run.run}
+    config = verl_config_of({"folder": str(tmp_path), "steps": 1, "sampler": settings})
+    for name, value in {"trainer.val_only": True, "trainer.total_training_steps": 2}.items():
+        unfinished = copy.deepcopy(config)
+        OmegaConf.update(unfinished, name, value, force_add=True)
+        CheckpointReport(unfinished)
+        assert run.state()["checkpoints"] == []
+    CheckpointReport(config)
+    assert (run.state()["step"], run.state()["checkpoints"]) == (1, [1])
+    epoch = run.state()["trainer"]["epoch"]
+    CheckpointReport(config)
+    assert run.state()["trainer"]["epoch"] == epoch  # it owes nothing now, so nobody is fenced
 
 
 def test_a_group_keeps_every_field(run: RunClient) -> None:
