@@ -116,13 +116,27 @@ class AsyncTrainerSession(_AsyncBatches[Batch]):
         done = self.session.step_done
         await asyncio.to_thread(done, weights_uri, metrics=metrics, checkpoint=checkpoint, feedback=feedback)
 
+    async def ack(
+        self,
+        feedback: dict[str, Any] | None = None,
+        metrics: Mapping[str, float | None] | None = None,
+        *,
+        steps: int | None = None,
+    ) -> None:
+        """Report that steps are trained, as `TrainerSession.ack` does."""
+        await asyncio.to_thread(self.session.ack, feedback, metrics, steps=steps)
+
     async def publish(self, weights_uri: str | None = None, version: int | None = None, adapter: str = "") -> None:
         """Announce a version, as `TrainerSession.publish` does."""
         await asyncio.to_thread(self.session.publish, weights_uri, version, adapter)
 
-    async def checkpoint(self, steps: int | None = None) -> None:
+    async def publish_due(self, weights_uri: str | None = None) -> None:
+        """Announce the newest version of the steps done, unless the run has it."""
+        await asyncio.to_thread(self.session.publish_due, weights_uri)
+
+    async def checkpoint(self, steps: int | None = None, *, written: bool = True, keep: int | None = None) -> None:
         """Record a checkpoint, as `TrainerSession.checkpoint` does."""
-        await asyncio.to_thread(self.session.checkpoint, steps)
+        await asyncio.to_thread(self.session.checkpoint, steps, written=written, keep=keep)
 
     async def confirm(self) -> None:
         """Ask once whether this trainer has the run. Raises `Fenced`."""

@@ -47,6 +47,22 @@ def test_an_asyncio_trainer_trains_publishes_and_records_to_the_end_of_the_run(
     attempt(service, run, work)
 
 
+def test_an_asyncio_trainer_reports_step_by_step(run: RunClient, service: ServeProcess) -> None:
+    run.put(batch={"groups_per_batch": 1}, max_steps=2)
+    run.append(group("a"), group("b"))
+
+    async def work(client: AsyncClient) -> None:
+        async with client.trainer(reader=QUICK) as session:
+            async for batch in session:
+                await session.ack(metrics={"loss": 0.5}, steps=batch.meta.step + 1)
+                await session.publish_due()
+                await session.checkpoint(written=False)
+                assert (await client.get_run()).checkpoints == [batch.meta.step] * (batch.meta.step > 0)
+        assert (await client.get_policy()).version == 2
+
+    attempt(service, run, work)
+
+
 def test_a_cancelled_wait_loses_no_batch_and_the_loop_stays_free(run: RunClient, service: ServeProcess) -> None:
     """The batch comes while nobody waits; the next wait gets it."""
     run.put(batch={"groups_per_batch": 1})

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from replaybuf.client import Client, ReaderOptions, TrainerSession
+from replaybuf.client.retries import Retries
 from replaybuf.errors import Invalid, counted
 from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
@@ -59,7 +60,7 @@ class Feed:
         self.options = options
         self.ranks = _ranks(device)
         self.step = 0
-        self._client = Client(options.url, options.run, options.token, retry_for_s=options.service_timeout_s)
+        self._client = Client(options.url, options.run, options.token)
         self._session: TrainerSession[TensorBatch] | None = None
         self._facts: RunFacts | None = None
 
@@ -67,7 +68,7 @@ class Feed:
     def facts(self) -> RunFacts:
         """Facts of the run's configuration. Raises `Invalid` for a run with LoRA adapters."""
         if self._facts is None:
-            facts = self._client.get_run().facts()
+            facts = Retries(self.options.service_timeout_s).call(self._client.get_run).facts()
             if facts.adapters:
                 raise _refusal(
                     f"run {self.options.run} has LoRA adapters {sorted(facts.adapters)}; this trainer has one policy. "
@@ -166,7 +167,7 @@ class Feed:
     def confirm_alone(self) -> None:
         """Do as `confirm`, on the only rank that deletes."""
         if self._session is not None:
-            self._session.confirm()
+            self._session.call(self._session.confirm)
 
     def take_wait_s(self) -> float:
         """Return the seconds that this rank waited for batches since the last call."""

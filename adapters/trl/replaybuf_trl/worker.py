@@ -77,7 +77,7 @@ class ReplaybufRolloutWorker:
         self._needed = Needed(0, "")
         self.ended_at: int | None = None
         """Number of steps that the run has, once it is finished."""
-        self._client = Client(url, run, token, timeout_s=CALL_TIMEOUT_S, retry_for_s=service_timeout_s)
+        self._client = Client(url, run, token, timeout_s=CALL_TIMEOUT_S)
         self._service_timeout_s = service_timeout_s
         self._wait_ms = wait_ms
         self._session: TrainerSession[Batch] | None = None
@@ -96,15 +96,16 @@ class ReplaybufRolloutWorker:
         `keep`: the newest checkpoints that stay resumable; None = this one and all that the run knows. Raises `Invalid`
         if TRL cannot train the batches of the run, and `WrongStep`.
         """
-        check_run(args, self._client.get_run())
-        self._session = session = self._open(step, keep)
+        session = self._open(step, keep)
+        check_run(args, session.call(self._client.get_run))
+        self._session = session
         try:
             attached = session.attach()
         except WrongStep as error:
             way_out = "give train(resume_from_checkpoint=...) a checkpoint of these steps, or use a new run"
             detail = f"{error.detail}; {way_out}"
             raise WrongStep(detail, name=error.name, value=error.value, bound=error.bound) from error
-        if self._client.get_run().state == "finished":
+        if session.call(self._client.get_run).state == "finished":
             raise RunFinished(
                 f"run {self.run} is finished after {counted(step, 'step')}; there is nothing left to train"
             )
@@ -152,8 +153,8 @@ class ReplaybufRolloutWorker:
         self._version, self._published = version, True
 
     def confirm(self) -> None:
-        """Ask once whether this trainer still has the run. Raises `Fenced`."""
-        self._attached.confirm()
+        """Ask whether this trainer still has the run. Raises `Fenced`."""
+        self._attached.call(self._attached.confirm)
 
     @property
     def _attached(self) -> TrainerSession[Batch]:
