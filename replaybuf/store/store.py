@@ -60,12 +60,14 @@ class Store:
 
     @classmethod
     async def open(cls, url: str, policy: WritePolicy = STRICT, **options: Any) -> Store:
-        """Connect, check the server's version and load the function library; `options` are those of `Connection`.
+        """Connect, check the server's role and version, load the function library.
 
-        Raises `UnsupportedServer` if the server is too old, `ServiceUnavailable` if it cannot be reached.
+        `options` are those of `Connection`. Raises `UnsupportedServer` if the server is too old or no primary of its
+        own, `ServiceUnavailable` if it cannot be reached.
         """
         connection = Connection(url, policy, **options)
         try:
+            await connection.check_role()  # not later: after a failover a replica may answer for a moment
             await connection.prepare()
         except BaseException:
             await connection.close()

@@ -40,14 +40,16 @@ from replaybuf.store.redis.faults import (
     replaced,
     translate,
     unavailable,
+    with_known_errors,
     without_password,
 )
-from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections
+from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections, execute_tolerantly
 from replaybuf.store.redis.server import (
     CONFIG_NAMES,
     LIBRARY,
     LIBRARY_CODE,
     ServerReport,
+    check_role,
     check_version,
     read_name,
     read_settings,
@@ -151,7 +153,7 @@ class Connection:
         for wait in waits:
             pipe.execute_command(*wait)
         async with keep_awake(self.pipeline) if barrier and barrier.in_background else contextlib.nullcontext():
-            all_replies: list[Any] = await self.run(_execute(pipe, may_fail, len(waits)))
+            all_replies: list[Any] = await self.run(execute_tolerantly(pipe, may_fail, len(waits)))
         if barrier is None:
             return all_replies
         replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
@@ -278,6 +280,10 @@ class Connection:
         """Check whether readers see durable entries only."""
         return self._barrier is None or self._reads_durable
 
+    async def check_role(self) -> None:
+        """Raise `UnsupportedServer` unless a primary of its own answers."""
+        check_role(await self._answer(self.client.info()), self.url)
+
     async def prepare(self) -> None:
         """Check the server's version and load the function library, unless the prepared server still answers.
 
@@ -347,7 +353,7 @@ class Connection:
 
     async def _answer(self, command: Awaitable[Any]) -> Any:
         try:
-            reply = await _with_known_errors(command)
+            reply = await with_known_errors(command)
         except (RedisError, OSError) as error:
             if isinstance(error, RedisTimeoutError):
                 self._start_stall()
@@ -375,25 +381,6 @@ class Connection:
             raise unavailable(self.url, f"does not answer; the next try is within {self.command_timeout_s} s")
         if self._stalled_until_s and claim:
             self._stalled_until_s = now_s + self.command_timeout_s
-
-
-async def _with_known_errors(command: Awaitable[Any]) -> Any:
-    """Await a command. uvloop raises RuntimeError for a write on a connection that the other side has just closed."""
-    try:
-        return await command
-    except RuntimeError as error:
-        if "handler is closed" in str(error):
-            raise RedisConnectionError("the connection was closed") from error
-        raise
-
-
-async def _execute(pipe: FastPipeline, first: int, last: int) -> list[Any]:
-    """Execute a pipeline. Raises the first error; returns errors of the `first` and the `last` commands."""
-    replies = await pipe.execute(raise_on_error=False)
-    for reply in replies[first : len(replies) - last]:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
 
 
 async def _fail(error: ResponseError) -> None:

