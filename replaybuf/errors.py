@@ -278,9 +278,17 @@ class UnsupportedServer(ServiceUnavailable):
 
 
 class DataLost(ReplaybufError):
-    """Redis lacks acknowledged data: it was emptied or replaced under a running service."""
+    """Redis lacks acknowledged data: `entries` of the ledger and `groups`, where that is known."""
 
     slug, title = "data-lost", "Redis lost data"
+
+    def __init__(self, detail: str, *, entries: int | None = None, groups: int | None = None, **fields: Any) -> None:
+        super().__init__(detail, **fields)
+        self.entries, self.groups = entries, groups
+
+    def problem(self) -> dict[str, Any]:
+        """Render the problem document, with what is missing."""
+        return super().problem() | ({} if self.entries is None else {"entries": self.entries, "groups": self.groups})
 
 
 class Unreadable(DataLost):
@@ -385,6 +393,8 @@ def from_problem(status: int, document: dict[str, Any], retry_after_s: float | N
     by_status = {cls.status: cls for cls in reversed(known)}
     cls = by_slug.get(slug) or by_status.get(status, ReplaybufError)
     fields = {key: document.get(key) for key in ("name", "value", "bound")}
+    if cls is DataLost:
+        fields |= {key: document.get(key) for key in ("entries", "groups")}
     if cls is InvalidGroups:
         return InvalidGroups(detail, list(document.get("results") or []), **fields)
     return cls(detail, retry_after_s=retry_after_s, **fields)

@@ -65,6 +65,7 @@ COMMANDS: dict[Group, dict[str, str | None]] = {
         "runs resume": f"{_RUNS}resume",
         "runs finish": f"{_RUNS}finish",
         "runs delete": f"{_RUNS}delete",
+        "runs accept-loss": f"{_RUNS}accept_loss",
         "doctor": "replaybuf.cli.operate.doctor:doctor",
         "tokens new": f"{_TOKENS}new",
         "tokens list": f"{_TOKENS}list_",

@@ -24,7 +24,7 @@ from replaybuf.wire.answer.cursors import CursorList, CursorPage, CursorState
 from replaybuf.wire.answer.evaluations import Evaluation, EvaluationRequest, Evaluations
 from replaybuf.wire.answer.explain import BatchExplanation
 from replaybuf.wire.answer.overview import History
-from replaybuf.wire.answer.run_status import RunList, RunStatus
+from replaybuf.wire.answer.run_status import AcceptedLoss, RunList, RunStatus
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import (
@@ -103,6 +103,11 @@ class RunCalls:
         """
         params: dict[str, str | int] = {} if if_revision is None else {"if_revision": if_revision}
         return self._remember((yield HttpRequest(method="PATCH", content=encode_body(changes), params=params)))
+
+    def accept_loss(self, entries: int, groups: int) -> Exchange[AcceptedLoss]:
+        """Let the run go on without what Redis lost, as `DataLost` has it; operator. Every trainer is fenced."""
+        body = encode_body({"entries": entries, "groups": groups})
+        return answer_of((yield HttpRequest(method="POST", path="/accept-loss", content=body)), AcceptedLoss)
 
     def delete_run(self) -> Exchange[None]:
         """Delete a finished run: its groups, its ledger, its results. A repetition does no harm. Raises `Conflict`."""

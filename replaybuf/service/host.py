@@ -165,6 +165,16 @@ class Service:
         logger.info("run to be deleted run=%s by=%s", name, by)
         self._drop(run)
 
+    @contextlib.asynccontextmanager
+    async def replacing(self, name: str) -> AsyncIterator[None]:
+        """Change a run in Redis in the body, while nobody opens it; then read it again."""
+        async with self._opening:
+            yield
+            if name in self.runs:
+                self._drop(self.runs[name])
+            self.unreadable.record_success(name)
+            await self._open(name)
+
     async def _open(self, name: str) -> Run | None:
         """Return a run, loaded from its streams if necessary; None if it does not exist.
 
@@ -173,7 +183,7 @@ class Service:
         if name in self.runs:
             return self.runs[name]
         try:
-            exists = await self._exists(name)
+            exists = await self.store.runs.exists(name)
         except Unreadable as error:
             raise self.unreadable.record_failure(name, error) from error
         if not exists:
@@ -201,14 +211,6 @@ class Service:
             if name in self.runs:
                 self.unreadable.record_success(name)
         return run
-
-    async def _exists(self, name: str) -> bool:
-        """Return whether Redis lists a run, or must have lost it. Raises `Gone` if it is deleted."""
-        try:
-            return await self.store.runs.exists(name)
-        except Gone:
-            self.store.connection.known.forget(name)
-            raise
 
     def _add(self, run: Run) -> None:
         run.durability = self.report.durability if self.report else "relaxed"

@@ -55,7 +55,8 @@ class UnreadableRuns:
     def record_failure(self, name: str, error: DataLost | LedgerGap) -> DataLost | LedgerGap:
         """Record that a run could not be read; return the error for its callers."""
         pause_s = min(2 * self._pauses[name][1], LONGEST_PAUSE_S) if name in self._pauses else FIRST_PAUSE_S
-        reported = type(error)(f"run {name} cannot be read: {error.detail}", name="run", value=name)
+        missing = {"entries": error.entries, "groups": error.groups} if isinstance(error, DataLost) else {}
+        reported = type(error)(f"run {name} cannot be read: {error.detail}", name="run", value=name, **missing)
         if name not in self._errors or self._errors[name].detail != reported.detail:
             logger.error("%s; the service retries it and serves the other runs", reported.detail)
         self._errors[name], self._pauses[name] = reported, (self._clock() + pause_s, pause_s)

@@ -431,6 +431,32 @@ local function cursor(keys, args)
   end
 end
 
+-- Go on from what this Redis holds of a run, which is less than was acknowledged. As after a deletion of the run, whoever
+-- knows more reads it again and writes nothing before. A Redis without the run has nothing to go on from.
+-- keys: those of `guarded`, lead; args: newest entry and group here, incarnation, entry and group that are known, record
+-- returns the new incarnation, or 0 if these are other entries or groups, or another caller has shown that it knows more
+local function accept_loss(keys, args)
+  local run = {ledger = keys[2], index = keys[3], counts = keys[5], lost = keys[6], incarnation = keys[7]}
+  local entries, stored = read_ends(run)
+  if entries ~= tonumber(args[1]) or stored ~= tonumber(args[2]) then
+    return 0
+  end
+  local shown = {string.match(redis.call('GET', run.lost) or '', '^(%d+) (%d+) (%d+) ')}
+  for at = 1, #shown do
+    if tonumber(shown[at]) > tonumber(args[at + 2]) then
+      return 0
+    end
+  end
+  if entries > 0 then
+    redis.call('XADD', run.ledger, (entries + 1) .. '-0', 'r', args[6])
+    redis.call('HSET', run.counts, 'entries', entries + 1)
+  end
+  local incarnation = math.max(tonumber(redis.call('GET', run.incarnation) or 0), tonumber(args[3])) + 1
+  redis.call('SET', run.incarnation, incarnation)
+  redis.call('UNLINK', run.lost, keys[8])
+  return incarnation
+end
+
 -- Write keys of a run that is restored, and renew the lease. Nothing is written unless the caller still holds the lease
 -- that it took, the run is not listed, and no older run of the name is being deleted.
 -- keys: lead, names of runs, mark, key of each command
@@ -466,6 +492,7 @@ register('rb_free', led(free))
 register('rb_spill', led(spill))
 register('rb_forget', led(forget))
 register('rb_done', led(done))
+register('rb_accept_loss', accept_loss)
 register('rb_snapshot', led(snapshot))
 register('rb_drop', led(drop))
 register('rb_evaluate', guarded(evaluate))

@@ -12,6 +12,7 @@ from redis.exceptions import ResponseError
 
 from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
+from replaybuf.store.loss.ends import Ends, Loss
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import RUN_NAME
@@ -97,6 +98,36 @@ class RunStore:
         pipe.fcall("rb_resign", 1, keys.lead(run), holder)
         await self._connection.run(pipe.execute())
 
+    # ------------------------------------------------------------------ lost data
+
+    async def read_loss(self, run: str) -> Loss | None:
+        """Return what Redis lacks of what any server is known to know; None if it holds everything."""
+        pipe = self._connection.pipeline()
+        self._connection.add_call(pipe, run, "rb_ends")
+        (reply,) = await self._connection.run_each(pipe)
+        if isinstance(reply, ResponseError):
+            raise self._connection.explain(reply)
+        if text(reply[0]) != "older":
+            return None
+        entry, group, incarnation, *known = reply[1:]
+        found = Ends(int(entry), int(group), "", int(incarnation))
+        return Loss(found, Ends(int(known[0]), int(known[1]), text(known[2]), int(known[3])))
+
+    async def accept_loss(self, run: str, loss: Loss, record: bytes) -> bool:
+        """Let a run go on from what Redis holds, durably, with a ledger record of it. Every server reads the run again.
+
+        Returns False, and changes nothing, if Redis holds something else than `loss` says, or a server knows more.
+        """
+        found, known = loss
+        names = [*keys.guarded(run), keys.lead(run)]
+        expected = [found.entry, found.group, known.incarnation, known.entry, known.group]
+        pipe = self._connection.pipeline()
+        pipe.fcall("rb_accept_loss", len(names), *names, *expected, record)
+        (incarnation,) = await self._connection.run_durably(pipe)
+        if incarnation:
+            self._connection.known.begin(run, int(incarnation))
+        return bool(incarnation)
+
     # ------------------------------------------------------------------ deleted runs
 
     async def exists(self, run: str) -> bool:
@@ -111,6 +142,7 @@ class RunStore:
         listed, left_s, incarnation = await self._connection.run(pipe.execute())
         self._connection.known.begin(run, read_incarnation(run, incarnation))
         if left_s != -2:
+            self._connection.known.forget(run)
             free = "is being deleted" if left_s < 0 else f"was deleted; its name is free in {left_s / 3600:.1f} hours"
             raise Gone(f"run {run} {free}; use another name", name="run", value=run)
         return bool(listed) or bool(self._connection.known.of(run))

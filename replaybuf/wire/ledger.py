@@ -246,6 +246,18 @@ class TrimRecord(Record, frozen=True, kw_only=True, tag="TRIM"):
     entries: int
 
 
+class LossRecord(Record, frozen=True, kw_only=True, tag="LOSS"):
+    """An operator let the run go on without `entries` of its ledger and `groups`, which Redis had lost.
+
+    Every epoch that a lost record may have given is fenced, and a new generation begins: what was sampled with versions
+    that the run does not know any more has a lost lineage. `by`: name of the token, "" without tokens.
+    """
+
+    entries: int
+    groups: int
+    by: str = ""
+
+
 AnyRecord = (
     ConfigRecord
     | AttachRecord
@@ -260,6 +272,7 @@ AnyRecord = (
     | TicketRecord
     | ColumnsRecord
     | TrimRecord
+    | LossRecord
 )
 
 

@@ -17,7 +17,7 @@ from replaybuf.kernel.state.history import add_rewind, lost_version_since
 from replaybuf.kernel.state.pool import COUNTED_LATE
 from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable
 from replaybuf.kernel.state.run_state import FEEDBACK_STEPS, LOST_LINEAGE, RunState
-from replaybuf.kernel.state.snapshot import encode_snapshot, take
+from replaybuf.kernel.state.snapshot import encode_snapshot, restore, take
 from replaybuf.wire.ledger import (
     AckRecord,
     AnyRecord,
@@ -25,6 +25,7 @@ from replaybuf.wire.ledger import (
     CheckpointRecord,
     DeadLetterRecord,
     EvictRecord,
+    LossRecord,
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
@@ -319,6 +320,21 @@ def test_a_record_of_unknown_groups_is_a_gap_and_changes_nothing(record: AnyReco
     with pytest.raises(LedgerGap, match=f"entry {run.state.entries + 1} names group 3; .* read up to 2 and"):
         run.apply(record)
     assert encode_snapshot(take(run.state)) == before
+
+
+def test_an_accepted_loss_fences_epochs_and_voids_versions_that_lost_records_may_have_given() -> None:
+    run = Run()
+    run.store(0)
+    run.train(1)
+    epoch, generation = run.state.epoch, run.state.generation
+    run.apply(LossRecord(entries=3, groups=2))
+    assert run.state.epoch > epoch + 3 and run.state.generation > generation + 3
+    assert lost_version_since(run.state.rewinds[""], generation) == run.state.published[""]
+    again = RunState()
+    again.start_after(0)
+    again.store(np.array([1]), entries({"policy_version_max": 0}))
+    restore(again, take(run.state))
+    assert (again.epoch, again.generation) == (run.state.epoch, run.state.generation)
 
 
 def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a_rewind() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -274,11 +278,6 @@ def test_a_standby_that_knows_less_than_the_leader_writes_nothing_either(
 # ---------------------------------------------------------------------- while the service was down
 
 
-def acknowledged(server: ServeProcess, run: str) -> Path:
-    """Return the file that says how far a run was acknowledged."""
-    return server.data_dir / "acknowledged" / f"{run}.ends"
-
-
 def cut(server: ServeProcess, copy: Path) -> None:
     """Put an older copy of the append-only files of the private Valkey in place."""
     shutil.rmtree(server.data_dir / "appendonlydir")
@@ -312,22 +311,23 @@ def test_a_file_that_was_cut_while_the_service_was_down_is_data_lost(
     for answer in (run.http.get(run.path), run.post("groups", **group("new")), run.put(batch={"groups_per_batch": 4})):
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
         assert "index at group 6; missing: groups 7 to 11" in answer.json()["detail"]
-        assert f"delete {acknowledged(own_service, 'r')}" in answer.json()["detail"]
-    assert other.append(group("new"))[0]["status"] == "stored"
-    own_service.stop()
-
-    kept = acknowledged(own_service, "r").read_bytes()
-    acknowledged(own_service, "r").unlink()
-    own_service.start()
-    run = connect(own_service.url, "r")
-    assert run.state()["groups"]["stored"] == 6
+        assert "replaybuf runs accept-loss r" in answer.json()["detail"]
     own_service.stop()
 
     cut(own_service, tmp_path / "whole")
-    acknowledged(own_service, "r").write_bytes(kept)
-    acknowledged(own_service, "other").unlink()
     own_service.start()
     assert connect(own_service.url, "r").state()["groups"]["stored"] == 11
+    own_service.stop()
+
+    cut(own_service, tmp_path / "before")
+    own_service.start()
+    run, other = (connect(own_service.url, name) for name in ("r", "other"))
+    assert other.append(group("new"))[0]["status"] == "stored"
+    lost = run.http.get(run.path).json()
+    assert run.post("accept-loss", entries=lost["entries"], groups=lost["groups"]).status_code == 200
+    own_service.stop()
+    own_service.start()
+    assert connect(own_service.url, "r").state()["groups"]["stored"] == 6
 
 
 def test_a_run_that_an_emptied_redis_does_not_list_is_data_lost_after_a_restart(
@@ -377,3 +377,103 @@ def test_a_primary_that_was_demoted_and_promoted_again_waits_before_somebody_lea
         promoted = asyncio.run(lead(one.url, "third"))
         assert promoted.token is None and 0.0 < promoted.left_s <= 2.0
         eventually(lambda: led_by(one.url, "third"), WITHIN_S)
+
+
+def test_an_operator_lets_a_run_go_on_without_what_redis_lost(
+    valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """Only what was shown is accepted; then every trainer is fenced, and numbers of lost groups are used again."""
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 2})
+    old = run.attach()
+    assert run.post("accept-loss", entries=0, groups=0).status_code == 409, "nothing is lost"
+    run.append(*(group(f"g{n}") for n in range(6)))
+    standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url)
+    with Valkey(tmp_path / "older") as older, contextlib.ExitStack() as ending:
+        standby.start()
+        ending.callback(standby.end)
+        eventually(lambda: connect(standby.url, "r").state()["groups"]["stored"] == 6, WITHIN_S)
+        older.kill()
+        shutil.rmtree(older.folder)
+        shutil.copytree(valkey.folder, older.folder, dirs_exist_ok=True)
+        assert run.batch(0, old).status_code == 200
+        lost = run.attach()  # the older copy does not know this epoch
+        store_five(run)
+        older.start()
+        forwarder.switch(older.socket_path)
+        problem = eventually(lambda: run.http.get(run.path), WITHIN_S, lambda reply: reply.status_code == 500).json()
+        assert (problem["entries"], problem["groups"]) == (2, 5)
+        before = dump(older.client)
+        refused = run.post("accept-loss", entries=1, groups=5)
+        assert (refused.status_code, refused.json()["bound"]) == (409, [2, 5])
+        assert dump(older.client) == before
+        accepted = run.post("accept-loss", entries=problem["entries"], groups=problem["groups"])
+        assert accepted.json() == {"run": "r", "entries": 2, "groups": 5, "last_entry": 2, "last_group": 6}
+        for server in (serving, standby):
+            seen = connect(server.url, "r")
+            eventually(functools.partial(seen.http.get, seen.path), WITHIN_S, is_read_again)
+        servers = [connect(server.url, "r") for server in (serving, standby)]
+        led = eventually(lambda: [run for run in servers if is_done(run.post("attach"))], WITHIN_S)
+        run, new = led[0], led[0].state()["trainer"]["epoch"]
+        assert new > lost > old
+        assert [run.batch(0, epoch).json()["type"].rpartition(":")[2] for epoch in (old, lost)] == ["fenced"] * 2
+        store_five(run)
+        assert run.batch(0, new).status_code == 200 and run.state()["groups"]["stored"] == 11
+        records = run.get("ledger").json()["records"]
+        assert [(one["entries"], one["groups"]) for one in records if one["type"] == "LOSS"] == [(2, 5)]
+
+
+def is_read_again(reply: httpx.Response) -> bool:
+    return reply.status_code == 200 and bool(reply.json()["groups"]["stored"] == 6)
+
+
+def is_done(reply: httpx.Response) -> bool:
+    return reply.status_code == 200
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_command_says_what_is_lost_before_it_accepts(
+    restarted: bool, valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """Also where a server has started since, and cannot read the run."""
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 2})
+    command = (sys.executable, "-m", "replaybuf", "runs", "accept-loss", "r", "--url", serving.url)
+    nothing = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert nothing.returncode and "Redis lacks nothing of run r" in " ".join(nothing.stderr.split())
+    with Valkey(tmp_path / "older") as older:
+        older.kill()
+        shutil.rmtree(older.folder)
+        shutil.copytree(valkey.folder, older.folder, dirs_exist_ok=True)
+        store_five(run)
+        older.start()
+        forwarder.switch(older.socket_path)
+        eventually(lambda: run.http.get(run.path).status_code == 500, WITHIN_S)
+        if restarted:
+            serving.kill()
+            serving.start()
+        address = (*command[:-1], serving.url)
+        asked = subprocess.run(address, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        assert asked.returncode and "missing: groups 1 to 5" in " ".join(asked.stdout.split())
+        done = subprocess.run((*address, "--yes", "--json"), capture_output=True, text=True, timeout=60)
+        assert json.loads(done.stdout)["groups"] == 5, done.stderr
+        again = connect(serving.url, "r")
+        eventually(lambda: again.post("tickets", producer="p", count=1), WITHIN_S, is_done)  # somebody leads again
+        store_five(again)
+        assert again.state()["groups"]["stored"] == 5
+
+
+def test_an_emptied_redis_leaves_nothing_and_the_name_is_free(
+    valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 2})
+    store_five(run)
+    with Valkey(tmp_path / "empty") as empty:
+        forwarder.switch(empty.socket_path)
+        lost = eventually(lambda: run.http.get(run.path), WITHIN_S, lambda reply: reply.status_code == 500).json()
+        assert run.post("accept-loss", entries=lost["entries"], groups=lost["groups"]).status_code == 200
+        assert run.http.get(run.path).status_code == 404
+        created = {"batch": {"groups_per_batch": 2}}
+        eventually(lambda: run.http.put(run.path, json=created), WITHIN_S, lambda reply: reply.status_code == 201)
+        store_five(run)

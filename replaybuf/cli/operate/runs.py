@@ -1,4 +1,4 @@
-"""The commands `replaybuf runs ...`: list, show, create, change, pause, resume, finish and delete runs."""
+"""The commands `replaybuf runs ...`: list, show, create, change, pause, resume, finish, delete; accept a loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.prompt import Prompt
 
 from replaybuf.cli.look.status import fetch_runs
 from replaybuf.cli.service import DEFAULT_SERVICE, RunName, Service, ServiceOptions, client, print_json, print_table
-from replaybuf.errors import Invalid
+from replaybuf.errors import Conflict, DataLost, Invalid
 from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
@@ -99,7 +99,7 @@ def finish(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
 def delete(run: RunName, /, options: Annotated[DeleteOptions, Parameter(name="*")] = DeleteOptions()) -> None:
     """Delete a finished run with all its groups; its name is refused for a day."""
     if not options.yes:
-        _confirm(run)
+        _confirm(run, f"All groups of {run} will be gone", "delete it")
     with client(run, options) as service:
         service.delete_run()
     if options.json:
@@ -108,10 +108,31 @@ def delete(run: RunName, /, options: Annotated[DeleteOptions, Parameter(name="*"
         print(f"{run} is deleted")
 
 
-def _confirm(run: str) -> None:
+def accept_loss(run: RunName, /, options: Annotated[DeleteOptions, Parameter(name="*")] = DeleteOptions()) -> None:
+    """Let a run go on without what Redis lost. It says first what that is, and fences every trainer."""
+    with client(run, options) as service:
+        try:
+            service.get_run()
+        except DataLost as error:
+            if error.entries is None or error.groups is None:
+                raise
+            entries, groups = error.entries, error.groups
+            if not options.yes:
+                print(error.detail)
+                _confirm(run, "What is missing will be gone for good", "go on without it")
+        else:
+            raise Conflict(f"Redis lacks nothing of run {run}; there is no loss to accept", name="run", value=run)
+        accepted = service.accept_loss(entries, groups)
+    if options.json:
+        print_json(accepted)
+    else:
+        print(f"{run} goes on after ledger entry {accepted.last_entry} and group {accepted.last_group}")
+
+
+def _confirm(run: str, effect: str, aim: str) -> None:
     if not sys.stdin.isatty():
-        raise Invalid(f"{run} stays: there is no terminal to ask in; to delete it, give --yes", name="yes", value=False)
-    if Prompt.ask(f"All groups of {run} will be gone. Type its name to delete it") != run:
+        raise Invalid(f"{run} stays: there is no terminal to ask in; to {aim}, give --yes", name="yes", value=False)
+    if Prompt.ask(f"{effect}. Type the name of the run to {aim}") != run:
         raise Invalid(f"{run} stays: another name was typed", name="run", value=run)
 
 

@@ -7,7 +7,7 @@ import { runLink, runView } from "./frame.js";
 
 const LIMIT = 100;
 const MOST_PAGES = 20;
-const TYPES = ["", "BATCH", "ACK", "POLICY", "CHECKPOINT", "CONFIG", "ATTACH", "REWIND", "EVICT", "DEAD_LETTER", "PURGE", "TICKET", "COLUMNS", "TRIM"];
+const TYPES = ["", "BATCH", "ACK", "POLICY", "CHECKPOINT", "CONFIG", "ATTACH", "REWIND", "EVICT", "DEAD_LETTER", "PURGE", "TICKET", "COLUMNS", "TRIM", "LOSS"];
 
 export function openLedger({ query }, run) {
   const before = query.get("before") ? Number(query.get("before")) : null;
@@ -67,6 +67,7 @@ const TEXTS = {
   PURGE: (r) => `${counted(r.numbers.length, "dead letter")} deleted${who(r)}`,
   TICKET: (r) => `prompt ${r.prompt_index} failed after ${counted(r.attempts, "attempt")}: ${shorten(r.reason, 200)}`,
   COLUMNS: (r) => `late columns for ${counted(r.groups.length, "group")}`,
+  LOSS: (r) => `accepted: ${counted(r.entries, "ledger entry", "ledger entries")} and ${counted(r.groups, "group")} that Redis lost${who(r)}`,
   TRIM: (r) => `groups up to ${count(r.groups)}, records up to ${count(r.entries)}`,
 };
 

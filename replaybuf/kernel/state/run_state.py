@@ -39,6 +39,7 @@ from replaybuf.wire.ledger import (
     ConfigRecord,
     DeadLetterRecord,
     EvictRecord,
+    LossRecord,
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
@@ -69,7 +70,7 @@ class Attachment(Layout):
 class RunState:
     """State of one run. A run without LoRA has the one adapter `""`.
 
-    - `step`: next unacked step; `next_step`: next step to assemble; `generation`: rewinds so far
+    - `step`: next unacked step; `next_step`: next step to assemble; `generation`: rewinds so far, and that may be lost
     - `batches`: batches of the current history that a resume may need, by step; `records`: all of them whose ledger
       record is kept; `voided`: by step, those that a resample took back
     - `published`, `weights_uri`, `rewinds` (`history.add_rewind`): by adapter
@@ -78,7 +79,7 @@ class RunState:
     - `feedback`: msgpack by step, of the newest `FEEDBACK_STEPS` acked steps that had any; replaced, never changed
     - `checkpoints`: steps of the kept ones, ascending
     - `masked_tokens`: sampled tokens that were too old for the loss of their batches, each use counted
-    - `figures` of each step, for people
+    - `figures` of each step, for people; `fenced_epoch`: lost records may have given epochs up to it
     - `entries`: last folded ledger entry; `trimmed_entries`: last one that is trimmed
     """
 
@@ -87,7 +88,7 @@ class RunState:
         self.config_state: RunPhase = "running"
         self.config_reason: str | None = None
         self.attachment: Attachment | None = None
-        self.step = self.next_step = self.generation = self.masked_tokens = 0
+        self.step = self.next_step = self.generation = self.masked_tokens = self.fenced_epoch = 0
         self.published: dict[str, int] = {"": 0}
         self.weights_uri: dict[str, str | None] = {"": None}
         self.batches: dict[int, BatchState] = {}
@@ -108,8 +109,8 @@ class RunState:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the attached trainer; 0 before the first."""
-        return self.attachment.epoch if self.attachment else 0
+        """Epoch of the attached trainer, or the last one that is fenced; 0 before the first."""
+        return max(self.fenced_epoch, self.attachment.epoch if self.attachment else 0)
 
     @property
     def token_budget(self) -> int | None:
@@ -271,12 +272,6 @@ class RunState:
             self.pool.dead_letter(rows, reason, self.versions_at(self.next_step, rows), record.at_s)
             self.figures.drop(reason, len(rows))
 
-    def _add_columns(self, record: ColumnsRecord) -> None:
-        self.pool.add_columns(record.groups)
-
-    def _purge(self, record: PurgeRecord) -> Numbers:
-        return self.pool.free(self.index.rows_of(record.numbers), purged=True)
-
     def _configure(self, record: ConfigRecord) -> None:
         before = Configured(self.config, self.config_state)
         self.config = read_config(record.config, f"ledger entry {self.entries}")
@@ -296,8 +291,7 @@ class RunState:
         self.config_state, self.config_reason = phase, reason
 
     def _add_batch(self, record: BatchRecord) -> None:
-        entry = self.entries
-        numbers = record.numbers
+        entry, numbers = self.entries, record.numbers
         earlier = self.pool.use(numbers, record)
         self.batches[record.step] = BatchState(entry, record.generation, numbers, earlier, self.rotation)
         self.records[record.step] = RecordedBatch(entry, record.generation, numbers)
@@ -319,6 +313,12 @@ class RunState:
         same_adapter = self.index["adapter"] == hash_name(record.adapter)
         if not (same_adapter & (self.index["prompt_index"] == record.prompt_index)).any():
             self.failed.add(record)
+
+    def _accept_loss(self, record: LossRecord) -> None:
+        self.fenced_epoch = self.epoch + record.entries + 1  # a lost entry was one attach, or one rewind, at most
+        self.generation += record.entries + 1
+        for name, version in self.published.items():
+            self.rewinds[name] = add_rewind(self.rewinds.get(name, []), self.generation, version)
 
     def _evict(self, rows: npt.NDArray[np.int64], reason: str, record: EvictRecord | RewindRecord) -> None:
         self.pool.evict(rows, reason, record.step, self.versions_at(record.step, rows), record.at_s)
@@ -390,10 +390,11 @@ _HANDLERS: dict[type[AnyRecord], Callable[[RunState, Any], Numbers | None]] = {
     AckRecord: RunState._ack,
     EvictRecord: RunState._evict_groups,
     DeadLetterRecord: RunState._dead_letter,
-    PurgeRecord: RunState._purge,
+    PurgeRecord: lambda state, record: state.pool.free(state.index.rows_of(record.numbers), purged=True),
     CheckpointRecord: RunState._checkpoint,
     PolicyRecord: RunState._publish,
     TicketRecord: RunState._fail_prompt,
-    ColumnsRecord: RunState._add_columns,
+    ColumnsRecord: lambda state, record: state.pool.add_columns(record.groups),
     TrimRecord: RunState._trim,
+    LossRecord: RunState._accept_loss,
 }

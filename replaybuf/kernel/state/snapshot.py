@@ -77,6 +77,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rows: bytes
     sizes: dict[int, Counter[int]] = {}
     masked_tokens: int = 0
+    fenced_epoch: int = 0
     failed_start: int = 0
     failed_after: list[int] = []
     late_names: list[str] = []

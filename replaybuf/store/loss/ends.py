@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 
@@ -10,8 +12,8 @@ class Ends(msgspec.Struct, frozen=True, order=True):
 
     - `payload_key`: key of that group's payload, "" if unknown. It is random, so it identifies the history: an older
       Redis on which others went on has another group under the same number.
-    - `incarnation`: how often runs of this name had been deleted before. A run that is restored after its deletion
-      continues at older ends than the deleted one had.
+    - `incarnation`: how often runs of this name had been deleted before, or a loss accepted. The run then continues at
+      older ends than were known.
     """
 
     entry: int
@@ -24,3 +26,20 @@ class Ends(msgspec.Struct, frozen=True, order=True):
 
 
 NO_ENDS = Ends(0, 0)
+
+
+class Loss(NamedTuple):
+    """A Redis whose streams end at `found`, before what is `known`."""
+
+    found: Ends
+    known: Ends
+
+    @property
+    def entries(self) -> int:
+        """Ledger entries that are missing."""
+        return max(0, self.known.entry - self.found.entry)
+
+    @property
+    def groups(self) -> int:
+        """Groups that are missing; one of them may be there as another group under its number."""
+        return max(0, self.known.group - self.found.group)

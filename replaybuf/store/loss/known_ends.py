@@ -62,10 +62,6 @@ class KnownEnds:
             self.forget(run)
             self._ends[run] = Ends(0, 0, "", incarnation)
 
-    def path_of(self, run: str) -> Path | None:
-        """Return the file of a run; None without a folder."""
-        return self._saved.path_of(run) if self._saved else None
-
     def load(self, folder: Path) -> None:
         """Read the ends that an earlier process saved in `folder`, and save them there from now on.
 

@@ -204,7 +204,7 @@ class Connection:
             # Another server may know more than we do. It may end; we go on.
             self.known.advance(run, Ends(int(reply[4]), int(reply[5]), text(reply[6]), int(reply[7])))
             known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]), "", int(reply[3]))
-            raise older(run, known, found, self.known.path_of(run), relaxed=self.policy.level == "relaxed")
+            raise older(run, known, found, relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
             raise fenced(run, token, text(reply[1]))
         if outcome == "replaced":  # the ends stay until the state that was read with them is dropped

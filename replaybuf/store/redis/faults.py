@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable
-from pathlib import Path
 from typing import Any
 
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
@@ -12,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, Unreadable
-from replaybuf.store.loss.ends import Ends
+from replaybuf.store.loss.ends import Ends, Loss
 
 # Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
 _RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
@@ -65,19 +64,19 @@ def lacks_functions(error: Exception) -> bool:
     return "Function not found" in str(error)
 
 
-def data_lost(run: str, cause: str, file: Path | None = None) -> DataLost:
-    """Build the error of a Redis that lacks acknowledged data; `file` holds what this server knows of the run."""
-    accept = f", delete {file} on each" if file else ""
+def data_lost(run: str, cause: str, **missing: int) -> DataLost:
+    """Build the error of a Redis that lacks acknowledged data: `missing` entries and groups."""
     return DataLost(
         f"run {run}: {cause}; Redis was emptied, or replaced by an older copy. The service writes nothing more for "
-        "this run. Restore Redis from its append-only file; the service then continues. To accept the loss, stop every "
-        f"server{accept}, and start them after 30 s",
+        "this run. Restore Redis from its append-only file; the service then continues. To go on without what is "
+        f"missing: replaybuf runs accept-loss {run}",
         name="redis",
         value=run,
+        **missing,
     )
 
 
-def older(run: str, known: Ends, found: Ends, file: Path | None, *, relaxed: bool) -> DataLost | LedgerGap:
+def older(run: str, known: Ends, found: Ends, *, relaxed: bool) -> DataLost | LedgerGap:
     """Build the error of a Redis whose streams end at `found`, before what is `known`.
 
     A relaxed Redis may lose its last second; the run continues from what it has.
@@ -93,13 +92,14 @@ def older(run: str, known: Ends, found: Ends, file: Path | None, *, relaxed: boo
     if relaxed and found.entry:
         return LedgerGap(f"run {run}: Redis lost {lacks}; durability is relaxed", name="redis", value=run)
     seen = f"the ledger ends at entry {found.entry} and the index at group {found.group}"
-    return data_lost(run, f"{seen}; missing: {lacks}", file)
+    loss = Loss(found, known)
+    return data_lost(run, f"{seen}; missing: {lacks}", entries=loss.entries, groups=loss.groups)
 
 
 def replaced(run: str, known: int, found: int) -> LedgerGap:
     """Build the error of a process that knows an older incarnation of a run."""
     return LedgerGap(
-        f"run {run} was deleted, and restored or created again: Redis has incarnation {found}, this process knows "
+        f"run {run} was deleted and made again, or a loss accepted: Redis has incarnation {found}, this process knows "
         f"incarnation {known}. A service reads the run again; start a producer that writes to Redis itself again",
         name="run",
         value=run,

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from replaybuf.errors import Malformed, counted
-from replaybuf.wire.config import TokensPerRank
-from replaybuf.wire.contract import Answer, WaitingAnswer
+from replaybuf.wire.config import NonNegative, TokensPerRank
+from replaybuf.wire.contract import Answer, Request, WaitingAnswer
 from replaybuf.wire.decoding import prepared
 from replaybuf.wire.group_check import GroupLimits
 
@@ -273,3 +273,20 @@ class RunList(Answer, frozen=True, kw_only=True):
 
     runs: list[RunStatus]
     unreadable: dict[str, str]
+
+
+class LossRequest(Request, frozen=True, kw_only=True):
+    """Let a run go on without what Redis lost: `entries` of its ledger and `groups`, as its error shows them."""
+
+    entries: NonNegative
+    groups: NonNegative
+
+
+class AcceptedLoss(Answer, frozen=True, kw_only=True):
+    """What a run goes on without, and what is left: the last entry of its ledger and its last group."""
+
+    run: str
+    entries: int
+    groups: int
+    last_entry: int
+    last_group: int

@@ -40,7 +40,7 @@ from replaybuf.service.http.reply import sending
 from replaybuf.wire import contract
 from replaybuf.wire.answer import browse, cursors, evaluations, overview
 from replaybuf.wire.answer.explain import BatchExplanation
-from replaybuf.wire.answer.run_status import RunList, RunStatus
+from replaybuf.wire.answer.run_status import AcceptedLoss, LossRequest, RunList, RunStatus
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
@@ -94,6 +94,8 @@ _CHANGED = ("200", "409")
 RUN_CALLS = (
     Call("PUT", _R, handlers.put_run, _OPERATOR, RunConfig, RunStatus, ("200", "201", "409"), (IF_ABSENT,)),
     Call("DELETE", _R, handlers.delete_run, _OPERATOR, answers=("204", "409", "410")),
+    Call("POST", f"{_R}/accept-loss", handlers.post_accept_loss, _OPERATOR,
+         LossRequest, AcceptedLoss, _CHANGED),
     Call("GET", "/v1/runs", handlers.get_runs, _BOTH, result=RunList, lists_runs=True),
     Call("GET", _R, handlers.get_run, _ALL, result=RunStatus),
     Call("PATCH", _R, handlers.patch_run, _OPERATOR, ConfigPatch, RunStatus, _CHANGED,

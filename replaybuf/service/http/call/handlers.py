@@ -42,13 +42,14 @@ from replaybuf.service.http.call.visible_runs import describe_lost, list_runs, l
 from replaybuf.service.http.guard.auth import Permission
 from replaybuf.service.http.reply import sending
 from replaybuf.service.http.reply.json_pieces import json_in_pieces
+from replaybuf.service.lost_data import accept_loss
 from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import in_turns
 from replaybuf.tracing import spans
 from replaybuf.wire.answer.browse import LedgerPage, PurgedDeadLetters
 from replaybuf.wire.answer.evaluations import EvaluationRequest
-from replaybuf.wire.answer.run_status import RunList
+from replaybuf.wire.answer.run_status import LossRequest, RunList
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import (
     AppendResults,
@@ -105,6 +106,12 @@ async def delete_run(request: Request) -> Response:
     """Delete a finished run."""
     await _service(request).delete(request.path_params["run"], by=request.state.caller.name)
     return Response(status_code=204)
+
+
+async def post_accept_loss(request: Request) -> Response:
+    """Let a run go on without what Redis lost."""
+    body, service = await read_json(request, LossRequest), _service(request)
+    return json_response(await accept_loss(service, request.path_params["run"], body, by=request.state.caller.name))
 
 
 async def get_runs(request: Request) -> Response:

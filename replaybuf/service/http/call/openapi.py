@@ -31,6 +31,8 @@ _PROBLEM = {
         "value": {},
         "bound": {},
         "results": {"type": "array", "items": {"type": "object"}},
+        "entries": {"type": "integer"},
+        "groups": {"type": "integer"},
     },
 }
 _PROBLEM_CONTENT = {"application/problem+json": {"schema": {"$ref": f"{_SCHEMAS}Problem"}}}
