@@ -34,7 +34,19 @@ def test_help_lists_every_command_with_a_summary() -> None:
     shown = replaybuf("--help", COLUMNS="200").stdout
     assert re.findall(r"^╭─ (\w+) ─", shown, re.MULTILINE) == ["Run", "Look", "Operate", "Develop"]
     summaries = dict(re.findall(r"^│ ([a-z][a-z-]+) +(\w.*\w\.?) +│$", shown, re.MULTILINE))
-    commands = {"serve", "status", "doctor", "tokens", "strategies", "generate", "stage", "eval", "simulate", "demo"}
+    commands = {
+        "serve",
+        "status",
+        "doctor",
+        "tokens",
+        "strategies",
+        "generate",
+        "stage",
+        "eval",
+        "simulate",
+        "size",
+        "demo",
+    }
     commands |= {
         "export",
         "import",
@@ -159,7 +171,7 @@ def test_a_configuration_file_has_only_tables_of_commands(tmp_path: Path) -> Non
         config.write_text(written)
         done = replaybuf("serve", REPLAYBUF_CONFIG=str(config))
         assert done.returncode == 1
-        assert message in done.stderr and "serve, simulate, stage, status" in done.stderr
+        assert message in done.stderr and "serve, simulate, size, stage, status" in done.stderr
 
 
 def test_an_unknown_environment_variable_of_a_command_is_logged() -> None:

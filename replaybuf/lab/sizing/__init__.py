@@ -1,0 +1,1 @@
+"""What a run of a given size needs: cores, memory, network, disk."""
