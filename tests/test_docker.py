@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -252,8 +253,15 @@ def exposed(run: RunClient) -> dict[str, set[str]]:
     assert post(run, result(standard_error=0.125)).status_code == 200
     epoch = run.attach(seq_len=8)
     assert run.batch(0, epoch).status_code == run.ack(0, epoch).status_code == 200
+    tenants = RunClient(str(run.http.base_url), f"{run.run}-tenants")
+    tenants.put(batch={}, adapters={"a": {"groups_per_batch": 1}})
+    assert post(tenants, result(adapter="a", standard_error=0.125)).status_code == 200
+    tenants.http.close()
     families = text_string_to_metric_families(run.http.get("/metrics").text)
-    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    labels: defaultdict[str, set[str]] = defaultdict(set)
+    for sample in (sample for family in families for sample in family.samples):
+        labels[sample.name] |= set(sample.labels)
+    return labels
 
 
 def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[str]]) -> None:

@@ -55,7 +55,7 @@ def test_metrics_have_the_newest_result_of_each_set_also_after_a_restart(tmp_pat
         run.put(batch={"groups_per_batch": 1})
         for body in (result(4, standard_error=0.125), result(0, name="other"), result(8, reward_mean=0.75)):
             assert post(run, body).status_code == 200
-        held_out, other = (f'{{adapter="",run="r",set="{name}"}}' for name in ("held-out", "other"))
+        held_out, other = (f'{{run="r",set="{name}"}}' for name in ("held-out", "other"))
         expected = {
             f"replaybuf_evaluation_reward_mean{held_out}": 0.75,
             f"replaybuf_evaluation_version{held_out}": 8.0,

@@ -31,8 +31,9 @@ def test_values_and_labels_come_back_as_they_were(value: float, label: str) -> N
     text = MetricText()
     text.add("groups_dropped", value, "r", "", label)
     text.add("connections", value)
-    labels = {"run": "r"} | ({"reason": label} if label else {})  # to Prometheus an empty one is none
-    assert parsed(text, "groups_dropped") == [("replaybuf_groups_dropped_total", labels, float(value))]
+    assert parsed(text, "groups_dropped") == [
+        ("replaybuf_groups_dropped_total", {"run": "r", "reason": label}, float(value))
+    ]
     assert parsed(text, "connections") == [("replaybuf_connections", {}, float(value))]
 
 

@@ -64,10 +64,11 @@ def _braced(pairs: str) -> str:
 def _pairs(name: str, labels: Iterable[str]) -> str:
     """Return the labels with their values, in the order of the alphabet as `prometheus_client` writes them.
 
-    A label without a value is left out: to Prometheus that is the same.
+    In a run without adapters the label `adapter` has no value and is left out: to Prometheus that is the same.
     """
     named = zip(METRICS[name].labels, labels, strict=True)
-    return ",".join(sorted([f'{label}="{value.translate(_ESCAPES)}"' for label, value in named if value]))
+    shown = [f'{label}="{value.translate(_ESCAPES)}"' for label, value in named if value or label != "adapter"]
+    return ",".join(sorted(shown))
 
 
 @functools.cache
