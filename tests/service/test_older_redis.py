@@ -109,6 +109,13 @@ def serving(forwarder: Forwarder, tmp_path: Path) -> Iterator[ServeProcess]:
     server.end()
 
 
+def copy_to(older: Valkey, valkey: Valkey) -> None:
+    """End a server, and give it what the other one has now."""
+    older.kill()
+    shutil.rmtree(older.folder)
+    shutil.copytree(valkey.folder, older.folder)
+
+
 def store_five(run: RunClient) -> None:
     """Store five groups; every answer is `stored`."""
     assert [result["status"] for result in run.append(*(group(f"late-{n}") for n in range(5)))] == ["stored"] * 5
@@ -182,9 +189,7 @@ def test_ledger_entries_that_an_older_redis_lacks_stop_appends_too(
     run.append(*(group(f"g{n}") for n in range(4)))
     assert run.batch(0, epoch).status_code == 200
     with Valkey(tmp_path / "older") as older:
-        older.kill()
-        shutil.rmtree(older.folder)
-        shutil.copytree(valkey.folder, older.folder)
+        copy_to(older, valkey)
         assert run.ack(0, epoch).status_code == 200
         older.start()
         forwarder.switch(older.socket_path)
@@ -203,9 +208,7 @@ def test_a_record_that_an_older_redis_lacks_is_data_lost(
     epoch = run.attach()
     run.append(*(group(f"g{n}") for n in range(2)))
     with Valkey(tmp_path / "older") as older:
-        older.kill()
-        shutil.rmtree(older.folder)
-        shutil.copytree(valkey.folder, older.folder)
+        copy_to(older, valkey)
         assert run.batch(0, epoch).status_code == 200
         older.start()
         forwarder.switch(older.socket_path)
@@ -221,9 +224,7 @@ def test_another_history_of_the_same_length_is_data_lost(
     run = connect(serving.url, "r")
     run.put(batch={"groups_per_batch": 8})
     with Valkey(tmp_path / "older") as older:
-        older.kill()
-        shutil.rmtree(older.folder)
-        shutil.copytree(valkey.folder, older.folder)
+        copy_to(older, valkey)
         store_five(run)
         older.start()
         other = ServeProcess(tmp_path / "other", "--redis-url", older.url).start()
@@ -393,9 +394,7 @@ def test_an_operator_lets_a_run_go_on_without_what_redis_lost(
         standby.start()
         ending.callback(standby.end)
         eventually(lambda: connect(standby.url, "r").state()["groups"]["stored"] == 6, WITHIN_S)
-        older.kill()
-        shutil.rmtree(older.folder)
-        shutil.copytree(valkey.folder, older.folder, dirs_exist_ok=True)
+        copy_to(older, valkey)
         assert run.batch(0, old).status_code == 200
         lost = run.attach()  # the older copy does not know this epoch
         store_five(run)
@@ -442,9 +441,7 @@ def test_the_command_says_what_is_lost_before_it_accepts(
     nothing = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert nothing.returncode and "Redis lacks nothing of run r" in " ".join(nothing.stderr.split())
     with Valkey(tmp_path / "older") as older:
-        older.kill()
-        shutil.rmtree(older.folder)
-        shutil.copytree(valkey.folder, older.folder, dirs_exist_ok=True)
+        copy_to(older, valkey)
         store_five(run)
         older.start()
         forwarder.switch(older.socket_path)
