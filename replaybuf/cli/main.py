@@ -81,7 +81,7 @@ COMMANDS: dict[Group, dict[str, str | None]] = {
         "strategies show": f"{_STRATEGIES}show",
         "strategies check": f"{_STRATEGIES}check",
         "simulate": "replaybuf.lab.simulate.command:simulate",
-        "size": "replaybuf.lab.sizing.command:size",
+        "size": "replaybuf.cli.size:size",
         "config schema": "replaybuf.cli.config:schema",
         "init-model": None,
         "engine": None,

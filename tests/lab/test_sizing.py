@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.cli.main import main
-from replaybuf.lab.sizing.needs import Needs, RunShape, compute_needs
+from replaybuf.lab.sizing import Needs, RunShape, compute_needs
 from tests.builders import steady
 
 SHAPE = RunShape(

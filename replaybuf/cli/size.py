@@ -10,7 +10,7 @@ from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
 from replaybuf.cli.service import print_json, print_table
-from replaybuf.lab.sizing.needs import Needs, RunShape, compute_needs
+from replaybuf.lab.sizing import Needs, RunShape, compute_needs
 
 _BUSY = 0.7
 """Largest load of a server that leaves time for bursts."""

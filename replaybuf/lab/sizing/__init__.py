@@ -1,1 +1,0 @@
-"""What a run of a given size needs: cores, memory, network, disk."""
