@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +281,33 @@ def test_a_completion_of_ten_megabytes_is_shortened(run: RunClient, open_page: O
     page.locator(".rollout span[title]").first.wait_for(state="detached")
     page.get_by_text("more tokens").wait_for()
     assert len(page.locator("main").inner_text()) < 60_000
+
+
+def test_an_operator_goes_on_without_what_redis_lost(
+    own_server: Callable[..., ServeProcess], tmp_path: Path, open_page: OpenPage
+) -> None:
+    """The page says what is missing; the button needs the name of the run, as a deletion does."""
+    server = own_server()
+    with closing(RunClient(server.url, "cut").http) as http:
+        http.put("/v1/runs/cut", json={"batch": {"groups_per_batch": 1}}).raise_for_status()
+        http.post("/v1/runs/cut/groups", json={"groups": [group("kept")]}).raise_for_status()
+    server.stop()
+    files = server.data_dir / "appendonlydir"
+    shutil.copytree(files, tmp_path / "before")
+    server.start()
+    with closing(RunClient(server.url, "cut").http) as http:
+        http.post("/v1/runs/cut/groups", json={"groups": [group("lost"), group("lost too")]}).raise_for_status()
+    server.stop()
+    shutil.rmtree(files)
+    shutil.copytree(tmp_path / "before", files)
+    server.start()
+    page = open_page(server.url, "/runs/cut/act", expected=("status of 500",))
+    page.get_by_text("missing: groups 2 to 3").first.wait_for()
+    assert page.get_by_role("button", name="Delete the run").is_disabled()
+    page.get_by_role("button", name="Go on without it").click()
+    page.get_by_text("0 ledger entries and 2 groups of cut are gone for good").wait_for()
+    page.get_by_label("Name of the run").fill("cut")
+    page.locator("dialog button.main").click()
+    page.get_by_text("The run goes on without 0 ledger entries and 2 groups.").wait_for()
+    page.locator(".title .pill.running").wait_for()
+    assert httpx.get(f"{server.url}/v1/runs/cut").json()["groups"]["stored"] == 1

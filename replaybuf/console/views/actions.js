@@ -20,6 +20,8 @@ export function openActions({ refreshNow }, run) {
   const finish = button("Finish", () => change({ state: "finished" }, "Finish the run", "Trainers get the answer that the run is finished. Only a trainer that attaches at an earlier step could continue it.", { danger: true }), "danger");
   const purge = button("Purge dead letters", purgeLetters, "danger");
   const remove = button("Delete the run", removeRun, "danger");
+  const lost = h("p", { class: "bad" });
+  const loss = h("section", { class: "card", hidden: true }, h("h2", {}, "Redis lost data"), lost, h("div", { class: "buttons" }, button("Go on without it", acceptLoss, "danger")));
   const [whyState, whyRemove] = [h("span", { class: "why" }), h("span", { class: "why" })];
   const view = runView(
     run,
@@ -27,18 +29,21 @@ export function openActions({ refreshNow }, run) {
     [
       h("p", { class: "quiet" }, "These actions need a token with the role operator, where the service has tokens."),
       result,
+      loss,
       h("section", { class: "card" }, h("h2", {}, "State"), h("div", { class: "buttons" }, resume, pause, finish, whyState)),
       h("section", { class: "card" }, h("h2", {}, "Strategy, batch, limits and filters"), h("p", { class: "quiet" }, "Only what you change is sent. Filters are in the JSON."), place, foreseen, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
       h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "The one deletes the bytes of dead letters, the other the run with all its groups. Neither can be undone."), h("div", { class: "buttons" }, purge, remove, whyRemove)),
     ],
     { refresh, period_ms: 3000 },
   );
-  let [config, editor, timer] = [null, null, 0];
+  let [config, editor, timer, missing] = [null, null, 0, null];
   // Revisions of the run: of the values in the editor, and of the state that the page shows.
   let [edited, shown] = [0, 0];
 
   async function refresh() {
-    const status = await get(runPath(run));
+    const status = await get(runPath(run)).catch(showLoss);
+    loss.hidden = Boolean(status);
+    if (!status) return;
     view.state.replaceChildren(pill(status.state));
     [resume.disabled, pause.disabled] = [status.state !== "paused", status.state !== "running"];
     [finish.disabled, remove.disabled, purge.disabled] = [status.state === "finished", status.state !== "finished", status.groups.dead_lettered === 0];
@@ -47,6 +52,22 @@ export function openActions({ refreshNow }, run) {
     shown = status.revision;
     if (!config) await show(status);
     else if (shown !== edited && !older.textContent) update(older, `The run was changed after you read these values: ${await changesSince(edited)}. Read again before you change them.`);
+  }
+
+  // What Redis lost stops the run: nothing else can be done to it then.
+  function showLoss(error) {
+    if (error.document?.entries === undefined) throw error;
+    missing = { entries: error.document.entries, groups: error.document.groups };
+    update(lost, error.message);
+    for (const action of [resume, pause, finish, purge, remove]) action.disabled = true;
+    return null;
+  }
+
+  async function acceptLoss() {
+    const gone = `${counted(missing.entries, "ledger entry", "ledger entries")} and ${counted(missing.groups, "group")}`;
+    if (!(await confirm("Go on without it", `${gone} of ${run} are gone for good, and every trainer has to attach again. Type the name of the run to confirm.`, { word: run, danger: true }))) return;
+    if (await attempt(() => call("POST", runPath(run, "/accept-loss"), { body: missing }))) say(`The run goes on without ${gone}.`);
+    refreshNow();
   }
 
   async function load() {
