@@ -115,6 +115,7 @@ EXAMPLES: dict[str, Any] = {
     "ColumnsRequest": {"columns": {}},
     "CursorRequest": {"position": "s0"},
     "CheckpointRequest": {"epoch": 1, "step": 0, "keep": 1},
+    "LossRequest": {"entries": 0, "groups": 0},
 }
 """One body per shape, with every field."""
 
