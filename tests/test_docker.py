@@ -285,6 +285,19 @@ def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[
     assert len(seen) > 15
 
 
+def test_no_query_takes_the_greatest_adapter_for_the_run(exposed: dict[str, set[str]]) -> None:
+    """A maximum over the servers of a run keeps the label `adapter` of a gauge that has it."""
+    maxima = [
+        (title, labels, metric)
+        for title, query in queries()
+        for labels, metric in re.findall(r"\bmax by \(([^)]*)\) \((replaybuf_\w+)", query)
+        if "adapter" in exposed[metric]
+    ]
+    assert maxima
+    for title, labels, metric in maxima:
+        assert "adapter" in labels.split(", "), (title, metric)
+
+
 def test_a_quantile_is_taken_over_buckets_that_keep_their_edges() -> None:
     """Prometheus needs buckets and the label `le`."""
     found = [query for _, query in queries() if "histogram_quantile" in query]

@@ -26,6 +26,7 @@ from panels import (
     graph,
     mean,
     newest,
+    over_adapters,
     quantile,
     rate,
     stat,
@@ -104,7 +105,7 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             graph(
                 "Tickets",
                 "Out now; expired and returned per second. Expired tickets mean that a producer died or is too slow.",
-                (newest("tickets_out"), "{{run}} out"),
+                (over_adapters("tickets_out"), "{{run}} out"),
                 (rate("tickets_expired_total"), "{{run}} expired"),
                 (rate("tickets_returned_total"), "{{run}} returned"),
             ),
@@ -319,7 +320,11 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             LIMITS,
             IN_BUFFER,
             graph("Groups freed", "Groups per second.", (rate("groups_retired_total"), "{{run}}"), unit="cps"),
-            graph("Tokens live", "Tokens of live groups, prompts and completions.", (newest("tokens_live"), "{{run}}")),
+            graph(
+                "Tokens live",
+                "Tokens of live groups, prompts and completions.",
+                (over_adapters("tokens_live"), "{{run}}"),
+            ),
         ),
     ),
     "service": (

@@ -46,6 +46,11 @@ def newest(metric: str, by: str = "") -> str:
     return f"max by (run{by}) (replaybuf_{metric}{R})"
 
 
+def over_adapters(metric: str) -> str:
+    """Return a gauge of a run, summed over its adapters."""
+    return f"sum by (run) ({newest(metric, ', adapter')})"
+
+
 def total(metric: str, by: str = "") -> str:
     """Return a gauge summed over processes."""
     return f"sum by (run{by}) (replaybuf_{metric}{R})"
