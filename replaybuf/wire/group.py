@@ -157,7 +157,8 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     @property
     def tokens(self) -> int:
         """Tokens of all rollouts, prompts and completions."""
-        return int(self.prompt_lengths.sum()) + int(self.completion_lengths.sum())
+        # `array.sum()` and the like call Python, which takes longer than the sum of a group's few lengths.
+        return int(np.add.reduce(self.prompt_lengths)) + int(np.add.reduce(self.completion_lengths))
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +169,9 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     @property
     def policy_version_max(self) -> int:
         """The newest version that sampled a token of this group."""
-        return int(self.version_spans[:, 1].max()) if len(self.version_spans) else self.policy_version
+        if not len(self.version_spans):
+            return self.policy_version
+        return int(np.maximum.reduce(self.version_spans[:, 1]))
 
 
 def _count(mask: Bools, lengths: Int32s) -> Int32s:

@@ -22,6 +22,9 @@ LOGPROB_TOLERANCE = 1e-3
 LARGEST_PROMPT_INDEX = 2**53 - 1
 _ALL_LOGPROBS = (*LOGPROBS, "prompt_logprobs")
 
+# What the methods of an array call, without their overhead: for a small group it is most of the time of all rules.
+_least, _most, _all = np.minimum.reduce, np.maximum.reduce, np.logical_and.reduce
+
 
 class Rejection(msgspec.Struct, frozen=True):
     """Why a group is rejected: a `reason` to count by, and a sentence with name, value and bound."""
@@ -99,16 +102,16 @@ def _group_size(group: Group, limits: GroupLimits) -> str | None:
 
 
 def _empty_prompt(group: Group, _: GroupLimits) -> str | None:
-    return "a rollout has 0 prompt tokens; the minimum is 1" if int(group.prompt_lengths.min()) < 1 else None
+    return "a rollout has 0 prompt tokens; the minimum is 1" if _least(group.prompt_lengths) < 1 else None
 
 
 def _empty_completion(group: Group, _: GroupLimits) -> str | None:
-    return "a rollout has 0 completion tokens; the minimum is 1" if int(group.completion_lengths.min()) < 1 else None
+    return "a rollout has 0 completion tokens; the minimum is 1" if _least(group.completion_lengths) < 1 else None
 
 
 def _token_ids(group: Group, limits: GroupLimits) -> str | None:
     for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
-        low, high = int(ids.min()), int(ids.max())
+        low, high = int(_least(ids)), int(_most(ids))
         if low < 0:
             return f"{name} holds {low}; token ids start at 0"
         if limits.vocab_size is not None and high >= limits.vocab_size:
@@ -131,7 +134,7 @@ def _finite_logprobs(group: Group, _: GroupLimits) -> str | None:
     for name in _ALL_LOGPROBS:
         column = getattr(group, name)
         # The maximum and the minimum of a column with NaN are NaN.
-        if column is not None and not (math.isfinite(column.max()) and math.isfinite(column.min())):
+        if column is not None and not (math.isfinite(_most(column)) and math.isfinite(_least(column))):
             return f"{name} holds NaN or infinity; finite values are needed"
     return None
 
@@ -139,7 +142,7 @@ def _finite_logprobs(group: Group, _: GroupLimits) -> str | None:
 def _negative_logprobs(group: Group, _: GroupLimits) -> str | None:
     for name in _ALL_LOGPROBS:
         column = getattr(group, name)
-        if column is not None and (highest := column.max()) > np.float32(LOGPROB_TOLERANCE):
+        if column is not None and (highest := _most(column)) > np.float32(LOGPROB_TOLERANCE):
             return f"{name} holds {highest:.6g}; the maximum is {LOGPROB_TOLERANCE}"
     return None
 
@@ -155,13 +158,13 @@ def _advantages(group: Group, _: GroupLimits) -> str | None:
 
 def _not_float32(columns: list[tuple[str, npt.NDArray[np.floating] | None]]) -> str | None:
     for name, values in columns:
-        if values is not None and not (np.abs(values) <= LARGEST_SCORE).all():
+        if values is not None and not _all(np.abs(values) <= LARGEST_SCORE):
             return f"{name} holds NaN, infinity or a value beyond float32"
     return None
 
 
 def _temperature(group: Group, _: GroupLimits) -> str | None:
-    if np.isfinite(group.temperatures).all() and (group.temperatures >= 0).all():
+    if _all(np.isfinite(group.temperatures)) and _all(group.temperatures >= 0):
         return None
     return "temperature holds a negative or non-finite value; the minimum is 0"
 
@@ -172,7 +175,7 @@ def _version_spans(group: Group, _: GroupLimits) -> str | None:
         return "version_spans is empty; they must cover each completion once"
     if not spans_cover(group):
         return "version_spans do not cover each completion once, from token 0 to its end"
-    oldest = int(spans[:, 1].min())
+    oldest = int(_least(spans[:, 1]))
     if oldest < 0 or oldest != group.policy_version:
         return f"policy_version is {group.policy_version}; the oldest version in version_spans is {oldest}"
     return None
@@ -228,7 +231,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("bad_temperature", _temperature),
     ("bad_version_spans", _version_spans),
     ("version_above_published", _published),
-    ("overlong", lambda group, limits: _overlong(int(group.lengths.max()), limits)),
+    ("overlong", lambda group, limits: _overlong(int(_most(group.lengths)), limits)),
     ("over_budget", lambda group, limits: _over_budget(group.tokens, limits)),
     ("proof_too_large", _proofs),
     ("bad_metadata", _metadata),

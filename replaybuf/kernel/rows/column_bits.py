@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.wire.group import Group
-from replaybuf.wire.late_columns import FIXED_NAMES, is_per_token
+from replaybuf.wire.group import OPTIONAL_PER_TOKEN, Group
+from replaybuf.wire.late_columns import FIXED_NAMES
 
 _FIRST_PART = 8
 """Bit of the first reward part; the bits before it are those of `FIXED_NAMES`, and `ADMITTED_BIT`."""
@@ -20,12 +20,12 @@ ADMITTED_BIT = 1 << 7
 """No column: the service stored the group, after the admission plug-ins of its run. Direct writes do not have it."""
 UNKNOWN_BIT = 1 << 16
 """Bit of a column that no group of the run has: it does not fit the columns of the index."""
+_OWN_BITS = tuple((name, 1 << place) for place, name in enumerate(FIXED_NAMES) if name in OPTIONAL_PER_TOKEN)
 
 
 def bits_of_group(group: Group) -> int:
     """Return the bits of the optional columns in the frame of a group."""
-    held = (is_per_token(name) and getattr(group, name) is not None for name in FIXED_NAMES)
-    return sum(1 << place for place, present in enumerate(held) if present)
+    return sum([bit for name, bit in _OWN_BITS if getattr(group, name) is not None])
 
 
 def bits_of(names: Iterable[str], parts: Sequence[str]) -> int:

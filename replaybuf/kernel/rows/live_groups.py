@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +27,12 @@ class LiveTotals(NamedTuple):
     @classmethod
     def of(cls, tokens: Integers, uses: Integers, frame_bytes: Integers = NO_BYTES) -> LiveTotals:
         """Sum up groups by their tokens, uses and bytes, [groups] each."""
-        sums = (int(column.sum(dtype=np.int64)) for column in (uses, frame_bytes))
-        return cls(len(uses), int(tokens.sum(dtype=np.int64)), len(uses) - int(np.count_nonzero(uses)), *sums)
+        fresh = len(uses) - int(np.count_nonzero(uses))
+        return cls(len(uses), _sum(tokens), fresh, _sum(uses), _sum(frame_bytes))
 
     def plus(self, other: LiveTotals) -> LiveTotals:
         """Add up two sums."""
-        return LiveTotals(*map(sum, zip(self, other, strict=True)))
+        return LiveTotals(*map(operator.add, self, other))
 
 
 NO_LIVE = LiveTotals()
@@ -74,3 +75,8 @@ class LiveGroups:
         """Add bytes to live groups of the adapter with this hash."""
         if self._by_adapter is not None:
             self._by_adapter[code] = self._by_adapter[code].plus(LiveTotals(frame_bytes=frame_bytes))
+
+
+def _sum(column: Integers) -> int:
+    """Return `column.sum(dtype=np.int64)` without its overhead, which is most of its time for one group."""
+    return int(np.add.reduce(column, dtype=np.int64))

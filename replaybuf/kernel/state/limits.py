@@ -29,14 +29,20 @@ class Load:
     in_memory: int = 0
 
     def __add__(self, other: Load) -> Load:
-        return Load(*(own + its for own, its in zip(self._values, other._values, strict=True)))
+        return Load(
+            self.groups + other.groups,
+            self.tokens + other.tokens,
+            self.bytes + other.bytes,
+            self.in_memory + other.in_memory,
+        )
 
     def __sub__(self, other: Load) -> Load:
-        return Load(*(own - its for own, its in zip(self._values, other._values, strict=True)))
-
-    @property
-    def _values(self) -> tuple[int, int, int, int]:
-        return self.groups, self.tokens, self.bytes, self.in_memory
+        return Load(
+            self.groups - other.groups,
+            self.tokens - other.tokens,
+            self.bytes - other.bytes,
+            self.in_memory - other.in_memory,
+        )
 
     def over(self, limits: Limits) -> NoRoom | None:
         """Return the error of the first limit that this load exceeds, None if it exceeds none."""

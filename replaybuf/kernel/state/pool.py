@@ -120,7 +120,11 @@ class GroupPool:
 
     def _count_stored(self, code: int, rollouts: npt.NDArray[np.int32]) -> None:
         self._counts(code).stored += len(rollouts)
-        self.sizes.setdefault(code, Counter()).update(rollouts.tolist())
+        sizes = self.sizes.get(code)
+        if sizes is None:
+            sizes = self.sizes[code] = Counter()
+        for size in rollouts.tolist():
+            sizes[size] += 1
 
     def count_partial(self, group_size: int | None, adapter: str | None = None) -> int:
         """Count the groups of an adapter, or of the run, that were stored with fewer rollouts than `group_size`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -57,6 +57,7 @@ class StrategyInputs:
     ) -> None:
         self.max_tokens = 0
         self._counted: dict[str, tuple[tuple[int, int], int]] = {}
+        self._evicting: dict[str, tuple[int, tuple[UsabilityRule, ...]]] = {}
         self._rates = rates
         self._name = name
         self._state = state
@@ -177,9 +178,16 @@ class StrategyInputs:
             rule = f"selects only groups with the columns {', '.join(required)}"
             yield UsabilityRule(rule, "columns", lambda found: have_all(found, bits), "missing_columns")
 
-    def eviction_rules(self, adapter: str) -> Iterator[UsabilityRule]:
-        """Yield the rules at the next step after which groups of an adapter are evicted, the first reason first."""
-        yield from (rule for rule in self._rules(self._state.next_step, adapter) if rule.when != "select")
+    def eviction_rules(self, adapter: str) -> Sequence[UsabilityRule]:
+        """List the rules at the next step after which groups of an adapter are evicted, the first reason first.
+
+        Each arrival asks for them, and only a ledger record changes them.
+        """
+        since, rules = self._evicting.get(adapter, (-1, ()))
+        if since != self._state.entries:
+            rules = tuple(rule for rule in self._rules(self._state.next_step, adapter) if rule.when != "select")
+            self._evicting[adapter] = self._state.entries, rules
+        return rules
 
     def incomplete(self, step: int, adapter: str) -> Amount:
         """Count the groups of an adapter that would be usable at `step` with the columns that they lack."""

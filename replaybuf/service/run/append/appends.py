@@ -31,6 +31,7 @@ from replaybuf.store.chunks import Chunk
 from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
+from replaybuf.wire.group import Group
 
 
 class Appends:
@@ -82,9 +83,10 @@ class Appends:
         if chunk.items:
             results += await self._append(chunk.items, plugin_time)
         # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
-        reasons = Counter(result.reason or "" for result in results if result.status == "rejected")
-        await self._side_state.count_rejected(reasons)
-        if all(result.status == "rejected" for result in results):
+        rejected = [result.reason or "" for result in results if result.status == "rejected"]
+        if rejected:
+            await self._side_state.count_rejected(Counter(rejected))
+        if len(rejected) == len(results):
             raise _refusal(results)
         return results
 
@@ -93,20 +95,21 @@ class Appends:
         specs = self._journal.config.admissions
         verdicts, overdue = await self._ask_plugins(chunk, specs, plugin_time) if specs else ([None] * len(chunk), None)
         chunk = chunk[: len(verdicts)]
-        taken, appended, began_ns = Load(), [], time.time_ns()
-        await self._spill.make_room(self._entering.in_memory + sum(item.nbytes for item in chunk))
+        taken, appended, began_ns = NO_LOAD, [], time.time_ns()
+        await self._spill.make_room(self._entering.in_memory + sum([item.nbytes for item in chunk]))
         try:
             async with self._history_lock.shared():
                 token = self._journal.check_leading()
                 if self._journal.config.admissions != specs:
                     raise NoRoom("the admission plug-ins have changed; send the groups again", name="admissions")
                 ready = await self._check(chunk, verdicts, results)
-                fits, refusal = await self._fitting([item for _, item in ready])
-                entering = [item for _, item in ready[:fits]]
+                checked = [item for _, item in ready]
+                loads = [_load(item) for item in checked]
+                fits, refusal = await self._fitting(checked, loads)
                 # Reserve what they take until they are in the index.
-                taken = sum(map(_load, entering), Load())
+                taken = sum(loads[:fits], NO_LOAD)
                 self._entering += taken
-                appended = await self._commit.append(entering, token)
+                appended = await self._commit.append(checked[:fits], token)
             spans.store_groups(self._journal.name, (one.group_id for one in appended if one.stored), began_ns)
             if appended:
                 self.used = True
@@ -158,7 +161,7 @@ class Appends:
                 if verdict:
                     raise verdict
                 ready.append((position, pending))
-                self.truncated += item.group is not None and item.group.tokens > pending.group.tokens
+                self.truncated += item.group is not None and _is_cut(item.group, pending.group)
             except GroupRejected as rejection:
                 refused[position] = rejection
             await turn.pause()
@@ -198,21 +201,21 @@ class Appends:
         await journal.ingest(appended)
         return appended
 
-    async def _fitting(self, items: Sequence[PendingGroup]) -> tuple[int, NoRoom | None]:
+    async def _fitting(self, items: Sequence[PendingGroup], loads: Sequence[Load]) -> tuple[int, NoRoom | None]:
         """Return how many of the first groups fit, and the bound that stops the next one.
 
         A stored group takes no space. Its ticket tells whether it is stored; Redis is asked only if a bound is met.
         """
-        fits, refusal = self._fit(items, [self._has_group(item) for item in items])
+        fits, refusal = self._fit(loads, [self._has_group(item) for item in items])
         if refusal:
             store, name = self._journal.store, self._journal.name
             numbers = await store.groups.find_numbers(name, [item.group_id for item in items])
             stored = [n is not None or self._has_group(item) for item, n in zip(items, numbers, strict=True)]
-            fits, refusal = self._fit(items, stored)
+            fits, refusal = self._fit(loads, stored)
         return fits, refusal
 
-    def _fit(self, items: Sequence[PendingGroup], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
-        coming = [NO_LOAD if there else _load(item) for item, there in zip(items, stored, strict=True)]
+    def _fit(self, loads: Sequence[Load], stored: Sequence[bool]) -> tuple[int, NoRoom | None]:
+        coming = [NO_LOAD if there else load for load, there in zip(loads, stored, strict=True)]
         return decide_room(self._journal.state, self._selector, coming, self._entering, self._spill.state.use.in_memory)
 
     def _has_group(self, item: PendingGroup) -> bool:
@@ -255,6 +258,11 @@ def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.Append
         value=rejection.value if named else UNSET,
         bound=rejection.bound if named else UNSET,
     )
+
+
+def _is_cut(sent: Group, stored: Group) -> bool:
+    """Return whether rollouts of a group were cut to `batch.seq_len`."""
+    return len(sent.completion_ids) > len(stored.completion_ids)
 
 
 def _load(item: PendingGroup) -> Load:
