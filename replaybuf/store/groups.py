@@ -100,6 +100,7 @@ class GroupStore:
         names: list[str] = []
         arguments: list[Any] = []
         pipe = self._connection.pipeline()
+        pipe.response_callbacks = {}  # replies as they are: an error in the place of OK
         for key, item in zip(payload_keys, groups, strict=True):
             pipe.execute_command("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S)
             entry = _entry_of(item, key, published.get(item.group.adapter, 0), now_s, admitted=bool(token))

@@ -31,7 +31,8 @@ A late column is written under a key with a nonce of its own too, and renamed wh
 
 from __future__ import annotations
 
-import secrets
+import functools
+import os
 from collections.abc import Iterable
 
 RUNS = "rb:runs"
@@ -120,9 +121,10 @@ def incarnation(run: str) -> str:
     return f"rb:{{{run}}}:incarnation"
 
 
-def guarded(run: str) -> list[str]:
+@functools.lru_cache(maxsize=1024)
+def guarded(run: str) -> tuple[str, ...]:
     """List the first keys of each function that works on one run, in the order of `library.lua`."""
-    return [fence(run), ledger(run), index(run), group_ids(run), counts(run), lost(run), incarnation(run)]
+    return (fence(run), ledger(run), index(run), group_ids(run), counts(run), lost(run), incarnation(run))
 
 
 def deleted(run: str) -> str:
@@ -140,7 +142,7 @@ def all_of(run: str, adapters: Iterable[str]) -> list[str]:
 def payload(run: str, group_id: str) -> str:
     """Build a new key for the frame of one append attempt."""
     tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
-    return f"rb:p:{{{tag}}}:{secrets.token_hex(8)}"
+    return f"rb:p:{{{tag}}}:{os.urandom(8).hex()}"
 
 
 def payload_name(run: str, key: str) -> str | None:
@@ -161,4 +163,4 @@ def late_column(payload_key: str, column: str) -> str:
 
 def late_attempt(payload_key: str, column: str) -> str:
     """Build a new key for the frame of one attempt to add a late column."""
-    return f"{late_column(payload_key, column)}:{secrets.token_hex(8)}"
+    return f"{late_column(payload_key, column)}:{os.urandom(8).hex()}"

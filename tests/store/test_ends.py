@@ -196,6 +196,19 @@ def test_ends_are_saved_and_forgotten_by_run(tmp_path: Path, caplog: pytest.LogC
     assert "are not kept" in caplog.text
 
 
+def test_a_file_of_saved_ends_that_somebody_deleted_is_written_again(tmp_path: Path) -> None:
+    known = KnownEnds()
+    known.load(tmp_path)
+    known.advance("math", Ends(1, 1))
+    (tmp_path / "math.ends").unlink()
+    known.sync()  # notices it
+    known.advance("math", Ends(1, 2))
+    known.close()
+    later = KnownEnds()
+    later.load(tmp_path)
+    assert later.of("math") == Ends(1, 2)
+
+
 def test_a_line_of_saved_ends_that_was_cut_is_never_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever part of the newest line reached the disk, the file gives the newest ends or those before."""
     known = load_ends(tmp_path)

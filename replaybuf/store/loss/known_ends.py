@@ -77,6 +77,11 @@ class KnownEnds:
             self.advance(run, ends)
         self._saved = saved
 
+    def close(self) -> None:
+        """Close the files."""
+        if self._saved:
+            self._saved.close()
+
     def sync(self) -> None:
         """Bring the files to the disk. Blocks: call it in a thread while serving."""
         if self._saved:

@@ -26,6 +26,8 @@ SUFFIX = ".ends"
 LINE_BYTES = 1024
 """A payload key of the longest names takes at most 700 bytes as JSON."""
 LINES = 2
+MOST_OPEN = 128
+"""Files kept open: opening one takes as long as writing a line, and a service has about 100 live runs."""
 SYNC_S = 0.2
 """Time of one call of `sync`; the files left wait for the next."""
 
@@ -37,6 +39,10 @@ class SavedEnds:
         self._folder = folder
         self._next_line: dict[str, int] = {}
         self._unsynced: set[str] = set()
+        self._files: dict[str, int] = {}
+        """Open files by run, the one that was written last at the end."""
+        self._missing: set[str] = set()
+        """Runs whose file somebody has deleted: a line written to the open one would be lost."""
         self._failing = False
 
     def path_of(self, run: str) -> Path:
@@ -70,14 +76,42 @@ class SavedEnds:
         line = b"%08x %s" % (zlib.crc32(text), text)
         at = self._next_line.get(run, 0)
         try:
-            # Not `path_of`: building a path takes as long as writing the line.
-            _write(f"{self._folder}/{run}{SUFFIX}", line.ljust(LINE_BYTES - 1) + b"\n", at * LINE_BYTES)
+            self._write(run, line.ljust(LINE_BYTES - 1) + b"\n", at * LINE_BYTES)
         except OSError as error:
             self._warn(run, error)
             return
         self._failing = False
         self._next_line[run] = (at + 1) % LINES
         self._unsynced.add(run)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _write(self, run: str, line: bytes, at: int) -> None:
+        """Write a line. Raises `OSError`; the file is then opened again for the next one."""
+        if run in self._missing:
+            self._missing.discard(run)
+            self._close(run)
+        file = self._files.pop(run, None)
+        if file is None:
+            file = os.open(self.path_of(run), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._files[run] = file  # behind those that were written before
+        try:
+            if os.pwrite(file, line, at) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._close(run)
+            raise
+        if len(self._files) > MOST_OPEN:
+            self._close(next(iter(self._files)))
+
+    def _close(self, run: str) -> None:
+        file = self._files.pop(run, None)
+        if file is not None:
+            os.close(file)
 
     def _warn(self, run: str, error: OSError) -> None:
         """Log a fault once until a line is written again."""
@@ -87,6 +121,7 @@ class SavedEnds:
 
     def delete(self, run: str) -> None:
         """Delete the file of a run."""
+        self._close(run)
         self._next_line.pop(run, None)
         self._unsynced.discard(run)
         self.path_of(run).unlink(missing_ok=True)
@@ -102,24 +137,14 @@ class SavedEnds:
                     os.fsync(file)
                 finally:
                     os.close(file)
-            except FileNotFoundError:  # deleted meanwhile
-                continue
+            except FileNotFoundError:
+                self._missing.add(run)
             except OSError as error:
                 self._unsynced.add(run)
                 self._warn(run, error)
                 return
             if time.monotonic() > until_s:
                 return
-
-
-def _write(path: str, line: bytes, at: int) -> None:
-    # Opened each time (7 us): thousands of runs must not hold as many descriptors.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        if os.pwrite(file, line, at) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(file)
 
 
 def _order(ends: Ends | None) -> tuple[int, Ends]:

@@ -120,7 +120,8 @@ class Connection:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and the files of known ends."""
+        self.known.close()
         await self.client.aclose()
         await self._blocking.aclose()
         self.payload_client.close()

@@ -64,6 +64,11 @@ class FastPipeline(Pipeline):
         super().__init__(client.connection_pool, client.response_callbacks, transaction=False, shard_hint=None)
         self._idle = idle
 
+    def execute_command(self, *words: Any, **options: Any) -> FastPipeline:  # type: ignore[override]
+        """Add a command. Not redis-py's own, which looks for scripts and watched keys first."""
+        self.command_stack.append((words, options))
+        return self
+
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Send the commands and return their replies. Raises the first error among the replies."""
         commands, self.command_stack = self.command_stack, []
@@ -71,10 +76,13 @@ class FastPipeline(Pipeline):
             return []
         connection = await self._idle.take()
         try:
-            await send(connection, [words for words, _ in commands])
-            replies = await receive(connection, len(commands), raise_on_error=raise_on_error)
+            replies = await _exchange(connection, [words for words, _ in commands], len(commands))
         finally:
             await self._idle.give_back(connection)
+        if raise_on_error:
+            _raise_first(replies)
+        if not self.response_callbacks:
+            return replies
         return [self._convert(reply, *command) for reply, command in zip(replies, commands, strict=True)]
 
     def _convert(self, reply: Any, words: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -87,31 +95,34 @@ class FastPipeline(Pipeline):
 
 async def send(connection: Any, commands: Iterable[Sequence[Any]]) -> None:
     """Send commands on an open connection."""
-    pieces = [piece for command in commands for piece in _pack(command)]
-    try:
-        async with asyncio.timeout(connection.socket_timeout):
-            await connection._send_packed_command(pieces)
-    except BaseException as error:
-        raise await _close(connection, error) from error
+    await _exchange(connection, commands, 0)
 
 
-async def receive(connection: Any, count: int, *, raise_on_error: bool = True) -> list[Any]:
-    """Read `count` replies as the parser returns them; each may take `socket_timeout`.
+async def receive(connection: Any, count: int) -> list[Any]:
+    """Read `count` replies as the parser returns them. Raises the first error among them."""
+    return _raise_first(await _exchange(connection, (), count))
 
-    Raises the first error among the replies, or returns errors in their place.
+
+async def _exchange(connection: Any, commands: Iterable[Sequence[Any]], count: int) -> list[Any]:
+    """Send commands, then read `count` replies as the parser returns them, errors too.
+
+    The sending may take `socket_timeout`, and each reply.
     """
+    pieces = [piece for command in commands for piece in _pack(command)]
     replies: list[Any] = []
     timeout_s, now_s, parser = connection.socket_timeout, asyncio.get_running_loop().time, connection._parser
     try:
         # One timer, set again for each reply: redis-py makes a new one each, which takes longer than the reply.
         async with asyncio.timeout(timeout_s) as timer:
+            if pieces:
+                await connection._send_packed_command(pieces)
             for _ in range(count):
-                if replies and timeout_s is not None:
+                if timeout_s is not None and (pieces or replies):
                     timer.reschedule(now_s() + timeout_s)
                 replies.append(await parser.read_response())
     except BaseException as error:
         raise await _close(connection, error) from error
-    return _raise_first(replies) if raise_on_error else replies
+    return replies
 
 
 async def _close(connection: Any, error: BaseException) -> BaseException:

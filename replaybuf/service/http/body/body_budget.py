@@ -83,12 +83,15 @@ class BodyBudget:
     def free(self, share: BodyShare, nbytes: int) -> None:
         """Free bytes, and grant them to those that have waited longest."""
         self._count(share, -nbytes)
-        self._grant()
+        if self._waiting:
+            self._grant()
 
     def end(self, share: BodyShare, nbytes: int) -> None:
         """Free all bytes of a share that has ended."""
         if share is self._favoured:
             self._favoured = None
+        elif not nbytes:
+            return
         self.free(share, nbytes)
 
     def _grant(self) -> None:
@@ -102,8 +105,10 @@ class BodyBudget:
 
     def _take(self, share: BodyShare, nbytes: int) -> bool:
         total_bytes = self._traffic.body_bytes + nbytes
-        fits = total_bytes <= self._shared_bytes and all(
-            self._held[holder] + nbytes <= self._shared_bytes // 2 for holder in share.holders
+        most_bytes = self._shared_bytes // 2 - nbytes
+        fits = (
+            total_bytes <= self._shared_bytes
+            and max(map(self._held.__getitem__, share.holders), default=0) <= most_bytes
         )
         if not fits:
             self._favoured = self._favoured or share

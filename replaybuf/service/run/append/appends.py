@@ -75,7 +75,8 @@ class Appends:
         stored, and what `incoming` raises.
         """
         results: list[contract.AppendResult] = []
-        chunk, plugin_time = Chunk[Incoming](APPEND_CHUNK), PluginTime()
+        chunk: Chunk[Incoming] = Chunk(APPEND_CHUNK)
+        plugin_time = PluginTime()
         async for item in incoming:
             if not chunk.fits(needed := item.nbytes):
                 results += await self._append(chunk.take(), plugin_time)
