@@ -27,6 +27,8 @@ class ServeOptions:
     """Listen on host and port. With --no-tcp the server listens on the unix socket only."""
     uds: Path | None = None
     """Unix socket to listen on, for the current user only. Clients on this machine connect to unix:PATH."""
+    workers: PositiveInt = 1
+    """Number of processes that serve together. Each also listens on a port of its own: --port + 1, + 2, ..."""
     data_dir: Path = Path(".replaybuf/data")
     """Data folder: how far each run was acknowledged and, if no Redis URL is set, the data of a private Valkey."""
     redis_url: str | None = dataclasses.field(default=None, repr=False)

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +25,7 @@ from replaybuf.errors import Invalid
 from replaybuf.logs import announce
 from replaybuf.program import command_line
 from replaybuf.service.host import Service
+from replaybuf.service.http.call.forwarding import Forwarding
 from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.guard.connection import Connection
 from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit
@@ -49,8 +50,11 @@ USES_SAVED_S = 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-async def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT. Raises what prevents the start, and faults of background work."""
+async def serve(options: ServeOptions, shared: Mapping[str, socket.socket] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises what prevents the start, and faults of background work.
+
+    `shared`: listening sockets of several workers, by address, besides those of the options.
+    """
     tokens, certificate = Tokens.read(options.tokens_file), certificate_of(options)
     _check_exposure(options, tokens)
     _check_advertised(options.advertise_url)
@@ -63,11 +67,15 @@ async def serve(options: ServeOptions) -> None:
     if options.tokens_file or certificate:
         loop.add_signal_handler(signal.SIGHUP, _reload, tokens, certificate)
     limits = raise_descriptor_limit(ConnectionLimits.of(options), BACKLOG)
-    listening = open_sockets(options)
+    own = open_sockets(options)
+    listening = own | dict(shared or {})
     own_socket = identify(options.uds) if options.uds else None
     try:
-        async with run_service(options, next(iter(listening))) as service:
-            app = application(service, tokens, options.body_budget_bytes)
+        async with (
+            run_service(options, next(iter(own))) as service,
+            contextlib.aclosing(Forwarding(options.host, options.tls_cert)) as forwarding,
+        ):
+            app = application(service, tokens, options.body_budget_bytes, forwarding)
             table = ConnectionTable(limits, service.traffic)
             server = _Server(service, OwnPagesOnly(app, hosts, service.traffic), table, certificate)
             report = service.report
@@ -80,7 +88,7 @@ async def serve(options: ServeOptions) -> None:
             for url in listening:
                 announce("listening on %s", url)
             pushed = app.state.exposition.pushed(
-                options.push_metrics, _instance(next(iter(listening))), options.push_metrics_every_s
+                options.push_metrics, _instance(next(iter(own))), options.push_metrics_every_s
             )
             async with pushed, asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(table.watch(), name="connections")

@@ -17,14 +17,15 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from replaybuf.errors import Forbidden, NotFound, ReplaybufError, Unauthorized
+from replaybuf.errors import Forbidden, NotFound, NotLeader, ReplaybufError, Unauthorized
 from replaybuf.logs import RequestIds, request_id
 from replaybuf.service.host import Service
-from replaybuf.service.http.body.body_budget import BodyBudget
+from replaybuf.service.http.body.body_budget import BodyBudget, BodyShare
 from replaybuf.service.http.body.decoders import DecoderPool
 from replaybuf.service.http.body.requests import check_query
 from replaybuf.service.http.call.call_guard import Guard
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
+from replaybuf.service.http.call.forwarding import Forwarding
 from replaybuf.service.http.call.metrics import Exposition
 from replaybuf.service.http.call.openapi import describe
 from replaybuf.service.http.call.visible_runs import hide_others
@@ -60,11 +61,12 @@ class _Route:
 class Application:
     """The ASGI application of one service; `state` is what its handlers share."""
 
-    def __init__(self, service: Service, tokens: Tokens, bodies: BodyBudget) -> None:
+    def __init__(self, service: Service, tokens: Tokens, bodies: BodyBudget, forwarding: Forwarding) -> None:
         self.state = Shared(service, DecoderPool(), describe(CALLS, OPEN_CALLS), Exposition(service))
         self._guard = Guard(tokens)
         self._request_ids = RequestIds()
         self._bodies = bodies
+        self._forwarding = forwarding
         self._gate = StartGate(self._answer)
         self._routes: defaultdict[tuple[str, str], list[_Route]] = defaultdict(list)
         for call in (*CALLS, *OPEN_CALLS):
@@ -113,7 +115,7 @@ class Application:
             if call.query is not None:
                 check_query(request, call.query)
             with share, spans.answer(call.method, call.path, request.headers, request.path_params.get("run", "")):
-                response = await call.handler(request)
+                response = await self._handle(call, request, share)
             if call.method == "GET":
                 permission.check()  # the answer may be of the turn in which the permission ended
             status = response.status_code
@@ -135,6 +137,24 @@ class Application:
             traffic.count(known, f"{call.method} {call.template}", status, watch.seconds)
             logger.debug("%s %s status=%d seconds=%.4f", call.method, request.scope["path"], status, watch.seconds)
 
+    async def _handle(self, call: Call, request: Request, share: BodyShare) -> Response:
+        """Answer a call, or let the leader of its run answer it."""
+        try:
+            return await call.handler(request)
+        except NotLeader as error:
+            body = share.kept if share.read_bytes else None
+            if not error.value or (share.read_bytes and body is None):
+                raise
+            leader, journal = str(error.value), self.state.service.runs[request.path_params["run"]].journal
+
+            def leads() -> bool:
+                return not journal.leading and journal.leader_url == leader
+
+            answer = await self._forwarding.forward(request, leader, leads, body)
+            if answer is None:
+                raise
+            return answer
+
     def _refuse(self, method: str, path: str) -> Response:
         """Answer 405 at a path that has other methods, else 404."""
         routes = [route for found in self._routes.values() for route in found if route.path.match(path)]
@@ -147,9 +167,14 @@ class Application:
         return document_response(document, {"Allow": ", ".join(allowed)})
 
 
-def application(service: Service, tokens: Tokens, body_budget_bytes: int = BODY_BUDGET_BYTES) -> Application:
+def application(
+    service: Service,
+    tokens: Tokens,
+    body_budget_bytes: int = BODY_BUDGET_BYTES,
+    forwarding: Forwarding | None = None,
+) -> Application:
     """Build the ASGI application of one service."""
-    return Application(service, tokens, BodyBudget(body_budget_bytes, service.traffic))
+    return Application(service, tokens, BodyBudget(body_budget_bytes, service.traffic), forwarding or Forwarding())
 
 
 def _section(path: str) -> str:

@@ -133,10 +133,14 @@ class BodyBudget:
 
 
 class BodyShare:
-    """Bytes that one call holds, for its `holders`; `read_bytes`: size of its body so far."""
+    """Bytes that one call holds, for its `holders`; `read_bytes`: size of its body so far.
+
+    `kept`: a small body that was read, for the leader of the run if that is another server.
+    """
 
     def __init__(self, budget: BodyBudget, holders: tuple[str, ...]) -> None:
         self.read_bytes = 0
+        self.kept: bytes | None = None
         self.holders = holders
         self._budget = budget
         self._held_bytes = SMALL_BYTES

@@ -139,8 +139,10 @@ def declared_bytes(request: Request) -> int:
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """Read a small body."""
-    return b"".join([part async for part in BodyParts(request, limit_bytes, limit_bytes)])
+    """Read a small body; keep it, in case that another server must answer."""
+    body = b"".join([part async for part in BodyParts(request, limit_bytes, limit_bytes)])
+    request.state.body_share.kept = body
+    return body
 
 
 def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge:

@@ -1,0 +1,135 @@
+"""`serve --workers N`: several processes behind one address, each of which takes every call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from replaybuf import Client
+from replaybuf.errors import ReplaybufError
+from replaybuf.wire.group import Group
+from tests.builders import group
+from tests.conftest import ServeProcess
+from tests.waiting import eventually
+
+WORKERS = 3
+WITHIN_S = 30.0
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServeProcess]:
+    """Three workers of one address."""
+    server = ServeProcess(tmp_path / "data", "--workers", str(WORKERS), python=sys.executable)
+    server.environment = {"PYTHONUNBUFFERED": "1"}  # an interpreter of its own: workers repeat its command line
+    try:
+        yield server.start()
+    finally:
+        server.end()
+
+
+def workers_of(server: ServeProcess) -> list[psutil.Process]:
+    """List the worker processes."""
+    children = psutil.Process(server.pid).children()
+    return [child for child in children if "replaybuf" in " ".join(child.cmdline()) and child.is_running()]
+
+
+def own_addresses(server: ServeProcess) -> dict[str, int]:
+    """Return the process id of each worker by its own address."""
+    shared = int(server.url.rsplit(":", 1)[1])
+    found = {}
+    for worker in workers_of(server):
+        ports = {one.laddr.port for one in worker.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+        found |= {f"http://127.0.0.1:{port}": worker.pid for port in ports - {shared}}
+    return found
+
+
+def leader_of(server: ServeProcess, run: str) -> str | None:
+    """Return the address of the worker that leads a run."""
+    leaders: dict[str, str | None] = httpx.get(f"{server.url}/readyz").json()["leaders"]
+    return leaders.get(run)
+
+
+def train(url: str, steps: range) -> None:
+    """Append a group and train a step of it, each call on a connection of its own."""
+    for step in steps:
+        with Client(url, "r") as producer:
+            producer.append([group(group_id=f"g{step}", policy_version=step)])
+        with Client(url, "r") as client:
+            if step == steps[0]:
+                epoch = client.attach(dp_world_size=1, resume_step=step).epoch
+        with Client(url, "r") as client:
+            assert isinstance(client.fetch_batch(step, epoch, wait_ms=20_000), bytes)
+        with Client(url, "r") as client:
+            client.ack(step, epoch)
+            client.publish_policy(step + 1, epoch)
+
+
+def append_once(url: str, one: Group) -> None:
+    """Append a group on a connection of its own."""
+    with Client(url, "r") as client:
+        client.append([one])
+
+
+def test_every_worker_takes_every_call(served: ServeProcess) -> None:
+    """A run is led by one; the others hand calls on, also those that wait, and calls of many at once."""
+    with Client(served.url, "r") as client:
+        client.put_run({"batch": {"tokens_per_batch": None, "groups_per_batch": 1, "seq_len": 64}})
+    addresses = own_addresses(served)
+    assert len(addresses) == WORKERS
+    for turn, address in enumerate([*addresses, served.url]):
+        train(address, range(2 * turn, 2 * turn + 2))
+    with Client(served.url, "r") as client, ThreadPoolExecutor(16) as threads:
+        sent = [group(group_id=f"many{n}", policy_version=8) for n in range(64)]
+        list(threads.map(append_once, [served.url] * len(sent), sent))
+        eventually(lambda: client.get_run().groups.stored, WITHIN_S, lambda stored: stored == 8 + 64)
+
+
+def test_a_killed_worker_costs_nothing_and_starts_again(served: ServeProcess) -> None:
+    with Client(served.url, "r") as client:
+        client.put_run({"batch": {"tokens_per_batch": None, "groups_per_batch": 1, "seq_len": 64}})
+    train(served.url, range(2))
+    before = own_addresses(served)
+    os.kill(before[str(leader_of(served, "r"))], signal.SIGKILL)
+
+    def goes_on() -> bool:
+        try:
+            train(served.url, range(2, 4))
+        except (ReplaybufError, httpx.HTTPError):
+            return False
+        return True
+
+    eventually(goes_on, WITHIN_S)
+    eventually(lambda: len(own_addresses(served)), WITHIN_S, lambda count: count == WORKERS)
+    with Client(served.url, "r") as client:
+        eventually(
+            lambda: (client.get_run().step, client.get_run().groups.stored), WITHIN_S, lambda seen: seen == (4, 4)
+        )
+
+
+def test_workers_end_with_the_process_that_started_them(served: ServeProcess) -> None:
+    """Also if it is killed: a worker that stayed would hold the port."""
+    workers = workers_of(served)
+    served.kill()
+    assert not psutil.wait_procs(workers, timeout=WITHIN_S)[1]
+
+
+def test_a_signal_ends_all_of_them_in_order(served: ServeProcess) -> None:
+    workers = workers_of(served)
+    assert served.stop() == 0
+    assert not [worker for worker in workers if worker.is_running()]
+
+
+def test_ports_beyond_the_last_one_are_refused() -> None:
+    command = [sys.executable, "-m", "replaybuf", "serve", "--workers", "3", "--port", "65533"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "the last worker needs port 65536" in done.stderr
