@@ -1,0 +1,350 @@
+"""The primary that Sentinel watches under a name.
+
+All sentinels are asked at once, twice a second, and ten times a second while the primary is down. The newest
+configuration among their answers names the primary; each new connection checks by ROLE that its server is one.
+
+A failover need not close a connection: a suspended primary, or one behind a broken network, is silent. So when Sentinel
+names another primary, or most sentinels report it down, all connections to the old one are cut. Their callers get an
+error at once and not after a timeout, and nothing more is written to a primary that comes back before it is demoted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import redis
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.maint_notifications import MaintNotificationsConfig
+
+from replaybuf.errors import Invalid, counted
+
+ASK_TIMEOUT_S = 1.0
+GRACE_S = 0.05
+"""How long the other sentinels are waited for after most of them agree."""
+CONNECT_TIMEOUT_S = 2.0
+"""Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
+FRESH_S = 0.1
+"""An answer is used again for so long: connections opened at the same time ask once."""
+WATCH_PERIOD_S = 0.5
+
+Address = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What one sentinel says of a name.
+
+    - `primary`: its address; None if the sentinel does not know the name, but `names`, or refused to answer (`refusal`)
+    - `epoch`: of the configuration that names it
+    - `down`, `failing_over`: this sentinel misses the primary; a failover has begun
+    - `sentinels`: so many watch it, this one included; `quorum`: so many must agree that it is down
+    """
+
+    primary: Address | None
+    epoch: int = 0
+    down: bool = False
+    failing_over: bool = False
+    sentinels: int = 1
+    quorum: int = 1
+    names: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """What all answers mean. `primary`: None if no sentinel named it. `trouble`: why it cannot be used, or None."""
+
+    primary: Address | None
+    trouble: str | None = None
+
+
+def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
+    """Find the primary in the answers of `asked` sentinels: a minority may not have heard of the last failover."""
+    known = [answer for answer in answers if answer.primary]
+    if not answers:
+        return View(None, f"none of {counted(asked, 'sentinel')} answers")
+    if not known:
+        if refusals := sorted({answer.refusal for answer in answers if answer.refusal}):
+            return View(None, f"these are not sentinels, or they refuse to answer: {'; '.join(refusals)}")
+        names = sorted({other for answer in answers for other in answer.names})
+        return View(None, f"Sentinel does not know the name {name!r}; it knows {', '.join(names) or 'no name'}")
+    newest = max(known, key=lambda answer: (answer.epoch, [other.primary for other in known].count(answer.primary)))
+    same = [answer for answer in known if answer.primary == newest.primary]
+    if sum(answer.down for answer in same) <= asked // 2:
+        return View(newest.primary)
+    host, port = newest.primary or ("", 0)
+    watching = max(answer.sentinels for answer in same)
+    if any(answer.failing_over for answer in same):
+        what = "a failover has begun"
+    elif len(answers) <= watching // 2 or len(answers) < newest.quorum:
+        what = (
+            f"no failover is possible: {len(answers)} of {counted(watching, 'sentinel')} answer, the quorum is "
+            f"{newest.quorum}"
+        )
+    else:
+        what = "a failover has not begun yet"
+    return View(newest.primary, f"Sentinel reports the primary {host}:{port} of {name!r} down; {what}")
+
+
+def agreed(answers: Sequence[Answer], asked: int) -> bool:
+    """Check whether most sentinels name the same primary, and miss it not: the others need not be waited for."""
+    votes = [(answer.primary, answer.epoch) for answer in answers if answer.primary and not answer.down]
+    return any(votes.count(vote) > asked // 2 for vote in votes)
+
+
+class SentinelPrimary:
+    """The primary `name`. Calls `on_switch` when connections were cut, because it is down or another one."""
+
+    fails_over = True
+
+    def __init__(
+        self,
+        name: str,
+        hosts: Sequence[Address],
+        server_options: Mapping[str, Any],
+        sentinel_options: Mapping[str, Any],
+        on_switch: Callable[[], None],
+    ) -> None:
+        self.address: Address | None = None
+        self._name, self._options, self._on_switch = name, dict(server_options), on_switch
+        self._tls = self._options.pop("ssl")
+        self._sentinels = [
+            aioredis.Redis(
+                host=host,
+                port=port,
+                protocol=3,
+                socket_timeout=ASK_TIMEOUT_S,
+                socket_connect_timeout=ASK_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+                **sentinel_options,
+            )
+            for host, port in hosts
+        ]
+        self._hosts = ", ".join(f"{host}:{port}" for host, port in hosts)
+        self._trouble: str | None = None
+        self._unheard = True
+        self._asked_s = -float("inf")
+        self._asking = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        self._connections: weakref.WeakSet[ToPrimary] = weakref.WeakSet()
+
+    def open_client(self, **options: Any) -> aioredis.Redis:
+        """Open a client whose connections lead to the primary."""
+        kind = AsyncTlsConnection if self._tls else AsyncConnection
+        pool = aioredis.ConnectionPool(connection_class=kind, primary=self, **self._with_bound(options))
+        return aioredis.Redis.from_pool(pool)
+
+    def open_blocking_client(self, **options: Any) -> redis.Redis:
+        """Open a client for threads. Its connections lead to the primary that the event loop has found last."""
+        kind = BlockingTlsConnection if self._tls else BlockingConnection
+        pool = redis.ConnectionPool(connection_class=kind, primary=self, **self._with_bound(options))
+        return redis.Redis.from_pool(pool)
+
+    def _with_bound(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        connect_s = min(options["socket_connect_timeout"], CONNECT_TIMEOUT_S)
+        return {**options, **self._options, "socket_connect_timeout": connect_s}
+
+    async def check(self) -> None:
+        """Raise `Invalid` for sentinels that are none, or that do not know the name."""
+        answers = await self._ask_all()
+        if answers and not any(answer.primary for answer in answers):
+            detail = f"{combine(answers, len(self._sentinels), self._name).trouble} (asked: {self._hosts})"
+            raise Invalid(detail, name="redis_url", value=self._name)
+
+    def explain(self) -> str | None:
+        """Return what the sentinels said last, if the primary cannot be used."""
+        return self._trouble
+
+    async def close(self) -> None:
+        """Stop watching, and close the connections to the sentinels."""
+        if self._watching:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        for sentinel in self._sentinels:
+            await sentinel.aclose()
+
+    # ------------------------------------------------------------------ connections
+
+    def join(self, connection: ToPrimary) -> None:
+        """Note a connection that is to be cut when another server becomes the primary."""
+        self._connections.add(connection)
+
+    async def find(self) -> Address:
+        """Return the address of the primary. Raises redis-py's `ConnectionError` while there is none."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="watch sentinels")
+        elif self._watching.done():
+            self._watching.result()  # raises its fault
+        async with self._asking:
+            if time.monotonic() >= self._asked_s + FRESH_S:
+                await self._look()
+        if self.address is None or (self._trouble and not self._unheard):
+            raise RedisConnectionError(self._trouble)
+        return self.address
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(FRESH_S if self._trouble else WATCH_PERIOD_S)
+            async with self._asking:
+                await self._look()
+
+    async def _look(self) -> None:
+        view = combine(await self._ask_all(), len(self._sentinels), self._name)
+        self._asked_s = time.monotonic()
+        # Without an answer the last primary is used as before: most likely only the sentinels are away.
+        self._unheard = view.primary is None
+        new = view.primary or self.address
+        if new != self.address or (view.trouble and not self._unheard and not self._trouble):
+            self._cut()
+        self.address, self._trouble = new, view.trouble
+
+    def _cut(self) -> None:
+        for connection in list(self._connections):
+            connection.cut()
+        self._connections.clear()
+        self._on_switch()
+
+    # ------------------------------------------------------------------ sentinels
+
+    async def _ask_all(self) -> list[Answer]:
+        """Ask all sentinels at once; do not wait long for the others once most of them agree."""
+        waiting = {asyncio.create_task(self._ask(sentinel)) for sentinel in self._sentinels}
+        answers: list[Answer] = []
+        ends_s = time.monotonic() + ASK_TIMEOUT_S
+        try:
+            while waiting and (left_s := ends_s - time.monotonic()) > 0:
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                answers += [answer for task in done if (answer := task.result())]
+                if agreed(answers, len(self._sentinels)):
+                    ends_s = min(ends_s, time.monotonic() + GRACE_S)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        return answers
+
+    async def _ask(self, sentinel: aioredis.Redis) -> Answer | None:
+        """Ask one sentinel; None if it does not answer."""
+        try:
+            pipe = sentinel.pipeline(transaction=False)
+            # The first names a promoted replica as soon as it is one, the second only when the others follow it.
+            pipe.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)
+            pipe.execute_command("SENTINEL", "MASTER", self._name)
+            address, facts = await pipe.execute(raise_on_error=False)
+            if address is not None and isinstance(facts, dict):
+                return _read_answer(address, facts)
+            watched = await sentinel.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
+        except (ResponseError, AuthenticationError) as error:
+            return Answer(None, refusal=str(error))
+        except (RedisError, OSError):
+            return None
+        return Answer(None, names=tuple(_text(facts[b"name"]) for facts in watched))
+
+
+def _read_answer(address: Sequence[bytes], facts: Mapping[bytes, bytes]) -> Answer:
+    flags = _text(facts[b"flags"]).split(",")
+    return Answer(
+        primary=(_text(address[0]), int(address[1])),
+        epoch=int(facts[b"config-epoch"]),
+        down="s_down" in flags or "o_down" in flags,
+        failing_over="failover_in_progress" in flags,
+        sentinels=1 + int(facts[b"num-other-sentinels"]),
+        quorum=int(facts[b"quorum"]),
+    )
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+# ---------------------------------------------------------------------- connections
+
+
+class ToPrimary:
+    """A connection that leads to the primary, and is cut when another server becomes it."""
+
+    def __init__(self, *, primary: SentinelPrimary, **options: Any) -> None:
+        self._primary = primary
+        super().__init__(**options)
+
+    def cut(self) -> None:
+        """End what waits for an answer on this connection, with an error; the next use connects again."""
+        raise NotImplementedError
+
+    def _check_address(self, address: Address) -> None:
+        if self._primary.address != address:
+            raise RedisConnectionError("another server became the primary while this one was connected to")
+        self._primary.join(self)
+
+
+class AsyncConnection(ToPrimary, aioredis.Connection):
+    """A connection of the event loop."""
+
+    async def _connect(self) -> None:
+        self.host, self.port = address = await self._primary.find()
+        await super()._connect()  # type: ignore[no-untyped-call]
+        self._check_address(address)
+
+    async def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, and check that the server is a primary."""
+        await super().on_connect_check_health(check_health=check_health)
+        await self.send_command("ROLE", check_health=False)
+        _check_role(await self.read_response(), self)
+
+    def cut(self) -> None:
+        """Abort the transport: its reader gets an error in the next turn of the loop."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+
+class AsyncTlsConnection(AsyncConnection, aioredis.SSLConnection):
+    """The same with TLS."""
+
+
+class BlockingConnection(ToPrimary, redis.Connection):
+    """A connection of a thread."""
+
+    def _connect(self) -> socket.socket:
+        address = self._primary.address
+        if address is None:
+            raise RedisConnectionError("no primary is known yet")
+        self.host, self.port = address
+        connected: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+        self._check_address(address)
+        return connected
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, and check that the server is a primary."""
+        super().on_connect_check_health(check_health=check_health)
+        self.send_command("ROLE", check_health=False)  # type: ignore[no-untyped-call]
+        _check_role(self.read_response(), self)
+
+    def cut(self) -> None:
+        """Shut the socket down: a thread that reads from it gets the end of the stream."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):  # it is closed already
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+
+class BlockingTlsConnection(BlockingConnection, redis.SSLConnection):
+    """The same with TLS."""
+
+
+def _check_role(reply: Sequence[Any], connection: AsyncConnection | BlockingConnection) -> None:
+    role = _text(reply[0])
+    if role != "master":
+        where = f"{connection.host}:{connection.port}"
+        raise RedisConnectionError(f"{where}, which Sentinel names as the primary, has the role {role!r}")
