@@ -22,7 +22,7 @@ port {port}
 dir {folder}
 sentinel monitor {name} 127.0.0.1 {primary} {quorum}
 sentinel down-after-milliseconds {name} {down_after_ms}
-sentinel failover-timeout {name} 5000
+sentinel failover-timeout {name} 2000
 sentinel parallel-syncs {name} 2
 """
 
@@ -100,9 +100,9 @@ class Watched:
             server.start()
         for replica in replicas:
             replica.client.replicaof("127.0.0.1", str(primary.port))
-        for sentinel in self.sentinels:
-            sentinel.start()
         eventually(lambda: all(replica.client.role()[3] == b"connected" for replica in replicas), 20.0)
+        for sentinel in self.sentinels:  # they look for replicas at their start, and then every 10 s
+            sentinel.start()
         eventually(lambda: all(s.knows(len(replicas), len(self.sentinels)) for s in self.sentinels), 20.0)
 
     def end(self) -> None:

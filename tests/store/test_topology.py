@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.store.redis.sentinel import Answer, agreed, combine
+from replaybuf.store.redis.sentinel import Answer, View, agreed, combine
 from replaybuf.store.topology import SentinelUrl, is_redis_url, parse_topology
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
@@ -63,8 +63,15 @@ def test_the_newest_configuration_counts_and_not_the_majority() -> None:
 
 
 def test_one_sentinel_that_misses_the_primary_changes_nothing() -> None:
-    view = combine([answer(), answer(down=True), answer()], 3, "policy")
-    assert (view.primary, view.trouble) == (OLD, None)
+    assert combine([answer(), answer(down=True), answer()], 3, "policy") == View(OLD)
+
+
+def test_a_minority_that_misses_the_primary_explains_an_outage_and_makes_none() -> None:
+    """The other sentinels are away: nobody can replace a primary that may well answer us."""
+    view = combine([answer(down=True)], 3, "policy")
+    assert (view.primary, view.down) == (OLD, False)
+    assert "no failover is possible" in str(view.trouble)
+    assert combine([answer(down=True)] * 2, 3, "policy").down
 
 
 @pytest.mark.parametrize(

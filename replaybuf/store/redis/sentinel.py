@@ -63,10 +63,16 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """What all answers mean. `primary`: None if no sentinel named it. `trouble`: why it cannot be used, or None."""
+    """What all answers mean.
+
+    - `primary`: None if no sentinel named it
+    - `trouble`: what keeps it from answering, if it does not; None = nothing
+    - `down`: most sentinels report it down, so no call is tried
+    """
 
     primary: Address | None
     trouble: str | None = None
+    down: bool = False
 
 
 def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
@@ -81,7 +87,8 @@ def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
         return View(None, f"Sentinel does not know the name {name!r}; it knows {', '.join(names) or 'no name'}")
     newest = max(known, key=lambda answer: (answer.epoch, [other.primary for other in known].count(answer.primary)))
     same = [answer for answer in known if answer.primary == newest.primary]
-    if sum(answer.down for answer in same) <= asked // 2:
+    missed = sum(answer.down for answer in same)
+    if missed <= len(same) // 2:
         return View(newest.primary)
     host, port = newest.primary or ("", 0)
     watching = max(answer.sentinels for answer in same)
@@ -94,7 +101,8 @@ def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
         )
     else:
         what = "a failover has not begun yet"
-    return View(newest.primary, f"Sentinel reports the primary {host}:{port} of {name!r} down; {what}")
+    trouble = f"Sentinel reports the primary {host}:{port} of {name!r} down; {what}"
+    return View(newest.primary, trouble, missed > asked // 2)
 
 
 def agreed(answers: Sequence[Answer], asked: int) -> bool:
@@ -133,8 +141,7 @@ class SentinelPrimary:
             for host, port in hosts
         ]
         self._hosts = ", ".join(f"{host}:{port}" for host, port in hosts)
-        self._trouble: str | None = None
-        self._unheard = True
+        self._view = View(None)
         self._asked_s = -float("inf")
         self._asking = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
@@ -165,7 +172,7 @@ class SentinelPrimary:
 
     def explain(self) -> str | None:
         """Return what the sentinels said last, if the primary cannot be used."""
-        return self._trouble
+        return self._view.trouble
 
     async def close(self) -> None:
         """Stop watching, and close the connections to the sentinels."""
@@ -191,25 +198,24 @@ class SentinelPrimary:
         async with self._asking:
             if time.monotonic() >= self._asked_s + FRESH_S:
                 await self._look()
-        if self.address is None or (self._trouble and not self._unheard):
-            raise RedisConnectionError(self._trouble)
+        if self.address is None or self._view.down:
+            raise RedisConnectionError(self._view.trouble)
         return self.address
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(FRESH_S if self._trouble else WATCH_PERIOD_S)
+            await asyncio.sleep(FRESH_S if self._view.trouble else WATCH_PERIOD_S)
             async with self._asking:
                 await self._look()
 
     async def _look(self) -> None:
-        view = combine(await self._ask_all(), len(self._sentinels), self._name)
+        before, self._view = self._view, combine(await self._ask_all(), len(self._sentinels), self._name)
         self._asked_s = time.monotonic()
         # Without an answer the last primary is used as before: most likely only the sentinels are away.
-        self._unheard = view.primary is None
-        new = view.primary or self.address
-        if new != self.address or (view.trouble and not self._unheard and not self._trouble):
+        address = self._view.primary or self.address
+        if address != self.address or (self._view.down and not before.down):
+            self.address = address
             self._cut()
-        self.address, self._trouble = new, view.trouble
 
     def _cut(self) -> None:
         for connection in list(self._connections):
