@@ -38,9 +38,14 @@ def is_redis_url(text: str) -> bool:
 
 
 class Topology(Protocol):
-    """Where a Redis is. `fails_over`: a replica may become the primary, so a write on one disk alone may be lost."""
+    """Where a Redis is.
+
+    - `fails_over`: a replica may become the primary, so a write on one disk alone may be lost
+    - `switches`: how often connections were cut because the primary is down or another one
+    """
 
     fails_over: bool
+    switches: int
 
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client whose connections lead to the primary; `options` are those of redis-py."""
@@ -62,6 +67,7 @@ class SingleServer:
     """One server at a fixed address."""
 
     fails_over = False
+    switches = 0
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -66,6 +66,14 @@ def test_one_sentinel_that_misses_the_primary_changes_nothing() -> None:
     assert combine([answer(), answer(down=True), answer()], 3, "policy") == View(OLD)
 
 
+def test_a_failover_that_has_begun_ends_the_use_of_the_old_primary() -> None:
+    """It answers again, but a replica is promoted all the same: what it confirms from now on would be lost."""
+    view = combine([answer(), answer(failing_over=True), answer()], 3, "policy")
+    assert view.down and "a failover has begun" in str(view.trouble)
+    assert combine([answer(), answer(failing_over=True), answer(NEW, 4)], 3, "policy") == View(NEW)
+    assert not agreed([answer(failing_over=True), answer()], 3)
+
+
 def test_a_minority_that_misses_the_primary_explains_an_outage_and_makes_none() -> None:
     """The other sentinels are away: nobody can replace a primary that may well answer us."""
     view = combine([answer(down=True)], 3, "policy")

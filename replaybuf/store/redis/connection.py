@@ -152,8 +152,11 @@ class Connection:
         waits = barrier.commands if barrier else []
         for wait in waits:
             pipe.execute_command(*wait)
+        switches = self._topology.switches
         async with keep_awake(self.pipeline) if barrier and barrier.in_background else contextlib.nullcontext():
             all_replies: list[Any] = await self.run(execute_tolerantly(pipe, may_fail, len(waits)))
+        if switches != self._topology.switches:  # replicas of the old primary have confirmed what the new one may lack
+            raise unavailable(self.url, "has another primary since the write began; send it again")
         if barrier is None:
             return all_replies
         replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]

@@ -1,11 +1,12 @@
 """The primary that Sentinel watches under a name.
 
-All sentinels are asked at once, twice a second, and ten times a second while the primary is down. The newest
-configuration among their answers names the primary; each new connection checks by ROLE that its server is one.
+All sentinels are asked at once, twice a second, and ten times a second for a while after the first sign of trouble. The
+newest configuration among their answers names the primary; each new connection checks by ROLE that its server is one.
 
 A failover need not close a connection: a suspended primary, or one behind a broken network, is silent. So when Sentinel
-names another primary, or most sentinels report it down, all connections to the old one are cut. Their callers get an
-error at once and not after a timeout, and nothing more is written to a primary that comes back before it is demoted.
+names another primary, when most sentinels report it down, or when one has begun a failover, all connections to the old
+one are cut. Their callers get an error at once and not after a timeout. And nothing more is written to a primary that
+comes back during its failover: for a second, replicas that still follow it would confirm what the new one never gets.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ CONNECT_TIMEOUT_S = 2.0
 FRESH_S = 0.1
 """An answer is used again for so long: connections opened at the same time ask once."""
 WATCH_PERIOD_S = 0.5
+ALERT_S = 10.0
+"""How long to ask often after a sign of trouble. A failover promotes a replica 0.2 s after its begin."""
+_SIGNS = ("+sdown", "+odown", "+try-failover", "+switch-master")
+"""What sentinels publish."""
 
 Address = tuple[str, int]
 
@@ -67,7 +72,7 @@ class View:
 
     - `primary`: None if no sentinel named it
     - `trouble`: what keeps it from answering, if it does not; None = nothing
-    - `down`: most sentinels report it down, so no call is tried
+    - `down`: no call is tried: most sentinels report it down, or a failover has begun
     """
 
     primary: Address | None
@@ -87,12 +92,12 @@ def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
         return View(None, f"Sentinel does not know the name {name!r}; it knows {', '.join(names) or 'no name'}")
     newest = max(known, key=lambda answer: (answer.epoch, [other.primary for other in known].count(answer.primary)))
     same = [answer for answer in known if answer.primary == newest.primary]
-    missed = sum(answer.down for answer in same)
-    if missed <= len(same) // 2:
+    missed, failing_over = sum(answer.down for answer in same), any(answer.failing_over for answer in same)
+    if missed <= len(same) // 2 and not failing_over:
         return View(newest.primary)
     host, port = newest.primary or ("", 0)
     watching = max(answer.sentinels for answer in same)
-    if any(answer.failing_over for answer in same):
+    if failing_over:
         what = "a failover has begun"
     elif len(answers) <= watching // 2 or len(answers) < newest.quorum:
         what = (
@@ -102,17 +107,21 @@ def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
     else:
         what = "a failover has not begun yet"
     trouble = f"Sentinel reports the primary {host}:{port} of {name!r} down; {what}"
-    return View(newest.primary, trouble, missed > asked // 2)
+    return View(newest.primary, trouble, failing_over or missed > asked // 2)
 
 
 def agreed(answers: Sequence[Answer], asked: int) -> bool:
     """Check whether most sentinels name the same primary, and miss it not: the others need not be waited for."""
-    votes = [(answer.primary, answer.epoch) for answer in answers if answer.primary and not answer.down]
+    calm = [answer for answer in answers if answer.primary and not answer.down and not answer.failing_over]
+    votes = [(answer.primary, answer.epoch) for answer in calm]
     return any(votes.count(vote) > asked // 2 for vote in votes)
 
 
 class SentinelPrimary:
-    """The primary `name`. Calls `on_switch` when connections were cut, because it is down or another one."""
+    """The primary `name`. Calls `on_switch` when connections were cut, because it is down or another one.
+
+    `address`: of the primary, if it was ever known.
+    """
 
     fails_over = True
 
@@ -125,6 +134,7 @@ class SentinelPrimary:
         on_switch: Callable[[], None],
     ) -> None:
         self.address: Address | None = None
+        self.switches = 0
         self._name, self._options, self._on_switch = name, dict(server_options), on_switch
         self._tls = self._options.pop("ssl")
         self._sentinels = [
@@ -144,7 +154,9 @@ class SentinelPrimary:
         self._view = View(None)
         self._asked_s = -float("inf")
         self._asking = asyncio.Lock()
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._alert_until_s = -float("inf")
+        self._signs = asyncio.Event()
         self._connections: weakref.WeakSet[ToPrimary] = weakref.WeakSet()
 
     def open_client(self, **options: Any) -> aioredis.Redis:
@@ -176,10 +188,9 @@ class SentinelPrimary:
 
     async def close(self) -> None:
         """Stop watching, and close the connections to the sentinels."""
-        if self._watching:
-            self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         for sentinel in self._sentinels:
             await sentinel.aclose()
 
@@ -191,10 +202,13 @@ class SentinelPrimary:
 
     async def find(self) -> Address:
         """Return the address of the primary. Raises redis-py's `ConnectionError` while there is none."""
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch(), name="watch sentinels")
-        elif self._watching.done():
-            self._watching.result()  # raises its fault
+        if not self._watching:
+            jobs = [self._watch(), *map(self._listen, self._sentinels)]
+            self._watching = [asyncio.create_task(job, name="watch sentinels") for job in jobs]
+        for task in self._watching:
+            if task.done():
+                task.result()  # raises its fault
+        self._signs.set()  # the last connection was lost, perhaps
         async with self._asking:
             if time.monotonic() >= self._asked_s + FRESH_S:
                 await self._look()
@@ -204,23 +218,41 @@ class SentinelPrimary:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(FRESH_S if self._view.trouble else WATCH_PERIOD_S)
+            if self._signs.is_set():
+                self._signs.clear()
+                self._alert_until_s = time.monotonic() + ALERT_S
+            if self._view.trouble or time.monotonic() < self._alert_until_s:
+                await asyncio.sleep(FRESH_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._signs.wait(), WATCH_PERIOD_S)
             async with self._asking:
                 await self._look()
+
+    async def _listen(self, sentinel: aioredis.Redis) -> None:
+        """Wait for signs of trouble that a sentinel publishes."""
+        while True:
+            with contextlib.suppress(RedisError, OSError):  # this sentinel is away; the others are asked as before
+                async with sentinel.pubsub() as events:
+                    await events.subscribe(*_SIGNS)
+                    async for _ in events.listen():
+                        self._signs.set()
+            await asyncio.sleep(WATCH_PERIOD_S)
 
     async def _look(self) -> None:
         before, self._view = self._view, combine(await self._ask_all(), len(self._sentinels), self._name)
         self._asked_s = time.monotonic()
         # Without an answer the last primary is used as before: most likely only the sentinels are away.
         address = self._view.primary or self.address
-        if address != self.address or (self._view.down and not before.down):
-            self.address = address
+        before_address, self.address = self.address, address
+        if before_address and (before_address != address or (self._view.down and not before.down)):
             self._cut()
 
     def _cut(self) -> None:
         for connection in list(self._connections):
             connection.cut()
         self._connections.clear()
+        self.switches += 1
         self._on_switch()
 
     # ------------------------------------------------------------------ sentinels
@@ -261,9 +293,11 @@ class SentinelPrimary:
 
 
 def _read_answer(address: Sequence[bytes], facts: Mapping[bytes, bytes]) -> Answer:
-    flags = _text(facts[b"flags"]).split(",")
+    primary = (_text(address[0]), int(address[1]))
+    moved = primary != (_text(facts[b"ip"]), int(facts[b"port"]))  # promoted; the flags are still those of the old one
+    flags = [] if moved else _text(facts[b"flags"]).split(",")
     return Answer(
-        primary=(_text(address[0]), int(address[1])),
+        primary=primary,
         epoch=int(facts[b"config-epoch"]),
         down="s_down" in flags or "o_down" in flags,
         failing_over="failover_in_progress" in flags,
