@@ -16,7 +16,8 @@
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
 #   make peers                       Reverb and TransferQueue for `make bench ONLY=peers`, in .venv-peers (3.2 GB)
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--fault older ranks"]
-#                                    hurt real processes under load (--fault KIND ... for some kinds); a checker judges it
+#                                    hurt real processes under load (--fault KIND ... for some kinds, --topology sentinel
+#                                    for a Valkey that fails over); a checker judges it
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (93 MB)
 #   make clean                       caches and build output; .venv, .venv-*, .trl and .replaybuf stay

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Iterator
 
-import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.maint_notifications import MaintNotificationsConfig
@@ -24,6 +23,7 @@ from replaybuf.client.http_client import HttpClient
 from replaybuf.errors import BrokenFrame, Invalid, Malformed, MissingExtra, SpillAway
 from replaybuf.store.chunks import READ_BYTES, split_chunks
 from replaybuf.store.spill_folder import SpillFolder, open_folder
+from replaybuf.store.topology import open_reader
 from replaybuf.version import __version__
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.frame import stored_checksum
@@ -52,7 +52,7 @@ class DirectBodies:
         self._http_until_s = 0.0
         self._folder: SpillFolder | None = None
         try:
-            self._redis = redis.Redis.from_url(
+            self._redis = open_reader(
                 redis_url,
                 socket_timeout=COMMAND_TIMEOUT_S,
                 socket_read_size=READ_BYTES,

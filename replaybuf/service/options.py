@@ -32,7 +32,8 @@ class ServeOptions:
     data_dir: Path = Path(".replaybuf/data")
     """Data folder: how far each run was acknowledged and, if no Redis URL is set, the data of a private Valkey."""
     redis_url: str | None = dataclasses.field(default=None, repr=False)
-    """Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH."""
+    """Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH, or the primary that
+    Sentinel watches: redis+sentinel://HOST:PORT[,HOST:PORT...]/NAME."""
     tokens_file: Path | None = None
     """File of bearer tokens; clients must send one of them. "replaybuf tokens new" creates tokens. SIGHUP reads
     the file again."""

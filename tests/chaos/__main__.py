@@ -25,6 +25,9 @@ def main() -> None:
     parser.add_argument("--strategy", nargs="+", choices=list(RUNS), default=list(RUNS), help="runs to train; all")
     parser.add_argument("--fault", nargs="+", choices=list(WEIGHTS), default=list(WEIGHTS), help="kinds of faults; all")
     parser.add_argument("--adapters", type=int, default=0, help="add one run that trains this many adapters")
+    parser.add_argument(
+        "--topology", choices=("single", "sentinel"), default="single", help="sentinel: Valkey fails over"
+    )
     parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
@@ -34,7 +37,15 @@ def main() -> None:
         parser.error(f"--folder {given.folder} exists; a run wants a new one")
     limit_s = given.time_limit_s or START_S + SECONDS_PER_KILL * given.kills
     report = chaos(
-        given.kills, given.seed, limit_s, given.strategy, given.folder, Console(), given.adapters, given.fault
+        given.kills,
+        given.seed,
+        limit_s,
+        given.strategy,
+        given.folder,
+        Console(),
+        given.adapters,
+        given.fault,
+        sentinel=given.topology == "sentinel",
     )
     if given.report:
         given.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))

@@ -11,6 +11,7 @@ import msgspec
 
 from replaybuf.client.client import Client
 from tests.chaos.content import COLUMN, SPELLED
+from tests.chaos.failover import Failover
 from tests.chaos.jumping_clock import set_offset
 from tests.chaos.processes import Child, Valkey, python, read_address
 from tests.chaos.runs import ADAPTERS, CURSOR, KEEP, STAGED, TICKET_TTL_S, config_of, policies_of
@@ -33,18 +34,21 @@ class Cluster:
     `folder` has data and logs.
 
     `runs` names those of `RUNS` that are trained; the generator feeds the last of them, the producers all, and besides,
-    where `adapters` are asked for, the run that they share.
+    where `adapters` are asked for, the run that they share. `sentinel`: Valkey has two replicas, and fails over.
     """
 
-    def __init__(self, folder: Path, seed: int, runs: Sequence[str], adapters: int = 0) -> None:
+    def __init__(
+        self, folder: Path, seed: int, runs: Sequence[str], adapters: int = 0, *, sentinel: bool = False
+    ) -> None:
         self.runs = (*([ADAPTERS] if adapters else []), *runs)
         self._adapters = adapters
         self.history = folder / "history"
         self.history.mkdir(parents=True)
         self.folder, self._seed = folder, seed
-        self.valkey = Valkey("valkey", folder / "valkey")
         self._address = folder / "redis.sock"
-        self.redis_url = f"unix://{self._address}"
+        self.failover = Failover(folder) if sentinel else None
+        self.valkey = self.failover.valkeys[0] if self.failover else Valkey("valkey", folder / "valkey")
+        self.redis_url = self.failover.url if self.failover else f"unix://{self._address}"
         self.point_to(self.valkey)
         self.urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         self.servers = {url: self._server(number, url) for number, url in enumerate(self.urls, 1)}
@@ -88,14 +92,22 @@ class Cluster:
     @property
     def all(self) -> list[Child]:
         """Every process."""
-        return [*self.loads, *self.replaced, *self.actors, self.engine, *self.servers.values(), self.valkey]
+        return [*self.loads, *self.replaced, *self.actors, self.engine, *self.servers.values(), *self.storage]
+
+    @property
+    def storage(self) -> list[Child]:
+        """Every Valkey, and the sentinels."""
+        return self.failover.all if self.failover else [self.valkey]
 
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         """Start everything, in order; the runs are created."""
-        self.valkey.start()
-        self.valkey.wait_ready()
+        if self.failover:
+            self.failover.start()
+        else:
+            self.valkey.start()
+            self.valkey.wait_ready()
         for url, server in self.servers.items():
             server.start()
             self.wait_listening(url)
@@ -180,7 +192,8 @@ class Cluster:
         self.move_clock(url, 0.0)
         data_dir = str(self.folder / f"data-{number}")
         options = ("serve", "--port", port, "--redis-url", self.redis_url, "--data-dir", data_dir, *SHORT_HISTORY)
-        command = python("tests.chaos.jumping_clock", str(self._clock_of(url)), *options)
+        waits = ("--wait-replicas", "1") if self.failover else ()
+        command = python("tests.chaos.jumping_clock", str(self._clock_of(url)), *options, *waits)
         return Child(f"serve-{number}", "server", command, self.folder)
 
     def _clock_of(self, url: str) -> Path:

@@ -24,6 +24,7 @@ ROLES = (
     *("producer", "generator", "trainer", "trainer", "reader", "stage"),
 )
 """Roles whose death breaks the most are listed twice. There is no standby while a killed server restarts."""
+FAILOVER_ROLES = ("valkey", "valkey", "valkey", "sentinel")
 OTHERS = {
     "older": "older Redis",
     "lagging": "lagging promotion",
@@ -35,6 +36,8 @@ OTHERS = {
 }
 """Faults of other kinds than `kill` and `stop`, with their names in the report."""
 WEIGHTS = {"process": 14, "older": 1, "lagging": 1, "jump": 2, "crowd": 1, "ranks": 1, "hostile": 2, "side_run": 2}
+NOT_UNDER_SENTINEL = ("older", "lagging", "side_run")
+"""They put another Redis behind the address of one, or write without waiting for a replica."""
 JUMPS_S = (660.0, 660.0, 86_400.0, -660.0, -3_600.0)
 """A jump of +11 minutes is longer than the default lifetime of a ticket."""
 LOAD_TIMEOUT_S = 120.0
@@ -131,7 +134,7 @@ class Faults:
 
     def _hurt_process(self) -> bool:
         cluster = self._cluster
-        role = self._rng.choice(ROLES)
+        role = self._rng.choice((*ROLES, *FAILOVER_ROLES) if cluster.failover else ROLES)
         kind = self._rng.choice(("kill", "stop"))
         child, led = self._choose(role)
         if child is None or child.name in self._down or child.exit_code is not None:
@@ -184,6 +187,11 @@ class Faults:
             found = [url for url in cluster.urls if bool(led[url]) == (role == "leader")]
             url = self._rng.choice(found) if found and any(led.values()) else None
             return (cluster.servers[url], led[url]) if url else (None, [])
+        failover = cluster.failover
+        if failover and role in ("valkey", "sentinel"):
+            if self._down & {child.name for child in failover.all} or not failover.whole():
+                return None, []  # with two away, what is acknowledged may be on none of the others
+            return (failover.choose(self._rng) if role == "valkey" else self._rng.choice(failover.sentinels)), []
         processes: dict[str, Sequence[Child]] = {
             "valkey": [cluster.valkey],
             "producer": cluster.producers,
@@ -215,17 +223,23 @@ class Faults:
         self._healed(child)
 
     def _healed(self, child: Child) -> None:
+        failover = self._cluster.failover
+        if failover and child.role == "valkey" and not failover.whole():
+            self._later((0.2, 0.3), lambda: self._healed(child))  # until a replica is in sync, no write is confirmed
+            return
         self._down.discard(child.name)
         self._recorder.write(Healed(at_s=now_s(), process=child.name))
-        if child is self._cluster.valkey:
+        if child.role == "valkey":
             self._valkey_back_s = now_s()
 
     def _restart_ended(self) -> None:
-        for child in [*self._cluster.actors, *self._cluster.servers.values(), self._cluster.valkey]:
+        storage = self._cluster.storage
+        for child in [*self._cluster.actors, *self._cluster.servers.values(), *storage]:
             code = child.exit_code
             if code is None or child.name in self._down:
                 continue
-            valkey_away = "valkey" in self._down or now_s() - self._valkey_back_s < START_GRACE_S
+            hurt = not self._down.isdisjoint(child.name for child in storage)
+            valkey_away = hurt or now_s() - self._valkey_back_s < START_GRACE_S
             # A stopped trainer may have attached before its successor; the checker verifies the fencing.
             fenced = child.role == "trainer" and code == FENCED
             if not (fenced or (child.role == "server" and valkey_away)):

@@ -18,7 +18,7 @@ from tests.waiting import eventually
 END_TIMEOUT_S = 10.0
 LOADING_TIMEOUT_S = 60.0  # an append-only file of many faults on a busy machine
 _VALKEY_CONFIG = """\
-port 0
+port {port}
 bind 127.0.0.1
 unixsocket {folder}/valkey.sock
 dir {folder}
@@ -100,12 +100,12 @@ def python(module: str, *arguments: str) -> list[str]:
 class Valkey(Child):
     """A strict Valkey with its data, its unix socket and its log in `folder`."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, port: int = 0) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder = folder
+        self.folder, self.port = folder, port
         self.socket = folder / "valkey.sock"
         config = folder / "valkey.conf"
-        config.write_text(_VALKEY_CONFIG.format(folder=folder))
+        config.write_text(_VALKEY_CONFIG.format(folder=folder, port=port))
         super().__init__(name, "valkey", [str(valkey_binary()), str(config)], folder)
 
     def connect(self) -> redis.Redis:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
-import redis
 
 from replaybuf.client.client import Client
 from replaybuf.errors import LedgerGap
@@ -15,6 +14,7 @@ from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.service.report.status import group_counts
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
+from replaybuf.store.topology import open_reader
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
 from tests.chaos.calling import TIMEOUT_S, observed
@@ -83,7 +83,7 @@ class Rest:
         self._recorder.write(Drained(at_s=now_s(), run=self._run, drained=not left, stood=stood))
 
     def _tickets_left(self) -> int:
-        with redis.Redis.from_url(self._redis_url, socket_timeout=TIMEOUT_S) as storage:
+        with open_reader(self._redis_url, socket_timeout=TIMEOUT_S) as storage:
             return int(storage.zcard(keys.tickets(self._run)))
 
     def _append_due(self, adapter: str) -> None:

@@ -58,13 +58,13 @@ def test_a_replica_is_refused_with_its_primary(primary: Valkey, tmp_path: Path) 
         assert f"give its primary: redis://127.0.0.1:{primary.port}" in refusal(replica.url)
 
 
-def test_a_sentinel_is_refused_with_the_primary_that_it_watches(primary: Valkey, tmp_path: Path) -> None:
+def test_a_sentinel_is_refused_with_the_url_of_the_primary_that_it_watches(primary: Valkey, tmp_path: Path) -> None:
     port, settings = free_port(), tmp_path / "sentinel.conf"
     settings.write_text(f"bind 127.0.0.1\nport {port}\nsentinel monitor policy 127.0.0.1 {primary.port} 1\n")
     with subprocess.Popen([get_binary_path(), settings, "--sentinel"], stdout=subprocess.DEVNULL) as sentinel:
         try:
             with redis.Redis(port=port) as client:
                 eventually(lambda: answers(client), 20.0)
-            assert f"redis://127.0.0.1:{primary.port} (policy)" in refusal(f"redis://127.0.0.1:{port}")
+            assert f"redis+sentinel://127.0.0.1:{port}/policy" in refusal(f"redis://127.0.0.1:{port}")
         finally:
             sentinel.kill()

@@ -19,8 +19,7 @@ from replaybuf.errors import counted
 from replaybuf.launch.view import work_bar
 from replaybuf.store import Store
 from replaybuf.store.redis.embedded import embedded_url
-
-_REDIS = ("redis://", "rediss://", "unix://")
+from replaybuf.store.topology import is_redis_url
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class BackupOptions(StorageOptions):
     """Place of a backup."""
 
     to: str
-    """File to create, or the URL of another Redis: redis://HOST:PORT/DB."""
+    """File to create, or the URL of another Redis: redis://HOST:PORT/DB, redis+sentinel://HOST:PORT/NAME."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class RestoreOptions(StorageOptions):
 def backup(run: RunName, /, options: Annotated[BackupOptions, Parameter(name="*")]) -> None:
     """Copy a run to a file or to another Redis, while it is live."""
     with work_bar(f"copying {run}") as report:
-        work = _copy_to_redis if options.to.startswith(_REDIS) else _copy_to_file
+        work = _copy_to_redis if is_redis_url(options.to) else _copy_to_file
         summary, digest = run_async(work(run, options, report))
     _print(summary, digest, options.json)
 

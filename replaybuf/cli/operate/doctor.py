@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Annotated
 
 import httpx
-import redis.asyncio as aioredis
 from cyclopts import Parameter
-from cyclopts.types import Port
+from cyclopts.types import NonNegativeInt, Port
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -27,7 +26,8 @@ from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import print_json
 from replaybuf.errors import ReplaybufError
 from replaybuf.plugins import entry_points as plugins
-from replaybuf.store import EmbeddedServer, ServerReport, Store
+from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
+from replaybuf.store.redis.durability import STRICT
 from replaybuf.store.redis.embedded import least_free_bytes
 
 LARGEST_CLOCK_OFFSET_S = 1.0
@@ -52,6 +52,8 @@ class DoctorOptions:
 
     redis_url: str | None = dataclasses.field(default=None, repr=False)
     """Redis to check. Default: doctor starts the embedded Valkey in a temporary folder and checks it."""
+    wait_replicas: NonNegativeInt = 0
+    """Number of replicas that the service would wait for."""
     data_dir: Path = Path(".replaybuf/data")
     """Data folder of the service."""
     host: str = "127.0.0.1"
@@ -85,7 +87,7 @@ def doctor(options: Annotated[DoctorOptions, Parameter(name="*")] = _DEFAULTS) -
         _port(options.host, options.port),
         *_extras(),
         _plugins(),
-        *run_async(_redis(options.redis_url)),
+        *run_async(_redis(options.redis_url, options.wait_replicas)),
     ]
     if options.json:
         print_json(findings)
@@ -190,9 +192,9 @@ def _plugins() -> Finding:
     return Finding("strategies", "fail" if broken else "ok", "; ".join(broken) or ", ".join(names))
 
 
-async def _redis(redis_url: str | None) -> list[Finding]:
+async def _redis(redis_url: str | None, wait_replicas: int) -> list[Finding]:
     if redis_url is not None:
-        return await _examine_store(redis_url, "redis")
+        return await _examine_store(redis_url, "redis", WritePolicy(replicas=wait_replicas))
     with tempfile.TemporaryDirectory(prefix="replaybuf-doctor-") as scratch:
         server = EmbeddedServer(Path(scratch))
         try:
@@ -206,34 +208,41 @@ async def _redis(redis_url: str | None) -> list[Finding]:
             await server.stop()
 
 
-async def _examine_store(url: str, name: str) -> list[Finding]:
+async def _examine_store(url: str, name: str, policy: WritePolicy = STRICT) -> list[Finding]:
     try:
-        store = await Store.open(url)
+        store = await Store.open(url, policy)
     except ReplaybufError as error:
         advice = "start Redis >= 7.0 or Valkey >= 8 there, or correct --redis-url"
         return [Finding(name, "fail", error.detail, advice)]
     try:
         report = await store.connection.report()
+        clock = await _clock(store)
     finally:
         await store.close()
-    replicas = f"{report.replicas} connected; --wait-replicas makes writes wait for them"
     return [
         Finding(name, "ok", f"{store.connection.url}, {report.name}"),
         _durability(report),
-        Finding("replicas", "ok", replicas),
+        _replicas(report),
         _memory(report),
-        await _clock(url),
+        clock,
     ]
 
 
 def _durability(report: ServerReport) -> Finding:
     seen = "; ".join([report.summary, *report.reasons])
     if report.durability != "strict":
-        advice = "set it with CONFIG SET and in the server's configuration file; until then a kill loses data"
+        advice = "do what each reason says, in the server's configuration file too; until then a kill loses data"
         return Finding("durability", "warn", seen, advice)
     always = report.met_by.startswith("appendfsync always")
     advice = "" if always else "CONFIG SET appendfsync always: it is faster and survives a crash of the machine"
     return Finding("durability", "ok", seen, advice)
+
+
+def _replicas(report: ServerReport) -> Finding:
+    seen = f"{report.replicas} connected; --wait-replicas makes writes wait for them"
+    if report.replicas < report.policy.replicas:
+        return Finding("replicas", "fail", seen, "connect more, or wait for fewer: until then no write is confirmed")
+    return Finding("replicas", "ok", seen)
 
 
 def _memory(report: ServerReport) -> Finding:
@@ -243,14 +252,10 @@ def _memory(report: ServerReport) -> Finding:
     return Finding("memory", "ok" if good else "fail", seen, "" if good else "set maxmemory-policy noeviction")
 
 
-async def _clock(url: str) -> Finding:
-    client = aioredis.from_url(url, socket_timeout=5.0)
-    try:
-        started = time.time()
-        seconds, micros = await client.time()
-        middle = (started + time.time()) / 2
-    finally:
-        await client.aclose()
+async def _clock(store: Store) -> Finding:
+    started = time.time()
+    seconds, micros = await store.connection.run(store.connection.client.time())
+    middle = (started + time.time()) / 2
     offset_s = seconds + micros / 1e6 - middle
     good = abs(offset_s) < LARGEST_CLOCK_OFFSET_S
     advice = "" if good else "synchronise the clocks (NTP): ticket deadlines are off by this much"

@@ -16,8 +16,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-import redis
-import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -55,16 +53,16 @@ from replaybuf.store.redis.server import (
     read_settings,
     read_version,
 )
+from replaybuf.store.topology import URL_FORMS, parse_topology
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 STALL_PAUSE_S = 1.0
 """After a timeout, calls fail at once for this long."""
-_URL_FORMS = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH"
 
 
 class Connection:
-    """A connection to one Redis or Valkey server. Raises `Invalid` for a wrong address.
+    """A connection to one Redis or Valkey server, the primary of a topology. Raises `Invalid` for a wrong address.
 
     - `url`: the address without its password, for messages
     - `policy`: what every acknowledged write must reach
@@ -72,7 +70,7 @@ class Connection:
     - `known`: ends of each run's streams; functions change nothing on a server that holds less
     - `unconfirmed`: writes that were not confirmed in time
     - `replicas_confirmed`: replicas that confirmed the last write that waited for any
-    - `explain_outage`: returns why the server is down, if the caller knows
+    - `explain_outage`: returns why the server is down, if the caller knows better than Sentinel
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Connection:
         command_timeout_s: float | None = None,
         connect_timeout_s: float | None = None,
         private: bool = False,
-        explain_outage: Callable[[], str | None] = lambda: None,
+        explain_outage: Callable[[], str | None] | None = None,
     ) -> None:
         self.url = without_password(url)
         self.command_timeout_s = COMMAND_TIMEOUT_S if command_timeout_s is None else command_timeout_s
@@ -92,7 +90,8 @@ class Connection:
         self._shown = "" if private or policy.level == "relaxed" else "1"
         self.unconfirmed = 0
         self.replicas_confirmed = 0
-        self._explain_outage = explain_outage
+        self._topology = parse_topology(url, self._forget_server)
+        self._explain_outage = explain_outage or self._topology.explain
         self._prepared = False
         self._preparing = asyncio.Lock()
         self._stalled_until_s = 0.0
@@ -107,21 +106,22 @@ class Connection:
             # With these notifications redis-py does not check whether a pooled connection was closed.
             "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
-        retry = Retry(NoBackoff(), 0)
+        retry, timeout_s = Retry(NoBackoff(), 0), self.command_timeout_s
         try:
-            self.client = aioredis.Redis.from_url(url, socket_timeout=self.command_timeout_s, retry=retry, **common)
+            self.client = self._topology.open_client(socket_timeout=timeout_s, retry=retry, **common)
         except ValueError:  # its message may hold a part of the password
-            message = f"redis_url is {self.url!r}; use {_URL_FORMS}"
-            raise Invalid(message, name="redis_url", value=self.url, bound=_URL_FORMS) from None
+            message = f"redis_url is {self.url!r}; use {URL_FORMS}"
+            raise Invalid(message, name="redis_url", value=self.url, bound=URL_FORMS) from None
         self._idle = IdleConnections(self.client.connection_pool)
-        self._blocking = aioredis.Redis.from_url(url, socket_timeout=None, retry=retry, **common)
-        self.payload_client = redis.Redis.from_url(
-            url, socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
+        self._blocking = self._topology.open_client(socket_timeout=None, retry=retry, **common)
+        self.payload_client = self._topology.open_blocking_client(
+            socket_timeout=timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
         )
 
     async def close(self) -> None:
         """Close all connections, and the files of known ends."""
         self.known.close()
+        await self._topology.close()
         await self.client.aclose()
         await self._blocking.aclose()
         self.payload_client.close()
@@ -153,8 +153,11 @@ class Connection:
         waits = barrier.commands if barrier else []
         for wait in waits:
             pipe.execute_command(*wait)
+        switches = self._topology.switches
         async with keep_awake(self.pipeline) if barrier and barrier.in_background else contextlib.nullcontext():
             all_replies: list[Any] = await self.run(execute_tolerantly(pipe, may_fail, len(waits)))
+        if switches != self._topology.switches:  # replicas of the old primary have confirmed what the new one may lack
+            raise unavailable(self.url, "has another primary since the write began; send it again")
         if barrier is None:
             return all_replies
         replies, waited = all_replies[: -len(waits)], all_replies[-len(waits) :]
@@ -282,7 +285,8 @@ class Connection:
         return self._barrier is None or self._reads_durable
 
     async def check_role(self) -> None:
-        """Raise `UnsupportedServer` unless a primary of its own answers."""
+        """Raise `UnsupportedServer` unless a primary of its own answers, `Invalid` for a name unknown to Sentinel."""
+        await self._topology.check()
         check_role(await self._answer(self.client.info()), self.url)
 
     async def prepare(self) -> None:
@@ -315,7 +319,7 @@ class Connection:
     async def _inspect(self) -> ServerReport:
         info: dict[str, Any] = await self._answer(self.client.info())
         config, refusal = await self._read_config()
-        settings = read_settings(info, config, await self._has_waitaof(), refusal)
+        settings = read_settings(info, config, await self._has_waitaof(), refusal, self._topology.fails_over)
         durability = assess(settings, self.policy)
         self._barrier, self._reads_durable = durability.barrier, durability.reads_durable
         return ServerReport(
@@ -359,13 +363,17 @@ class Connection:
             if isinstance(error, RedisTimeoutError):
                 self._start_stall()
             elif isinstance(error, (RedisConnectionError, OSError)):
-                self._stalled_until_s = 0.0  # a refused connection fails at once: no caller has to be spared
-                self._prepared = False
+                self._forget_server()  # a refused connection fails at once: no caller has to be spared
             elif lacks_functions(error):
                 self._prepared = False
             raise self.explain(error) from error
         self._stalled_until_s = 0.0
         return reply
+
+    def _forget_server(self) -> None:
+        """Prepare the next server that answers: another one may have become the primary."""
+        self._stalled_until_s = 0.0
+        self._prepared = False
 
     def _start_stall(self) -> None:
         """Record that Redis did not answer in time."""

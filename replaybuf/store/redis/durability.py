@@ -1,7 +1,8 @@
 """How durable an acknowledged write is: the requested policy, what a server offers, and the wait after each write.
 
 A durable write survives kill -9 of the server. A server with WAITAOF confirms this after every write, whatever
-`appendfsync` is, except `no`. Without WAITAOF, `appendfsync always` is trusted. Replicas count only if requested.
+`appendfsync` is, except `no`. Without WAITAOF, `appendfsync always` is trusted. Replicas count only if requested; where
+Sentinel may promote a replica, a write is strict only with at least one.
 `assess` is pure: settings of a server in, `Durability` out.
 """
 
@@ -90,7 +91,10 @@ class Barrier:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How a server persists; None = unknown. `waitaof`: it has that command. `refusal`: why CONFIG GET failed."""
+    """How a server persists; None = unknown. `waitaof`: it has that command. `refusal`: why CONFIG GET failed.
+
+    `fails_over`: a replica may take its place at any time.
+    """
 
     appendonly: bool | None
     appendfsync: str | None
@@ -100,6 +104,7 @@ class ServerSettings:
     replicas: int = 0
     is_replica: bool = False
     refusal: str | None = None
+    fails_over: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +135,11 @@ def assess(server: ServerSettings, policy: WritePolicy) -> Durability:
     barrier = Barrier(local, policy.replicas, policy.timeout_s, in_background=local and not always)
     on_disk = always or barrier.local
     risks = [*([] if on_disk else _disk_risks(server)), *_other_risks(server)]
+    if server.fails_over and not policy.replicas:
+        risks.append(
+            "wait_replicas is 0; Sentinel promotes a replica that may lack acknowledged writes: serve with "
+            "--wait-replicas 1"
+        )
     level: Level = "relaxed" if risks or not on_disk else "strict"
     if server.replicas < policy.replicas:
         risks.append(

@@ -21,7 +21,7 @@ _TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_RETRY_CODES})\b")
 def without_password(url: str) -> str:
     """Return a Redis address without its password, for answers and logs."""
     shown = re.sub(r"(?<=://)([^:@/?]*):.*@", r"\1:***@", url)
-    return re.sub(r"(?<=[?&]password=)[^&]*", "***", shown)
+    return re.sub(r"([?&](?:\w+_)?password=)[^&]*", r"\1***", shown)
 
 
 def translate(error: RedisError | OSError, url: str, timeout_s: float, outage: str | None = None) -> ReplaybufError:

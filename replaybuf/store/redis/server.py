@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlsplit
 
 from replaybuf.errors import UnsupportedServer
 from replaybuf.store.redis.durability import Level, ServerSettings, WritePolicy
@@ -76,8 +77,8 @@ def check_role(info: Mapping[str, Any], url: str) -> None:
     mode = str(info.get("server_mode") or info.get("redis_mode"))
     if mode == "sentinel":
         watched = [value for name, value in info.items() if name.startswith("master") and isinstance(value, dict)]
-        primaries = ", ".join(f"redis://{value.get('address')} ({value.get('name')})" for value in watched)
-        what, way_out = "a sentinel", f"give the primary that it watches: {primaries or 'it watches none'}"
+        urls = ", ".join(f"redis+sentinel://{urlsplit(url).netloc}/{value.get('name')}" for value in watched)
+        what, way_out = "a sentinel", f"give the name that it watches too: {urls or 'it watches none'}"
     elif mode == "cluster":
         what, way_out = "a node of a cluster", "give a server without cluster-enabled, such as redis://HOST:PORT/0"
     elif info.get("role") == "slave":
@@ -90,7 +91,7 @@ def check_role(info: Mapping[str, Any], url: str) -> None:
 
 
 def read_settings(
-    info: Mapping[str, Any], config: Mapping[str, str], waitaof: bool, refusal: str | None
+    info: Mapping[str, Any], config: Mapping[str, str], waitaof: bool, refusal: str | None, fails_over: bool
 ) -> ServerSettings:
     """Read from INFO and CONFIG GET how a server persists; `refusal`: why CONFIG GET failed."""
     appendonly = config["appendonly"] == "yes" if "appendonly" in config else None
@@ -108,4 +109,5 @@ def read_settings(
         replicas=sum(replica.get("state") == "online" for replica in replicas),
         is_replica=info.get("role") == "slave",
         refusal=refusal,
+        fails_over=fails_over,
     )

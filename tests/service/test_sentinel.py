@@ -1,0 +1,181 @@
+"""A service whose Redis fails over by Sentinel: calls wait with the reason, and nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from replaybuf.errors import Invalid
+from replaybuf.store import ServerReport, Store, WritePolicy, keys
+from replaybuf.store.redis.durability import STRICT
+from replaybuf.store.topology import open_reader
+from tests.conftest import RunClient, ServeProcess, group
+from tests.sentinels import Watched
+from tests.waiting import eventually
+
+BLACKOUT_S = 10.0
+"""Less than the timeout of a command, which a suspended primary costs where its connections are not cut.
+
+A failover with `down-after-milliseconds 1000` takes 2 to 5 s.
+"""
+WITHIN_S = 30.0
+LOAD_S = 1.0
+
+
+class Appender(threading.Thread):
+    """Appends one group after the other; each is repeated until it is acknowledged.
+
+    `longest_s`: the longest time between two acknowledgements; `reasons`: what the service said meanwhile.
+    """
+
+    def __init__(self, run: RunClient) -> None:
+        super().__init__(daemon=True)
+        self.acknowledged: list[str] = []
+        self.reasons: set[str] = set()
+        self.longest_s = 0.0
+        self._run, self._ended = run, threading.Event()
+
+    def run(self) -> None:
+        last_s = time.monotonic()
+        while not self._ended.is_set():
+            name = f"g{len(self.acknowledged)}"
+            reply = self._run.post("groups", groups=[group(name)])
+            if reply.status_code != 200:
+                assert reply.status_code == 503, reply.text
+                self.reasons.add(reply.json()["detail"])
+                self._ended.wait(0.05)
+                continue
+            now_s = time.monotonic()
+            self.longest_s, last_s = max(self.longest_s, now_s - last_s), now_s
+            self.acknowledged.append(name)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join(WITHIN_S)
+        assert not self.is_alive()
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A primary, two replicas, three sentinels; each test leaves them as they were, with another primary."""
+    with Watched(tmp_path_factory.mktemp("watched")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def server(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """A service that waits for one replica."""
+    serve = ServeProcess(tmp_path_factory.mktemp("serve") / "data", "--redis-url", watched.url, "--wait-replicas", "1")
+    yield serve.start()
+    serve.end()
+
+
+def readiness(server: ServeProcess) -> tuple[int, str]:
+    reply = httpx.get(f"{server.url}/readyz", timeout=WITHIN_S)
+    return reply.status_code, str(reply.json()["waiting_for"])
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_run_goes_on_after_a_failover_and_loses_nothing(
+    fault: str, watched: Watched, server: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """Appends, batches and acks go on within a bounded time; the old primary comes back as a replica."""
+    run, old = connect(server.url, f"failover-{fault}"), watched.primary()
+    assert run.put(batch={"groups_per_batch": 4}, strategy={"options": {"max_staleness": 9}}).status_code == 201
+    epoch = run.attach()
+    appender = Appender(connect(server.url, run.run))
+    appender.start()
+    run.ready_batch(0, epoch)
+    old.signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    begun_s = time.monotonic()
+    eventually(lambda: run.ack(0, epoch).status_code, WITHIN_S, lambda status: status == 200)
+    eventually(lambda: run.publish(1, epoch).status_code, WITHIN_S, lambda status: status == 200)
+    run.ready_batch(1, epoch)
+    trained_s = time.monotonic() - begun_s
+    acknowledged = len(appender.acknowledged)
+    eventually(lambda: len(appender.acknowledged) > acknowledged + 10, WITHIN_S)
+
+    new = watched.primary()
+    assert new is not old
+    if fault == "kill":
+        old.kill()
+        old.start()
+    else:
+        old.signal(signal.SIGCONT)
+    acknowledged = len(appender.acknowledged)
+    eventually(lambda: old.client.role()[0], WITHIN_S, lambda role: role == b"slave")
+    eventually(lambda: old.client.role()[3], WITHIN_S, lambda state: state == b"connected")
+    eventually(lambda: len(appender.acknowledged) > acknowledged + 10, WITHIN_S)
+    appender.stop()
+
+    print(f"{fault}: {appender.longest_s:.1f} s without an acknowledgement, batch after {trained_s:.1f} s")
+    assert max(appender.longest_s, trained_s) < BLACKOUT_S
+    held = new.client.hkeys(keys.group_ids(run.run))
+    assert {name.encode() for name in appender.acknowledged} <= set(held)
+    assert run.state()["groups"]["stored"] == len(held)
+    assert readiness(server)[0] == 200
+
+
+def test_without_a_quorum_calls_wait_with_the_reason(
+    watched: Watched, server: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """503 names it and `/readyz` too; with the sentinels back, the run goes on."""
+    run, old = connect(server.url, "no-quorum"), watched.primary()
+    assert run.put(batch={"groups_per_batch": 4}).status_code == 201
+    for sentinel in watched.sentinels[:2]:
+        sentinel.kill()
+    assert run.append(group("a"))[0]["status"] == "stored", "a primary without sentinels is used as before"
+    old.kill()
+    why = "no failover is possible"
+    eventually(lambda: readiness(server), WITHIN_S, lambda seen: seen[0] == 503 and why in seen[1])
+    refused = run.post("groups", groups=[group("b")])
+    assert refused.status_code == 503 and why in refused.json()["detail"]
+    for sentinel in watched.sentinels[:2]:
+        sentinel.start()
+    eventually(lambda: run.post("groups", groups=[group("b")]).status_code, WITHIN_S, lambda status: status == 200)
+    old.start()
+    eventually(lambda: readiness(server)[0], WITHIN_S, lambda status: status == 200)
+
+
+def report(url: str, policy: WritePolicy) -> ServerReport:
+    """Open the store as every command does; return what it says of the server."""
+
+    async def main() -> ServerReport:
+        store = await Store.open(url, policy)
+        try:
+            return await store.connection.report()
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def test_an_unknown_name_is_refused_at_start_with_the_known_ones(watched: Watched) -> None:
+    """And an address that is not a sentinel."""
+    unknown = watched.url.replace("/policy", "/polcy")
+    with pytest.raises(Invalid, match="does not know the name 'polcy'; it knows policy"):
+        report(unknown, STRICT)
+    with pytest.raises(Invalid, match="not sentinels"):
+        report(f"redis+sentinel://127.0.0.1:{watched.primary().port}/policy", STRICT)
+    doctor = (sys.executable, "-m", "replaybuf", "doctor", "--json", "--redis-url", unknown, "--port", "0")
+    checks = subprocess.run(doctor, capture_output=True, text=True, timeout=60)
+    assert checks.returncode == 1 and "does not know the name 'polcy'" in checks.stdout
+
+
+def test_strict_needs_a_replica_where_one_may_be_promoted(watched: Watched) -> None:
+    weak = report(watched.url, STRICT)
+    assert weak.durability == "relaxed" and "serve with --wait-replicas 1" in weak.reasons[0]
+    assert report(watched.url, WritePolicy(replicas=1)).summary == "strict (appendfsync always and WAIT 1)"
+
+
+def test_a_direct_reader_reads_from_the_primary(watched: Watched) -> None:
+    with open_reader(watched.url, socket_timeout=WITHIN_S, socket_connect_timeout=WITHIN_S) as reader:
+        assert reader.info("server")["process_id"] == watched.primary().pid
