@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import UNSET, Meta, UnsetType, field
 
+from replaybuf.wire.answer.samples import Sample
 from replaybuf.wire.contract import Answer
 from replaybuf.wire.group import RolloutJson
 from replaybuf.wire.ledger import AdapterStep, AnyRecord
@@ -73,12 +74,16 @@ class StoredRollout(RolloutJson, forbid_unknown_fields=False, kw_only=True):
 
 
 class StoredGroup(GroupSummary, frozen=True, kw_only=True, omit_defaults=True):
-    """A group with its life, and its content, None once its bytes are freed. `detail`: what is wrong with a frame."""
+    """A group with its life, and its content, None once its bytes are freed. `detail`: what is wrong with a frame.
+
+    `samples`: rollouts of a freed group that stay readable.
+    """
 
     rollouts: list[StoredRollout] | None
     metadata: dict[str, Any] | None
     detail: str | None = None
     life: list[LifeMoment] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class UsedGroup(Answer, frozen=True, kw_only=True, gc=False):

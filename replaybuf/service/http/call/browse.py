@@ -55,7 +55,10 @@ async def describe_group(
     frames = await fetch_frames(run, entries)
     summary = summarize(run, entries[0], steps_by_group(run.state, [number])[number])
     life = _describe_life(run, entries[0], summary)
-    return summary | {"life": life} | await read_content(frames[number], tokenizer, pieces=pieces)
+    content = await read_content(frames[number], tokenizer, pieces=pieces)
+    if content["rollouts"] is None:
+        content["samples"] = (await run.samples.of_groups(summary["batches"])).get(group_id, [])
+    return summary | {"life": life} | content
 
 
 def _describe_life(run: Run, entry: IndexEntry, summary: Mapping[str, Any]) -> list[LifeMoment]:
