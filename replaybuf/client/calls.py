@@ -309,6 +309,7 @@ class RunCalls:
         max_staleness: int | None = None,
         version: int | None = None,
         prompt_id: str | None = None,
+        id_prefix: str | None = None,
         source: str | None = None,
         adapter: str | None = None,
         lacks: str | None = None,
@@ -324,7 +325,7 @@ class RunCalls:
         params: dict[str, str | int] = {"limit": limit, "order": order} | ({"desc": "true"} if desc else {})
         params |= given(state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter)
         params |= given(min_reward=min_reward, max_reward=max_reward, after=after)
-        params |= given(min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks)
+        params |= given(min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks, id_prefix=id_prefix)
         return answer_of((yield HttpRequest(path="/groups", params=params)), GroupPage)
 
     def list_samples(

@@ -56,6 +56,26 @@ def test_the_best_the_worst_and_two_by_chance_outlive_the_checkpoint_that_frees_
     assert run.get("samples", step=1).json()["samples"] == []
 
 
+def test_a_page_of_groups_previews_the_rollout_that_its_order_asks_for(run: RunClient) -> None:
+    """Of a freed group it is the sample."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(scored("old", 0.25, 0.75))
+    run.train(epoch, range(1))
+    assert run.post("checkpoints", epoch=epoch, step=1, keep=1).status_code == 200
+    run.append(scored("new", 0.5, 1.0, -1.0, version=1))
+    eventually(lambda: run.get("groups/old").json()["rollouts"] is None, within_s=20.0)
+
+    def rewards(**query: Any) -> dict[str, float]:
+        page = run.get("groups", preview="true", **query).json()["groups"]
+        return {one["group_id"]: one["preview"]["reward"] for one in page}
+
+    assert rewards() == {"old": 0.75, "new": 0.5}
+    assert rewards(order="reward", desc="true") == {"new": 1.0}
+    assert rewards(order="reward") == {"new": -1.0}
+    assert "preview" not in run.get("groups").json()["groups"][0]
+
+
 def test_pages_go_from_the_newest_step_to_the_oldest(run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
