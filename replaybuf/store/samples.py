@@ -21,6 +21,14 @@ class SampleStore:
         """Replace the samples of a step, whose batch is ledger entry `entry`. Raises `NotLeader`."""
         await self._connection.call(run, "rb_sample", [keys.samples(run)], [step, entry, raw, KEPT_BYTES], token)
 
+    async def newest_batch(self, run: str) -> int:
+        """Read the ledger entry of the newest batch with samples; 0 = none. Raises `Unreadable`."""
+        pipe = self._connection.pipeline()
+        pipe.hget(keys.counts(run), "sampled")
+        pipe.hlen(keys.samples(run))  # a key of another type makes the run unreadable now, not its ticks later
+        entry, _ = await self._connection.read(run, pipe)
+        return int(entry or 0)
+
     async def list_steps(self, run: str) -> list[int]:
         """List the steps that have samples, newest first."""
         pipe = self._connection.pipeline()

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 STEPS_AT_ONCE = 8
 """Steps in one reply of Redis: 8 MiB at most, usually 100 kB."""
 SEARCHED_STEPS = 2_000
+MOST_STEPS = 100
+"""A group may be in thousands of batches."""
 PAGE_BYTES = 8 << 20
 
 
@@ -42,8 +44,7 @@ class Samples:
 
     async def take_over(self) -> None:
         """Read up to which batch an older leader has kept samples."""
-        counts = await self._journal.store.counters.read(self._journal.name)
-        self._sampled = counts.get("sampled", 0)
+        self._sampled = await self._journal.store.samples.newest_batch(self._journal.name)
 
     async def keep(self) -> None:
         """Keep samples of the steps that were trained since the last call. Raises `NotLeader`, `DataLost`.
@@ -130,9 +131,9 @@ class Samples:
         )
 
     async def of_groups(self, steps: Sequence[int]) -> dict[str, list[Sample]]:
-        """Return the samples of these steps by group."""
+        """Return the samples of the newest `MOST_STEPS` of these steps by group."""
         found: dict[str, list[Sample]] = {}
-        async for _, _, samples in self._read(sorted({*steps}, reverse=True)):
+        async for _, _, samples in self._read(sorted({*steps}, reverse=True)[:MOST_STEPS]):
             for sample in samples:
                 found.setdefault(sample.group_id, []).append(sample)
         return found
