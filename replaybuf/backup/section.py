@@ -15,7 +15,7 @@ from replaybuf.errors import counted
 from replaybuf.store.copying import Moment, StreamEntry
 
 Stream: TypeAlias = Literal["index", "ledger", "candidates", "evaluations"]
-Fields: TypeAlias = Literal["group_ids", "old_entries"]
+Fields: TypeAlias = Literal["group_ids", "old_entries", "samples"]
 
 FORMAT = 2
 _ENTRY_ID = re.compile(rb"[0-9]+-[0-9]+")

@@ -8,9 +8,11 @@ already stay, so each round has little left to copy.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from replaybuf.backup.section import (
@@ -32,9 +34,12 @@ from replaybuf.store.copying import ENTRIES_AT_ONCE, Moment, StreamEntry
 from replaybuf.store.entries import IndexChunk, read_chunk, read_stored
 from replaybuf.store.redis.connection import text
 from replaybuf.version import __version__
+from replaybuf.wire.answer.samples import decode_samples
 from replaybuf.wire.ledger import decode_record
 
 MOST_ROUNDS = 20
+SAMPLED_STEPS_AT_ONCE = 16
+"""The samples of a step have 1 MB at most."""
 LEDGER_ENTRIES_AT_ONCE = 16
 """A batch record may have 130 MB."""
 
@@ -119,6 +124,10 @@ class Source:
                 await self._sink.add(PromptsSection(adapter, bits))
         async for entries in reads.read_stream(keys.evaluations(run), "+", ENTRIES_AT_ONCE):
             await self._sink.add(StreamSection("evaluations", entries))
+        async for fields in reads.read_hash(keys.samples(run), SAMPLED_STEPS_AT_ONCE):
+            # Not beyond the ledger: the restored run gives the entry of such a batch to another record.
+            known = {step: raw for step, raw in fields.items() if _entry_of(raw) <= moment.entries}
+            await self._sink.add(FieldsSection("samples", known))
         return fold.finish()
 
     async def _copy_payloads(self, held: dict[str, int], spill_url: bytes | None) -> bool:
@@ -147,6 +156,14 @@ class Source:
                 store.groups.spilled.close(run, files)
         settled, self._gone = gone <= self._gone, gone
         return settled
+
+
+def _entry_of(raw: bytes) -> float:
+    """Return the ledger entry of the batch that samples are from; samples that do not decode are of none."""
+    try:
+        return decode_samples(raw).entry
+    except (msgspec.MsgspecError, ValueError):
+        return math.inf
 
 
 class _Fold:

@@ -30,7 +30,7 @@ _STREAMS = {
     "candidates": keys.candidates,
     "evaluations": keys.evaluations,
 }
-_HASHES = {"group_ids": keys.group_ids, "old_entries": keys.old_entries}
+_HASHES = {"group_ids": keys.group_ids, "old_entries": keys.old_entries, "samples": keys.samples}
 
 
 class Target:

@@ -52,6 +52,7 @@ COMMANDS: dict[Group, dict[str, str | None]] = {
         "report": "replaybuf.cli.look.report:report",
         "groups list": f"{_GROUPS}list_",
         "groups show": f"{_GROUPS}show",
+        "groups samples": f"{_GROUPS}samples",
         "groups failures": f"{_GROUPS}failures",
         "ledger": f"{_GROUPS}ledger",
         "export": "replaybuf.cli.look.export:export",

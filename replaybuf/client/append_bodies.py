@@ -11,9 +11,22 @@ from replaybuf.errors import InvalidGroups, Malformed, counted
 from replaybuf.wire.contract import AppendResult, AppendResults
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group
+from replaybuf.wire.group_check import GroupLimits, check_group
 
 APPEND_BODY_BYTES = 32 << 20
 """Approximate maximum of one append body. A group is never split."""
+
+
+def reject(group: Group, bounds: GroupLimits | None) -> AppendResult | None:
+    """Return why a group cannot be stored, None if nothing is wrong. Raises `TypeError` for another object."""
+    if not isinstance(group, Group):
+        needed = "group_from_json(msgspec.convert(it, GroupJson)), both of replaybuf.wire.group"
+        raise TypeError(f"group is a {type(group).__name__}; needed: {needed}")
+    # The service checks the published version: the one that this client saw last may be old.
+    rejection = check_group(group, bounds or GroupLimits(adapters=frozenset({group.adapter})))
+    if rejection is None:
+        return None
+    return AppendResult(group_id=group.group_id, status="rejected", reason=rejection.reason, detail=rejection.detail)
 
 
 def split_frames(groups: Sequence[Group], positions: list[int], compress: bool) -> Iterator[dict[int, bytes]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 
 import httpx
 
-from replaybuf.client.append_bodies import read_results, split_frames
+from replaybuf.client.append_bodies import read_results, reject, split_frames
 from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
 from replaybuf.client.http_request import encode_body, finite_metrics, given, segment
@@ -25,6 +25,7 @@ from replaybuf.wire.answer.evaluations import Evaluation, EvaluationRequest, Eva
 from replaybuf.wire.answer.explain import BatchExplanation
 from replaybuf.wire.answer.overview import History
 from replaybuf.wire.answer.run_status import AcceptedLoss, RunList, RunStatus
+from replaybuf.wire.answer.samples import SampleList
 from replaybuf.wire.config import Cost, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import (
@@ -42,7 +43,7 @@ from replaybuf.wire.contract import (
 )
 from replaybuf.wire.frame import MEDIA_TYPE
 from replaybuf.wire.group import Group
-from replaybuf.wire.group_check import GroupLimits, check_group
+from replaybuf.wire.group_check import GroupLimits
 from replaybuf.wire.late_columns import encode_columns, late_columns
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
@@ -236,7 +237,7 @@ class RunCalls:
         and mask by zstd, on the wire and in Redis (`docs/frames.md`). Raises `NoRoom`, `TooLarge`, `RunFinished`: some
         groups may be stored then, and all can be sent again. Raises `TypeError` for anything but a `Group`.
         """
-        results = [self._reject(group) for group in groups]
+        results = [reject(group, self._bounds) for group in groups]
         valid = [position for position, result in enumerate(results) if result is None]
         for frames in split_frames(groups, valid, compress):
             body = b"".join(frames.values())
@@ -251,9 +252,8 @@ class RunCalls:
 
     def record_evaluation(self, result: EvaluationRequest) -> Exchange[Evaluation]:
         """Record the result of an evaluation. A repetition does no harm. Raises `Invalid`."""
-        return answer_of(
-            (yield HttpRequest(method="POST", path="/evaluations", content=encode_body(result))), Evaluation
-        )
+        reply = yield HttpRequest(method="POST", path="/evaluations", content=encode_body(result))
+        return answer_of(reply, Evaluation)
 
     def add_columns(self, group_id: str, columns: Mapping[str, Sequence[Any]]) -> Exchange[int]:
         """Add columns to a stored group before a batch draws it; return how many it did not have.
@@ -309,6 +309,7 @@ class RunCalls:
         max_staleness: int | None = None,
         version: int | None = None,
         prompt_id: str | None = None,
+        id_prefix: str | None = None,
         source: str | None = None,
         adapter: str | None = None,
         lacks: str | None = None,
@@ -324,8 +325,18 @@ class RunCalls:
         params: dict[str, str | int] = {"limit": limit, "order": order} | ({"desc": "true"} if desc else {})
         params |= given(state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter)
         params |= given(min_reward=min_reward, max_reward=max_reward, after=after)
-        params |= given(min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks)
+        params |= given(min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks, id_prefix=id_prefix)
         return answer_of((yield HttpRequest(path="/groups", params=params)), GroupPage)
+
+    def list_samples(
+        self, step: int | None = None, before: int | None = None, contains: str | None = None, limit: int = 25
+    ) -> Exchange[SampleList]:
+        """Return rollouts of up to `limit` trained steps that stay readable, newest first; None = any.
+
+        `before`: the `next` of an earlier page; `contains`: letters of the prompt or the completion, in any case.
+        """
+        params = {"limit": limit} | given(step=step, before=before, contains=contains)
+        return answer_of((yield HttpRequest(path="/samples", params=params)), SampleList)
 
     def list_dead_letters(self, limit: int = 100, after: int = 0) -> Exchange[DeadLetters]:
         """List up to `limit` stored groups that turned out unusable, after the `next` of an earlier page."""
@@ -360,9 +371,8 @@ class RunCalls:
     def advance_cursor(self, name: str, position: str) -> Exchange[CursorState]:
         """Report that all groups up to the `position` of a page are done. A repetition does no harm."""
         body = encode_body({"position": position})
-        return answer_of(
-            (yield HttpRequest(method="POST", path=f"/cursors/{segment(name)}", content=body)), CursorState
-        )
+        reply = yield HttpRequest(method="POST", path=f"/cursors/{segment(name)}", content=body)
+        return answer_of(reply, CursorState)
 
     def delete_cursor(self, name: str) -> Exchange[None]:
         """Forget a cursor. A repetition does no harm."""
@@ -378,19 +388,6 @@ class RunCalls:
         status = answer_of(reply, RunStatus)
         self._bounds = status.facts().group_limits()
         return status
-
-    def _reject(self, group: Group) -> AppendResult | None:
-        if not isinstance(group, Group):
-            needed = "group_from_json(msgspec.convert(it, GroupJson)), both of replaybuf.wire.group"
-            raise TypeError(f"group is a {type(group).__name__}; needed: {needed}")
-        # The service checks the published version: the one that this client saw last may be old.
-        bounds = self._bounds or GroupLimits(adapters=frozenset({group.adapter}))
-        rejection = check_group(group, bounds)
-        if rejection is None:
-            return None
-        return AppendResult(
-            group_id=group.group_id, status="rejected", reason=rejection.reason, detail=rejection.detail
-        )
 
 
 def _batch_request(step: int, epoch: int, dp_rank: int, wait_ms: int, accept: str | None = None) -> HttpRequest:

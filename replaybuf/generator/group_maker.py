@@ -29,6 +29,9 @@ from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import Group, Int32s
 from replaybuf.wire.text.pieces import group_of_completions
 
+LONGEST_ANSWER = 256
+"""Letters of the right answer that are stored with a group."""
+
 
 class GroupMaker:
     """Samples and scores groups. `scoring`: number of groups in a reward; `reward_s`: time to score a group.
@@ -173,7 +176,12 @@ def new_group(
         prompt_id=prompt.prompt_id,
         adapter=adapter,
         reward_parts=scores.parts,
-        metadata=metadata | _source_of(prompt) | prompt.recorded | sample.metadata | _flags(scores),
+        metadata=metadata
+        | _source_of(prompt)
+        | _answer_of(prompt)
+        | prompt.recorded
+        | sample.metadata
+        | _flags(scores),
     )
     try:
         if advantage == PROCESS and scores.process_rewards:
@@ -195,6 +203,11 @@ def _with_process_advantages(group: Group, scores: Scores) -> Group:
 def _source_of(prompt: Prompt) -> dict[str, Any]:
     """Record the source of a prompt, by which strategies mix; the default is the environment."""
     return {"source": prompt.metadata["source"]} if "source" in prompt.metadata else {}
+
+
+def _answer_of(prompt: Prompt) -> dict[str, Any]:
+    """Record the right answer for people who read the rollouts."""
+    return {} if prompt.answer is None else {"answer": prompt.answer[:LONGEST_ANSWER]}
 
 
 def _flags(scores: Scores) -> dict[str, Any]:

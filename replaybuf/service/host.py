@@ -214,7 +214,7 @@ class Service:
 
     def _add(self, run: Run) -> None:
         run.durability = self.report.durability if self.report else "relaxed"
-        run.trimming.kept_groups = self._history_groups
+        run.trimming.kept_groups, run.samples.tokenizer = self._history_groups, self.tokenizer
         self.runs[run.name] = run
         self._added.set()
 

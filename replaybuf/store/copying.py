@@ -129,11 +129,11 @@ class CopyStore:
             yield [(number, [part for pair in fields.items() for part in pair]) for number, fields in found]
             after = "(" + found[-1][0].decode()
 
-    async def read_hash(self, key: str) -> AsyncIterator[dict[bytes, bytes]]:
-        """Read the fields of a hash, in pieces; a field may come twice."""
+    async def read_hash(self, key: str, count: int = IDS_AT_ONCE) -> AsyncIterator[dict[bytes, bytes]]:
+        """Read the fields of a hash, in pieces of about `count`; a field may come twice."""
         position = 0
         while True:
-            scan: Any = self._connection.client.hscan(key, position, count=IDS_AT_ONCE)
+            scan: Any = self._connection.client.hscan(key, position, count=count)
             position, fields = await self._connection.run(scan)
             if fields:
                 yield fields

@@ -12,6 +12,7 @@
 | `rb:{run}:candidates`        | stream | until trimmed              | what each batch was chosen from, by entry       |
 | `rb:{run}:snap`              | string | the run's                  | snapshot of the fold at a ledger entry         |
 | `rb:{run}:evals`             | stream | newest 10,000 entries      | results of evaluations                         |
+| `rb:{run}:samples`           | hash   | newest 16 MiB              | step -> rollouts that stay readable            |
 | `rb:{run}:cursors`           | hash   | until forgotten            | name of a reader's cursor -> what is done      |
 | `rb:{run}:spill`             | hash   | until the groups are freed | `url`, `folder`, number of each spilled group  |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
@@ -81,6 +82,11 @@ def evaluations(run: str) -> str:
     return f"rb:{{{run}}}:evals"
 
 
+def samples(run: str) -> str:
+    """Build the key of the rollouts of trained steps that stay readable."""
+    return f"rb:{{{run}}}:samples"
+
+
 def cursors(run: str) -> str:
     """Build the key of the cursors of readers."""
     return f"rb:{{{run}}}:cursors"
@@ -135,7 +141,7 @@ def deleted(run: str) -> str:
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
     """List every key of a run, except its payloads and what stays when it is deleted."""
     control = (index, group_ids, old_entries, snapshot, ledger, tickets, counts, fence, lead, lost)
-    one_each = (*control, candidates, evaluations, cursors, spill)
+    one_each = (*control, candidates, evaluations, samples, cursors, spill)
     return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
 
 

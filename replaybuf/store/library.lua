@@ -422,6 +422,40 @@ local function evaluate(keys, args)
   redis.call('XADD', keys[1], 'MAXLEN', args[1], '*', 'result', args[2])
 end
 
+-- Bytes that one step of samples counts for, beyond the samples: its name and its place in the hash.
+local STEP_BYTES = 100
+-- Most steps that one call deletes after a rewind; the samples of the next step delete more.
+local MOST_UNDONE = 10000
+
+-- Delete the samples of a step; return the bytes that they counted for.
+local function drop_samples(key, step)
+  local bytes = redis.call('HSTRLEN', key, step)
+  return redis.call('HDEL', key, step) * (bytes + STEP_BYTES)
+end
+
+-- Keep the samples of a step, in place of those that it and later steps had before a rewind. The oldest steps go where
+-- all are too large.
+-- keys: samples; args: step, ledger entry of its batch, samples, most bytes of all
+local function sample(keys, args, run)
+  local step, kept = tonumber(args[1]), redis.call('HMGET', run.counts, 'sample_bytes', 'first_sample')
+  local bytes = tonumber(kept[1] or 0) - drop_samples(keys[1], step) + #args[3] + STEP_BYTES
+  for later = step + 1, step + MOST_UNDONE do
+    local undone = drop_samples(keys[1], later)
+    if undone == 0 then
+      break
+    end
+    bytes = bytes - undone
+  end
+  redis.call('HSET', keys[1], step, args[3])
+  local first = math.min(tonumber(kept[2] or step), step)
+  while bytes > tonumber(args[4]) and first < step do
+    bytes = bytes - drop_samples(keys[1], first)
+    first = first + 1
+  end
+  -- Not below 0: a copy of the run may hold other samples than its counter says.
+  redis.call('HSET', run.counts, 'sample_bytes', math.max(0, bytes), 'first_sample', first, 'sampled', args[2])
+end
+
 -- Set or forget a cursor of a reader. keys: cursors; args: name, cursor ('' = forget it)
 local function cursor(keys, args)
   if args[2] == '' then
@@ -496,6 +530,7 @@ register('rb_accept_loss', accept_loss)
 register('rb_snapshot', led(snapshot))
 register('rb_drop', led(drop))
 register('rb_evaluate', guarded(evaluate))
+register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
 register('rb_resign', resign)
 register('rb_delete', led(delete))

@@ -29,6 +29,7 @@ from replaybuf.store.ledger import LedgerStore
 from replaybuf.store.redis.connection import Connection
 from replaybuf.store.redis.durability import STRICT, WritePolicy
 from replaybuf.store.runs import RunStore
+from replaybuf.store.samples import SampleStore
 from replaybuf.store.snapshots import SnapshotStore
 from replaybuf.store.spill import SpillStore
 from replaybuf.store.streams import StreamEnds
@@ -54,6 +55,7 @@ class Store:
         self.tickets = TicketStore(connection)
         self.counters = CounterStore(connection)
         self.evaluations = EvaluationStore(connection)
+        self.samples = SampleStore(connection)
         self.cursors = CursorStore(connection)
         self.spill = SpillStore(connection)
         self.copying = CopyStore(connection)

@@ -36,6 +36,8 @@ LARGEST_STORED_BYTES = 2**29
 """Redis accepts no longer string."""
 LARGEST_OPTIONS_BYTES = 2**16
 """Options are in every batch record."""
+MOST_SAMPLES = 64
+"""Rollouts of a step that stay readable: about 1 MiB."""
 LARGEST_COST = 1e30
 """Costs of the longest rollouts stay finite."""
 
@@ -46,6 +48,7 @@ RowMultiple = Annotated[int, Meta(ge=1, le=LONGEST_ROW)]
 GroupCount = Annotated[int, Meta(ge=1, le=MOST_GROUPS)]
 RolloutCount = Annotated[int, Meta(ge=1, le=LARGEST_ROLLOUTS)]
 StoredBytes = Annotated[int, Meta(ge=1, le=LARGEST_STORED_BYTES)]
+SampleCount = Annotated[int, Meta(ge=0, le=MOST_SAMPLES)]
 Coefficient = Annotated[float, Meta(ge=0, le=LARGEST_COST)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
@@ -198,6 +201,18 @@ class SpillSpec(Spec, frozen=True):
     ]
 
 
+class HistorySpec(Spec, frozen=True):
+    """What stays readable of a trained step after a checkpoint has freed its groups."""
+
+    samples_per_step: Annotated[
+        SampleCount,
+        _about(
+            "Rollouts of each trained step that stay readable: the best, the worst, the others by chance; 0 = none. "
+            "They take at most 16 MiB of Redis; beyond that the oldest go."
+        ),
+    ] = 4
+
+
 class AdapterSpec(Spec, frozen=True):
     """A LoRA adapter of the run."""
 
@@ -244,6 +259,9 @@ class RunConfig(Spec, frozen=True):
     ] = "grpo"
     tickets: Annotated[TicketSpec, _about("Rules for tickets, the permissions to generate groups.")] = TicketSpec()
     limits: Annotated[Limits, _about("Bounds of the buffer.")] = Limits()
+    history: Annotated[
+        HistorySpec, _about("What stays readable of a trained step after a checkpoint has freed its groups.")
+    ] = HistorySpec()
     adapters: Annotated[
         dict[Name, AdapterSpec], Meta(max_length=MOST_ADAPTERS, description="LoRA adapters of the run by name.")
     ] = {}

@@ -79,6 +79,7 @@ def busy_run(run: RunClient) -> tuple[int, list[str]]:
     run.http.put(f"{run.path}/groups/g5/columns", json={"columns": {"ref_logprobs": [[-0.1] * 3] * 2}})
     run.train(epoch, range(3))
     assert run.post("checkpoints", epoch=epoch, step=2, keep=1).status_code == 200
+    eventually(lambda: run.get("samples").json()["steps"] == 3, within_s=TIMEOUT_S)
     return epoch, [ticket["ticket"] for ticket in tickets[2:]]
 
 
@@ -97,6 +98,8 @@ def test_a_restored_run_goes_on_as_the_run_did(
     assert again.get("batches/2/explain").json() == explained and explained["candidates"]
     assert again.batch(3, epoch).content == run.batch(3, epoch).content
     assert again.get("groups/g5").json() == run.get("groups/g5").json()
+    samples = run.get("samples").json()
+    assert again.get("samples").json() == samples and samples["steps"] == 3
     assert again.append(group("g0"), group("g7"))[0]["status"] == "duplicate"
     assert again.append(group(None, ticket=out[0]))[0]["status"] == "stored"
     new = again.post("tickets", producer="q", count=1).json()["tickets"][0]

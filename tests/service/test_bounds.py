@@ -57,6 +57,7 @@ EXAMPLES: dict[str, Any] = {
         "adapters": {
             "a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False, "removed": False}
         },
+        "history": {"samples_per_step": 4},
         "spill": {"url": f"file://{tempfile.gettempdir()}/replaybuf-test-bounds"},
     },
     "ConfigPatch": {

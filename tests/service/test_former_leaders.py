@@ -34,7 +34,7 @@ _names = itertools.count()
 LEASE_S = 60.0
 FRAME_BYTES = 1_400
 """A little more than a small group takes."""
-TAKEOVER_CALLS = 14
+TAKEOVER_CALLS = 15
 """Calls to Redis and the folder, of a takeover and the sweep after it."""
 DELETION_CALLS = 12
 """Calls to Redis and the folder, of a deletion."""

@@ -20,9 +20,9 @@ from tests.conftest import group as json_group
 from tests.kernel.test_state import Run
 
 FRAMES = "5807bb3b57de99ef"
-SNAPSHOT = "0e80e085b9a66ccf"
+SNAPSHOT = "78210c72ea366132"
 BODIES = "ba09aaf1c6021a75"
-LEDGER = "262051c4017de053"
+LEDGER = "9eb9d2640bc7ce66"
 HEADER_BYTES = len(MAGIC) + 20
 
 

@@ -150,6 +150,8 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     ask("GET", "/batches/{step}/explain", step=3)
     for freed_or_future in (0, 9):
         ask("GET", "/batches/{step}", step=freed_or_future, query={"epoch": epoch})
+    ask("GET", "/groups/{group_id}", group_id="p0")
+    ask("GET", "/samples", query={"step": 0, "before": 1, "contains": "x", "limit": 1})
     ask("GET", "/cursors/{name}", name="c", query={"kind": "trained", "limit": 1, "wait_ms": 0})
     assert ask("GET", "/cursors/{name}", name="c", query={"kind": "stored"}).status_code == 409
     ask("POST", "/cursors/{name}", name="c", body={"position": "t0.0.1"})

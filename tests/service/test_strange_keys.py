@@ -53,6 +53,7 @@ SPOILS: dict[str, Spoil] = {
     "counts": of_another_type(keys.counts),
     "tickets": of_another_type(keys.tickets),
     "spill": of_another_type(keys.spill),
+    "samples": of_another_type(keys.samples),
     "fence": of_another_type(keys.fence),
     "lease": of_another_type(keys.lead),
     "incarnation": of_another_type(keys.incarnation),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,6 +24,7 @@ from replaybuf.cli.service import (
 )
 from replaybuf.errors import counted
 from replaybuf.wire.answer.browse import GroupState, GroupSummary, StoredRollout
+from replaybuf.wire.answer.samples import Sample
 
 SHOWN_IDS = 24
 """Token ids of a completion that are shown where there is no text."""
@@ -51,6 +53,8 @@ class QueryOptions(ServiceOptions):
     """Policy version of the group."""
     prompt_id: str | None = None
     """Prompt of the group."""
+    id_prefix: str | None = None
+    """Start of the id of the group or of its prompt."""
     source: str | None = None
     """Source in the group's metadata; "" = none."""
     adapter: str | None = None
@@ -63,6 +67,20 @@ class QueryOptions(ServiceOptions):
     """Maximum number of groups."""
     after: int | None = None
     """The `next` of an earlier page."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleOptions(ServiceOptions):
+    """Samples to show."""
+
+    step: int | None = None
+    """Show those of this step alone."""
+    before: int | None = None
+    """Show those of steps below it: the `next` of an earlier page."""
+    contains: str | None = None
+    """Letters of the prompt or the completion, in any case."""
+    limit: int = 5
+    """Maximum number of steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,17 +127,45 @@ def show(
         return
     console, facts = Console(), msgspec.structs.asdict(group)
     rollouts = facts.pop("rollouts")
+    kept = facts.pop("samples")
+    facts.pop("preview")
     facts["arrival_s"] = _time(group.arrival_s)
     print_table(("of the group", "value"), facts.items(), title=f"group {group.group_id}")
     for number, rollout in enumerate(rollouts or []):
-        console.rule(f"rollout {number}: {_describe(rollout)}", align="left")
+        console.rule(f"rollout {number}: {_describe(rollout, len(rollout.completion_ids))}", align="left")
         console.print(Text(printable(_completion(rollout))))
     if rollouts is None:
         console.print("its bytes are freed" if group.detail is None else Text(printable(group.detail)))
+        _print_samples(console, kept)
 
 
-def _describe(rollout: StoredRollout) -> str:
-    parts = [f"reward {rollout.reward:g}", counted(len(rollout.completion_ids), "token")]
+def samples(run: RunName, /, options: Annotated[SampleOptions, Parameter(name="*")] = SampleOptions()) -> None:
+    """Show rollouts of trained steps that stay readable after their groups are freed, newest step first."""
+    with client(run, options) as service:
+        page = service.list_samples(options.step, options.before, options.contains, options.limit)
+    if options.json:
+        print_json(page)
+        return
+    _print_samples(Console(), page.samples)
+    if not page.samples:
+        print(f"nothing to show: {counted(page.steps, 'step')} with samples, {page.samples_per_step} of each")
+    if page.next is not None:
+        print(f"more: --before {page.next}")
+
+
+def _print_samples(console: Console, found: Sequence[Sample]) -> None:
+    for sample in found:
+        head = (
+            f"step {sample.step}, {sample.why}, group {sample.group_id}: {_describe(sample, sample.completion_tokens)}"
+        )
+        console.rule(Text(printable(head)), align="left")
+        for pieces in (sample.prompt, sample.completion):
+            parts = [piece if isinstance(piece, str) else " ".join(map(str, piece[:SHOWN_IDS])) for piece in pieces]
+            console.print(Text(printable(" ... ".join(parts))))
+
+
+def _describe(rollout: StoredRollout | Sample, tokens: int) -> str:
+    parts = [f"reward {rollout.reward:g}", counted(tokens, "token")]
     parts += [f"advantage {rollout.advantage:.3f}"] if rollout.advantage is not None else []
     return ", ".join([*parts, *([rollout.finish_reason] if rollout.finish_reason else [])])
 

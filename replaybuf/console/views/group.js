@@ -4,6 +4,7 @@ import { get, runPath } from "../api.js";
 import { facts, h, pill, update } from "../dom.js";
 import { count, counted, decimal, shorten } from "../format.js";
 import { describeMoments, isSettled } from "../group_life.js";
+import { joined, score, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
 const MOST_TOKENS = 2000;
@@ -47,7 +48,8 @@ export function openGroup({ query }, run, groupId) {
   }
 
   function paint() {
-    if (group) list.replaceChildren(...describeRollouts(group, mode));
+    bar.hidden = !group?.rollouts;
+    if (group) list.replaceChildren(...(group.rollouts ? describeRollouts(group, mode) : describeSamples(group, run)));
   }
 
   return view;
@@ -69,36 +71,51 @@ function describeLife(run, group) {
   return [h("ol", { class: "life", "aria-label": "Life of the group" }, moments.map(([what, when]) => h("li", {}, what, when.map((line) => h("small", {}, line))))), facts(pairs), group.detail && h("p", { class: "bad" }, group.detail), metadata];
 }
 
+// What is left of a group whose bytes are gone.
+function describeSamples(group, run) {
+  const samples = group.samples ?? [];
+  const freed = samples.length ? `The bytes of this group are freed; ${counted(samples.length, "rollout")} of ${count(group.group_size)} ${samples.length === 1 ? "stays" : "stay"} as a sample of its step.` : "The bytes of this group are freed, and none of its rollouts is a sample. Its metadata stays until the history is trimmed.";
+  const cards = samples.map((one) => card(one, [h("p", { class: "quiet" }, `${one.why}, step ${count(one.step)}`), h("h4", {}, `Prompt, ${counted(one.prompt_tokens, "token")}`), passage(joined(one.prompt)), h("h4", {}, "Completion"), passage(joined(one.completion))]));
+  return [h("p", { class: "empty" }, freed), answerOf(samples[0]?.answer), cards.length > 0 && [h("h2", {}, counted(cards.length, "sample")), h("div", { class: "rollouts" }, cards)], waysToKeepMore(run)].flat().filter(Boolean);
+}
+
+const answerOf = (answer) => (["string", "number"].includes(typeof answer) ? h("p", { class: "answer" }, "Right answer: ", h("strong", {}, shorten(String(answer), 500))) : null);
+
+// The worst rollout first: people look for what went wrong.
 function describeRollouts(group, mode) {
-  if (!group.rollouts) return [h("p", { class: "empty" }, "The bytes of this group are freed. Its metadata stays until the history is trimmed.")];
-  const shown = group.rollouts.slice(0, MOST_ROLLOUTS);
+  const ranked = group.rollouts.map((rollout, place) => ({ ...rollout, place })).sort((one, other) => one.reward - other.reward);
+  const shown = ranked.slice(0, MOST_ROLLOUTS);
   const first = shown[0];
   const samePrompt = shown.every((one) => one.prompt_ids.length === first.prompt_ids.length && one.prompt_ids.every((id, place) => id === first.prompt_ids[place]));
   const prompt = samePrompt && [h("h2", {}, `Prompt, ${counted(first.prompt_ids.length, "token")}`), block(first.prompt_text, first.prompt_ids)];
   const note = first.completion_text === undefined ? h("p", { class: "quiet" }, "Token ids are shown. Start the service with ", h("code", {}, "--tokenizer FOLDER"), " to see text.") : null;
   const left = group.rollouts.length - shown.length;
-  const cards = h("div", { class: "rollouts", tabindex: "0", role: "region", "aria-label": "Rollouts" }, shown.map((one, place) => card(one, place, mode, group, samePrompt)));
-  return [note, prompt, h("h2", {}, counted(group.rollouts.length, "rollout")), legend(mode), cards, left > 0 && h("p", { class: "quiet" }, `${counted(left, "more rollout")} not shown.`)].flat().filter(Boolean);
+  const body = (one) => [!samePrompt && block(one.prompt_text, one.prompt_ids), mode === "text" ? block(one.completion_text, one.completion_ids) : tokens(one, mode, group)];
+  const cards = h("div", { class: "rollouts" }, shown.map((one) => card(one, body(one))));
+  const head = `${counted(group.rollouts.length, "rollout")}${group.rollouts.length > 1 ? ", worst first" : ""}`;
+  return [note, prompt, answerOf(group.metadata?.answer), h("h2", {}, head), legend(mode), cards, left > 0 && h("p", { class: "quiet" }, `${counted(left, "more rollout")} not shown.`)].flat().filter(Boolean);
 }
 
-function card(rollout, place, mode, group, samePrompt) {
-  const scores = [`reward ${decimal(rollout.reward)}`, rollout.advantage === null || rollout.advantage === undefined ? null : `advantage ${decimal(rollout.advantage)}`, counted(rollout.completion_ids.length, "token"), rollout.finish_reason && shorten(rollout.finish_reason, 100)];
+function card(rollout, body) {
+  const length = rollout.completion_tokens ?? rollout.completion_ids.length;
+  const scores = [rollout.advantage === null || rollout.advantage === undefined ? null : `advantage ${decimal(rollout.advantage)}`, counted(length, "token"), rollout.finish_reason && shorten(rollout.finish_reason, 100)];
   const parts = Object.entries(rollout.rewards ?? {}).map(([name, value]) => `${name} ${decimal(value)}`);
   return h(
     "article",
     { class: "rollout" },
-    h("header", {}, h("h3", {}, `Rollout ${place + 1}`), h("span", { class: "quiet" }, scores.filter(Boolean).join(" · "))),
+    h("header", {}, h("h3", {}, `Rollout ${rollout.place + 1}`), h("span", { class: "quiet" }, "reward ", score(rollout.reward), ` · ${scores.filter(Boolean).join(" · ")}`)),
     parts.length > 0 && h("p", { class: "quiet" }, shorten(parts.join(" · "), 500)),
-    !samePrompt && block(rollout.prompt_text, rollout.prompt_ids),
-    mode === "text" ? block(rollout.completion_text, rollout.completion_ids) : tokens(rollout, mode, group),
+    body,
   );
 }
 
 function block(text, ids) {
   const left = ids.length - MOST_TOKENS;
   const shown = text === undefined ? `${ids.slice(0, MOST_TOKENS).join(" ")}${left > 0 ? ` … (${counted(left, "more token")})` : ""}` : shorten(text);
-  return h("pre", { class: "text", tabindex: "0" }, shown);
+  return passage(shown);
 }
+
+const passage = (shown) => h("pre", { class: "text", tabindex: "0" }, shown);
 
 function tokens(rollout, mode, group) {
   const ids = rollout.completion_ids;

@@ -1,52 +1,115 @@
-// Groups of a run by step, state, reward, staleness or source; the address holds the question.
+// Rollouts of a run as text: one of each group, or the samples of trained steps; the address holds the question.
 
-import { get, runPath } from "../api.js";
+import { find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
-import { clockTime, count, decimal } from "../format.js";
+import { clockTime, count, counted, decimal } from "../format.js";
+import { describeParts, ends, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
-const LIMIT = 50;
+const LIMIT = 25;
+const SAMPLED_STEPS = 100;
 const STATES = ["", "live", "in_batches", "retired", "evicted", "dead_lettered"];
 const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of rewards"], ["longest_tokens", "longest rollout"], ["staleness", "staleness"]];
 // What people look for first: [name, order, direction].
 const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "reward", "false"], ["Longest", "longest_tokens", "true"], ["Widest spread", "reward_std", "true"]];
-const FIELDS = [["step", "Step", "number"], ["min_reward", "Reward from", "number"], ["max_reward", "to", "number"], ["min_staleness", "Staleness from", "number"], ["source", "Source", "text"], ["prompt_id", "Prompt", "text"]];
+// Name, label, type, and what the field does.
+const FIELDS = [
+  ["text", "Text", "search", "Letters of a prompt or completion, in any case. Searches the samples of trained steps."],
+  ["id_prefix", "Id", "search", "Start of the id of a group or of its prompt."],
+  ["step", "Step", "number", "Groups that this step trained."],
+  ["min_reward", "Reward from", "number", "Lowest mean reward of a group."],
+  ["max_reward", "Reward to", "number", "Highest mean reward of a group."],
+  ["min_staleness", "Staleness from", "number", "Lowest staleness at the next step to assemble."],
+  ["source", "Source", "text", "As the producer recorded it: source or env."],
+];
+const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => one.completion_tokens };
 
 export function openRollouts({ query }, run) {
-  const found = h("div", {});
-  const pages = h("div", { class: "buttons" });
-  const view = runView(run, "Rollouts", [tabs(query, run), form(query, run), found, pages], { refresh, period_ms: query.get("after") ? 0 : 5000 });
+  const [note, found, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
+  const sampled = Boolean(query.get("text")) || query.get("list") === "samples";
+  const settled = query.get("after") || query.get("before") || query.get("text");
+  const refresh = () => (sampled ? listSamples() : listGroups());
+  const view = runView(run, "Rollouts", [lists(query, run, sampled), tabs(query, run, sampled), form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
 
-  async function refresh() {
-    const asked = Object.fromEntries(query);
+  async function listGroups() {
+    const asked = Object.fromEntries([...query].filter(([name]) => !["list", "text", "before"].includes(name)));
     asked.desc ??= "true";
-    const page = await get(runPath(run, "/groups"), { ...asked, limit: LIMIT });
-    update(found, groupTable(run, page.groups, "No group matches. Clear the filters, or wait for a producer to store one."));
-    const next = page.next === null ? null : with_(query, { after: page.next });
-    const links = [query.get("after") && h("a", { class: "button", href: address(run, with_(query, { after: "" })) }, "First page"), next && h("a", { class: "button", href: address(run, next) }, "Next page")];
-    update(pages, links);
+    const page = await get(runPath(run, "/groups"), { ...asked, limit: LIMIT, preview: "true" });
+    const freed = !page.groups.length && query.get("step") ? await find(runPath(run, "/samples"), { step: query.get("step") }) : null;
+    if (freed?.samples.length) {
+      update(note, h("p", { class: "quiet" }, `The groups of step ${query.get("step")} are freed; these samples stay.`), waysToKeepMore(run));
+      update(found, sampleTable(run, sorted(freed.samples, query)));
+    } else {
+      update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are not in this order. ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "Their samples"), " are."));
+      update(found, previewTable(run, page.groups, whyEmpty(query, page.next)));
+    }
+    update(pages, links(query, run, "after", page.next));
+  }
+
+  async function listSamples() {
+    const page = await get(runPath(run, "/samples"), { contains: query.get("text"), step: query.get("step"), before: query.get("before"), limit: SAMPLED_STEPS });
+    const samples = sorted(page.samples.filter((one) => meets(one, query)), query);
+    const total = `${counted(page.steps, "step")} ${page.steps === 1 ? "has" : "have"} samples, ${page.samples_per_step} of each.`;
+    update(note, h("p", { class: "quiet" }, `${counted(samples.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
+    update(found, sampleTable(run, samples, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
+    update(pages, links(query, run, "before", page.next));
   }
 
   return view;
 }
 
-function tabs(query, run) {
+function whyEmpty(query, next) {
+  const prefix = query.get("id_prefix");
+  if (!prefix) return "No group matches. Clear the filters, or wait for a producer to store one.";
+  return next === null ? `No group and no prompt has an id that starts with "${prefix}".` : `None of the groups read so far has an id that starts with "${prefix}". The next page reads on.`;
+}
+
+// Whether a sample meets the conditions that the service does not compare.
+function meets(one, query) {
+  const prefix = query.get("id_prefix") ?? "";
+  const [least, most] = [query.get("min_reward"), query.get("max_reward")];
+  if (least && one.reward < Number(least)) return false;
+  if (most && one.reward > Number(most)) return false;
+  return one.group_id.startsWith(prefix) || one.prompt_id.startsWith(prefix);
+}
+
+function sorted(samples, query) {
+  const key = SAMPLE_ORDERS[query.get("order")];
+  if (!key) return samples;
+  const sign = query.get("desc") === "false" ? 1 : -1;
+  return [...samples].sort((one, other) => sign * (key(one) - key(other)));
+}
+
+function links(query, run, name, next) {
+  return [query.get(name) && h("a", { class: "button", href: address(run, with_(query, { [name]: "" })) }, "First page"), next !== null && h("a", { class: "button", href: address(run, with_(query, { [name]: next })) }, "Next page")];
+}
+
+function lists(query, run, sampled) {
+  const link = (name, list, current) => h("a", { class: "button", href: address(run, with_(query, { list, text: "", after: "", before: "" })), "aria-current": current ? "true" : null }, name);
+  return h("nav", { class: "choice", "aria-label": "What to list" }, link("Groups", "", !sampled), link("Samples of trained steps", "samples", sampled));
+}
+
+function tabs(query, run, sampled) {
   const [order, desc] = [query.get("order") ?? "", query.get("desc") ?? "true"];
-  const link = ([name, by, direction]) => h("a", { class: "button", href: address(run, with_(query, { order: by, desc: direction, after: "" })), "aria-current": order === by && desc === direction ? "true" : null }, name);
-  return h("nav", { class: "choice", "aria-label": "Order of the groups" }, TABS.map(link));
+  const link = ([name, by, direction]) => h("a", { class: "button", href: address(run, with_(query, { order: by, desc: direction, after: "", before: "" })), "aria-current": order === by && desc === direction ? "true" : null }, name);
+  return h("nav", { class: "choice", "aria-label": "Order" }, TABS.filter(([, by]) => !sampled || !by || SAMPLE_ORDERS[by]).map(link));
 }
 
 function form(query, run) {
-  const control = (name, label, node) => h("div", {}, h("label", { for: `f-${name}` }, label), node);
-  const inputs = FIELDS.map(([name, label, type]) => control(name, label, h("input", { id: `f-${name}`, name, type, step: "any", size: 10, value: query.get(name) ?? "" })));
-  const state = h("select", { id: "f-state", name: "state" }, STATES.map((one) => h("option", { value: one, selected: (query.get("state") ?? "") === one }, one.replaceAll("_", " ") || "any")));
-  const order = h("select", { id: "f-order", name: "order" }, ORDERS.map(([value, name]) => h("option", { value, selected: (query.get("order") ?? "") === value }, name)));
-  const desc = h("select", { id: "f-desc", name: "desc" }, [["true", "highest first"], ["false", "lowest first"]].map(([value, name]) => h("option", { value, selected: (query.get("desc") ?? "true") === value }, name)));
+  const control = (name, label, hint, node) => h("div", { class: "field" }, h("label", { for: `f-${name}` }, label), node, h("span", { class: "hint", id: `h-${name}` }, hint));
+  const attributes = (name) => ({ id: `f-${name}`, name, "aria-describedby": `h-${name}` });
+  const inputs = FIELDS.map(([name, label, type, hint]) => control(name, label, hint, h("input", { ...attributes(name), type, step: "any", maxlength: 250, autocomplete: "off", value: query.get(name) ?? "" })));
+  const choice = (name, fallback, options) => h("select", attributes(name), options.map(([value, shown]) => h("option", { value, selected: (query.get(name) ?? fallback) === value }, shown)));
+  const state = control("state", "State", "Where the group is now.", choice("state", "", STATES.map((one) => [one, one.replaceAll("_", " ") || "any"])));
+  const order = control("order", "Order", "Only groups that are not freed are sorted, except by arrival.", choice("order", "", ORDERS));
+  const desc = control("desc", "Direction", "Of the order.", choice("desc", "true", [["true", "highest first"], ["false", "lowest first"]]));
   const submit = (event) => {
     event.preventDefault();
-    location.hash = address(run, new URLSearchParams(new FormData(event.target)));
+    location.hash = address(run, new URLSearchParams([...new FormData(event.target), ["list", query.get("list") ?? ""]]));
   };
-  return h("form", { class: "bar", submit }, control("state", "State", state), inputs, control("order", "Order", order), control("desc", "Direction", desc), h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: runLink(run, "/rollouts") }, "Clear"));
+  const buttons = h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: runLink(run, "/rollouts") }, "Clear"));
+  const open = [...query.keys()].some((name) => !["order", "desc", "after", "before", "list"].includes(name));
+  return h("details", { class: "fields", open }, h("summary", {}, "Search and filters"), h("form", { submit }, h("div", { class: "grid" }, inputs, state, order, desc), buttons));
 }
 
 function with_(query, changes) {
@@ -60,10 +123,41 @@ function address(run, query) {
   return `${runLink(run, "/rollouts")}${kept.size ? `?${kept}` : ""}`;
 }
 
+const groupLink = (run, one) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(one.group_id)}`) }, one.group_id);
+const small = (...parts) => h("small", {}, parts);
+const words = (text) => h("div", { class: "words" }, text);
+const prompt = (one, shown) => [words(shown ? ends(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
+const completion = (shown) => [words(ends(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
+const reward = (shown) => [score(shown.reward), small(describeParts(shown.rewards))];
+
+// One rollout of each group, with the reward of this rollout and of the whole group.
+function previewTable(run, groups, empty) {
+  const missing = (one) => h("span", { class: "quiet" }, one.state === "retired" ? "Freed, without a sample." : "Too large for this list. Open the group to read it.");
+  const columns = [
+    ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.reason ?? one.state), small(`version ${count(one.policy_version)}, ${counted(one.group_size, "rollout")}`)]],
+    ["Prompt", "", (one) => prompt(one, one.preview)],
+    ["Completion", "", (one) => (one.preview ? completion(one.preview) : missing(one))],
+    ["Reward", "", (one) => [one.preview ? reward(one.preview) : null, small(`group ${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)].flat()],
+    ["Steps", "", (one) => [steps(run, one.batches), small(clockTime(one.arrival_s))].flat(4)],
+  ];
+  return table("Groups", columns, groups, empty);
+}
+
+function sampleTable(run, samples, empty) {
+  const columns = [
+    ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.why), small(`version ${count(one.policy_version)}, rollout ${one.place + 1}`)]],
+    ["Prompt", "", (one) => prompt(one, one)],
+    ["Completion", "", completion],
+    ["Reward", "", reward],
+    ["Steps", "", (one) => h("a", { href: runLink(run, `/steps/${one.step}`) }, String(one.step))],
+  ];
+  return table("Samples", columns, samples, empty);
+}
+
 // Groups with their state, scores and the steps that used them.
 export function groupTable(run, groups, empty) {
   const columns = [
-    ["Group", "name", (one) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(one.group_id)}`) }, one.group_id)],
+    ["Group", "name", (one) => groupLink(run, one)],
     ["State", "", (one) => pill(one.reason ?? one.state)],
     ["Prompt", "name", (one) => one.prompt_id],
     ["Version", "number", (one) => count(one.policy_version)],

@@ -40,6 +40,7 @@ class GroupQuery:
     - `min_reward`, `max_reward`: of the mean reward of the group
     - `min_staleness`, `max_staleness`: the staleness that the group has at the next step to assemble
     - `version`: `policy_version` of the group; `source`, `adapter`: names, compared by their hashes
+    - `id_prefix`: start of the id of the group or of its prompt
     - `lacks`: a column that the group does not have and may still get: it is live, and no batch has drawn it
     """
 
@@ -51,6 +52,7 @@ class GroupQuery:
     max_staleness: int | None = None
     version: int | None = None
     prompt_id: str | None = None
+    id_prefix: str | None = None
     source: str | None = None
     adapter: str | None = None
     lacks: str | None = None
@@ -63,12 +65,22 @@ class GroupQuery:
         conditions = (self.min_reward, self.max_reward, self.min_staleness, self.max_staleness)
         return any(value is not None for value in (*conditions, self.version, self.source, self.adapter))
 
+    @property
+    def reads_ids(self) -> bool:
+        """Return whether a condition concerns ids, which only the index entries have."""
+        return self.prompt_id is not None or self.id_prefix is not None
+
+    def matches_ids(self, group_id: str, prompt_id: str) -> bool:
+        """Return whether a group meets the conditions on its ids."""
+        prefix = self.id_prefix or ""
+        return self.prompt_id in (None, prompt_id) and (group_id.startswith(prefix) or prompt_id.startswith(prefix))
+
 
 class Window(NamedTuple):
     """Groups with numbers from `low` to `high`, both ascending int64.
 
     `found`: rows that match; `freed`: freed groups of the state asked for, whose columns are not compared yet.
-    Nothing was compared with `prompt_id`, which only the entries have.
+    No ids were compared, which only the entries have.
     """
 
     low: int

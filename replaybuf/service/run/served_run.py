@@ -35,6 +35,7 @@ from replaybuf.service.run.evaluations import RecordedEvaluations
 from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.lease import LeaseTimer
+from replaybuf.service.run.samples import Samples
 from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.spill import Spill
@@ -88,6 +89,7 @@ class Run:
         self.cursors = Cursors(journal)
         self.evaluations = RecordedEvaluations(journal)
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
+        self.samples = Samples(journal)
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
         self.lease = LeaseTimer()
@@ -143,6 +145,7 @@ class Run:
             self.tickets.start_over()
             await self.cursors.take_over()
             await self.evaluations.take_over()
+            await self.samples.take_over()
             await self.spill.take_over()
             await self.eviction.take_over()
         self.journal.notify()
@@ -194,7 +197,7 @@ class Run:
         self.state_cache.look()
 
     async def _tick_leader(self) -> None:
-        """Expire tickets and cursors, finish a used-up run, delete freed payloads, trim."""
+        """Expire tickets and cursors, finish a used-up run, keep samples, delete freed payloads, trim."""
         await self.arrivals.settle()
         await self.side_state.write_removed()
         await self.tickets.take_back(heard=not self.lease.ended())
@@ -202,6 +205,7 @@ class Run:
         await self.tickets.apply_failed_rule()
         if all(self.book.used_up(name) for name in self.journal.config.kept_adapters):
             await self.batches.end_if_used_up()
+        await self.samples.keep()
         await self.journal.free_payloads(self.spill.forget)
         self.spill.start()
         await self.trimming.tick()

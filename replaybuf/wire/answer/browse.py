@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import UNSET, Meta, UnsetType, field
 
+from replaybuf.wire.answer.samples import Sample, ShownRollout
 from replaybuf.wire.contract import Answer
 from replaybuf.wire.group import RolloutJson
 from replaybuf.wire.ledger import AdapterStep, AnyRecord
@@ -16,7 +17,8 @@ GroupState = Literal["live", "in_batches", "retired", "evicted", "dead_lettered"
 class GroupSummary(Answer, frozen=True, kw_only=True):
     """The metadata of a stored group. `batches`: steps that used it; `reason` of its eviction or dead letter.
 
-    `late_columns`: columns that a stage added after the group was stored.
+    `late_columns`: columns that a stage added after the group was stored. `preview`, if asked for: one rollout, None
+    where no bytes are left or the page has too many.
     """
 
     group_id: str
@@ -39,6 +41,7 @@ class GroupSummary(Answer, frozen=True, kw_only=True):
     advantage_abs_mean: float
     times_sampled: int
     late_columns: list[str] = field(default_factory=list)
+    preview: ShownRollout | UnsetType | None = UNSET
 
 
 class LifeMoment(Answer, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,12 +76,16 @@ class StoredRollout(RolloutJson, forbid_unknown_fields=False, kw_only=True):
 
 
 class StoredGroup(GroupSummary, frozen=True, kw_only=True, omit_defaults=True):
-    """A group with its life, and its content, None once its bytes are freed. `detail`: what is wrong with a frame."""
+    """A group with its life, and its content, None once its bytes are freed. `detail`: what is wrong with a frame.
+
+    `samples`: rollouts of a freed group that stay readable.
+    """
 
     rollouts: list[StoredRollout] | None
     metadata: dict[str, Any] | None
     detail: str | None = None
     life: list[LifeMoment] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class UsedGroup(Answer, frozen=True, kw_only=True, gc=False):

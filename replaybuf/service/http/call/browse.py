@@ -15,6 +15,7 @@ from replaybuf.kernel.state.group_life import describe_life
 from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.kernel.state.queries import find_group_state, list_dead_letters, steps_by_group
 from replaybuf.service.http.call.group_pages import find_page
+from replaybuf.service.http.call.previews import preview_groups
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.store.keys import late_column
@@ -55,7 +56,10 @@ async def describe_group(
     frames = await fetch_frames(run, entries)
     summary = summarize(run, entries[0], steps_by_group(run.state, [number])[number])
     life = _describe_life(run, entries[0], summary)
-    return summary | {"life": life} | await read_content(frames[number], tokenizer, pieces=pieces)
+    content = await read_content(frames[number], tokenizer, pieces=pieces)
+    if content["rollouts"] is None:
+        content["samples"] = (await run.samples.of_groups(summary["batches"])).get(group_id, [])
+    return summary | {"life": life} | content
 
 
 def _describe_life(run: Run, entry: IndexEntry, summary: Mapping[str, Any]) -> list[LifeMoment]:
@@ -120,10 +124,16 @@ def _content(stored: StoredFrames, frame: bytes, tokenizer: Tokenizer | None, pi
     return {"rollouts": rollouts, "metadata": msgspec.Raw(msgspec.json.encode(readable(group.metadata)))}
 
 
-async def list_groups(run: Run, query: GroupQuery, after: int | None, limit: int) -> GroupPage:
-    """Return a page of groups that match a query."""
+async def list_groups(
+    run: Run, query: GroupQuery, after: int | None, limit: int, *, preview: bool = False
+) -> GroupPage:
+    """Return a page of groups that match a query; with `preview`, one rollout of each."""
     numbers, following = await find_page(run, query, after, limit)
-    return GroupPage(groups=await _summaries(run, numbers), next=following)
+    groups = await _summaries(run, numbers)
+    if preview:
+        shown = await preview_groups(run, groups, query)
+        groups = [msgspec.structs.replace(group, preview=shown.get(group.number)) for group in groups]
+    return GroupPage(groups=groups, next=following)
 
 
 async def describe_dead_letters(run: Run, after: int, limit: int) -> DeadLetters:

@@ -35,10 +35,11 @@ from replaybuf.service.http.call import (
     group_pages,
     handlers,
     overview_calls,
+    sample_calls,
 )
 from replaybuf.service.http.reply import sending
 from replaybuf.wire import contract
-from replaybuf.wire.answer import browse, cursors, evaluations, overview
+from replaybuf.wire.answer import browse, cursors, evaluations, overview, samples
 from replaybuf.wire.answer.explain import BatchExplanation
 from replaybuf.wire.answer.run_status import AcceptedLoss, LossRequest, RunList, RunStatus
 from replaybuf.wire.config import RunConfig
@@ -138,6 +139,8 @@ BROWSE_CALLS = (
          query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER | _PRODUCER,
          None, browse.StoredGroup, ("200", "404", "410"), (PIECES,)),
+    Call("GET", f"{_R}/samples", sample_calls.get_samples, _READER | _PRODUCER, result=samples.SampleList,
+         query=sample_calls.PARAMETERS),
     Call("GET", f"{_R}/cursors", cursor_calls.get_cursors, _READER, result=cursors.CursorList),
     Call("GET", f"{_R}/cursors/{{name}}", cursor_calls.get_cursor, _READER,
          None, cursors.CursorPage, _CHANGED, cursor_calls.PARAMETERS),

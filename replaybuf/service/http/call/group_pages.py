@@ -27,10 +27,12 @@ CHECKED_ENTRIES = 20_000
 STATE = Text("state", choices=tuple(GROUP_STATES))
 _NUMBERS = tuple(Number(name) for name in ("step", "min_staleness", "max_staleness", "version"))
 _REALS = (Real("min_reward"), Real("max_reward"))
-_NAMES = tuple(Text(name) for name in ("prompt_id", "source", "adapter", "lacks"))
+_NAMES = tuple(Text(name) for name in ("prompt_id", "id_prefix", "source", "adapter", "lacks"))
 _ORDER = Text("order", "arrival", get_args(GroupOrder))
 _DESC = Text("desc", "false", ("true", "false"))
-PARAMETERS: tuple[Number | Real | Text, ...] = (STATE, *_NUMBERS, *_REALS, *_NAMES, _ORDER, _DESC, LIMIT, AFTER)
+PREVIEW = Text("preview", "false", ("true", "false"))
+_ORDERS = (_ORDER, _DESC)
+PARAMETERS: tuple[Number | Real | Text, ...] = (STATE, *_NUMBERS, *_REALS, *_NAMES, *_ORDERS, LIMIT, AFTER, PREVIEW)
 
 
 def read_query(request: Request, run: Run) -> tuple[GroupQuery, int | None, int]:
@@ -98,7 +100,7 @@ async def _by_key(run: Run, matcher: GroupMatcher, after: int | None, limit: int
     left, edge = CHECKED_ENTRIES, None
     while (window := matcher.next_window(edge)) is not None:
         found = window.found
-        if matcher.query.prompt_id is not None:
+        if matcher.query.reads_ids:
             left -= len(found)
             if left < 0:
                 _raise_too_many(matcher.query)
@@ -114,7 +116,7 @@ async def _by_key(run: Run, matcher: GroupMatcher, after: int | None, limit: int
 def _split(query: GroupQuery, window: Window) -> tuple[Numbers, Numbers]:
     """Split a window into groups that match, and those whose index entries must be compared; both ascending."""
     both = np.sort(np.concatenate([window.found, window.freed]))
-    if query.prompt_id is not None:
+    if query.reads_ids:
         return both[:0], both
     return (window.found, window.freed) if query.reads_columns else (both, both[:0])
 
@@ -125,8 +127,9 @@ async def _compare(run: Run, matcher: GroupMatcher, numbers: Numbers) -> Numbers
         return numbers
     entries = await run.journal.store.groups.read_entries(run.name, numbers.tolist())
     matches = matcher.compare(_values(entries))
-    if matcher.query.prompt_id is not None:
-        matches &= np.array([entry.strings.prompt_id == matcher.query.prompt_id for entry in entries], bool)
+    if matcher.query.reads_ids:
+        ids = ((entry.strings.group_id, entry.strings.prompt_id) for entry in entries)
+        matches &= np.array([matcher.query.matches_ids(*pair) for pair in ids], bool)
     return np.array([entry.number for entry in entries], np.int64)[matches]
 
 
@@ -152,8 +155,9 @@ def _values(entries: Sequence[IndexEntry]) -> Columns:
 
 
 def _raise_too_many(query: GroupQuery) -> None:
+    name = "prompt_id" if query.id_prefix is None else "id_prefix"
     raise Invalid(
-        f"prompt_id with order {query.order} compares at most {CHECKED_ENTRIES} groups, and more meet the other "
+        f"{name} with order {query.order} compares at most {CHECKED_ENTRIES} groups, and more meet the other "
         "conditions: add conditions, or use order=arrival",
         name="order",
         value=query.order,

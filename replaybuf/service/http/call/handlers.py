@@ -36,7 +36,7 @@ from replaybuf.service.http.body.requests import (
     wait_s,
 )
 from replaybuf.service.http.call.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
-from replaybuf.service.http.call.group_pages import read_query
+from replaybuf.service.http.call.group_pages import PREVIEW, read_query
 from replaybuf.service.http.call.plugin_options import describe_plugins
 from replaybuf.service.http.call.visible_runs import describe_lost, list_runs, list_unreadable
 from replaybuf.service.http.guard.auth import Permission
@@ -268,7 +268,8 @@ async def post_checkpoint(request: Request) -> Response:
 async def get_groups(request: Request) -> Response:
     """List groups."""
     run = await _run(request)
-    return json_response(await list_groups(run, *read_query(request, run)))
+    preview = text(request, PREVIEW) == "true"
+    return json_response(await list_groups(run, *read_query(request, run), preview=preview))
 
 
 async def get_group(request: Request) -> Response:

@@ -1,0 +1,44 @@
+"""Rollouts of trained steps that stay readable: one hash per run. The leader writes them under its fencing token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from replaybuf.store import keys
+from replaybuf.store.redis.connection import Connection
+
+KEPT_BYTES = 16 << 20
+"""Samples of one run; the oldest steps go first."""
+
+
+class SampleStore:
+    """Reads and writes the samples of a run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def write(self, run: str, token: str, step: int, entry: int, raw: bytes) -> None:
+        """Replace the samples of a step, whose batch is ledger entry `entry`. Raises `NotLeader`."""
+        await self._connection.call(run, "rb_sample", [keys.samples(run)], [step, entry, raw, KEPT_BYTES], token)
+
+    async def newest_batch(self, run: str) -> int:
+        """Read the ledger entry of the newest batch with samples; 0 = none. Raises `Unreadable`."""
+        pipe = self._connection.pipeline()
+        pipe.hget(keys.counts(run), "sampled")
+        pipe.hlen(keys.samples(run))  # a key of another type makes the run unreadable now, not its ticks later
+        entry, _ = await self._connection.read(run, pipe)
+        return int(entry or 0)
+
+    async def list_steps(self, run: str) -> list[int]:
+        """List the steps that have samples, newest first."""
+        pipe = self._connection.pipeline()
+        pipe.hkeys(keys.samples(run))
+        (names,) = await self._connection.read(run, pipe)
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+    async def read(self, run: str, steps: Sequence[int]) -> list[bytes | None]:
+        """Read the samples of these steps; None = the step has none."""
+        pipe = self._connection.pipeline()
+        pipe.hmget(keys.samples(run), [str(step) for step in steps])
+        (found,) = await self._connection.read(run, pipe)
+        return list(found)
