@@ -90,7 +90,7 @@ class Run:
         self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
-        self.lease = LeaseTimer()
+        self.lease = LeaseTimer(journal.clock.monotonic)
         self.durability = "strict"
         self._direct_writes_until_s = -math.inf
 
