@@ -82,7 +82,7 @@ class Service:
         self.url = url
         self.tokenizer = tokenizer
         self.runs: dict[str, Run] = {}
-        self.unreadable = UnreadableRuns()
+        self.unreadable = UnreadableRuns(clock.monotonic)
         self.traffic = Traffic()
         self.loop_watch = LoopWatch()
         # Random: a restarted container has the same process id as before.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 
 from replaybuf.errors import DataLost, LedgerGap, NoRoom, ReplaybufError, ServiceUnavailable, Unreadable
@@ -37,7 +36,7 @@ def strange_values(run: str) -> Iterator[None]:
 class UnreadableRuns:
     """Errors of the runs that could not be read, by name."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._errors: dict[str, DataLost | LedgerGap] = {}
         self._pauses: dict[str, tuple[float, float]] = {}

@@ -46,7 +46,8 @@ class ConfigRecord(Record, frozen=True, kw_only=True, tag="CONFIG"):
 class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
     """A trainer attached and fenced every older epoch. `cost` of a rollout by its length; None = `TYPICAL`.
 
-    `extras`: what its bodies hold in addition. `fixed`: it needs equal batches.
+    `extras`: what its bodies hold in addition. `fixed`: it needs equal batches. `rewinds`: a REWIND follows, and the
+    batches before it are not for this epoch.
     """
 
     epoch: int
@@ -57,6 +58,7 @@ class AttachRecord(Record, frozen=True, kw_only=True, tag="ATTACH"):
     cost: Cost | None = None
     extras: tuple[BodyExtra, ...] = ()
     fixed: bool = False
+    rewinds: bool = False
 
 
 class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):

@@ -6,8 +6,16 @@ import concurrent.futures
 
 import pytest
 
+from replaybuf.errors import NotLeader
+from replaybuf.kernel.decide.records import decide_attach, decide_rewind
+from replaybuf.service.bodies.writer import Part
+from replaybuf.service.run.served_run import Run
+from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch
+from replaybuf.wire.config import StrategySpec
+from replaybuf.wire.contract import AttachRequest
 from tests.conftest import RunClient, ServeProcess, group
+from tests.led_run import append, on_a_run, train
 
 DEEP = {"name": "one-step-off-policy", "options": {"max_staleness": 10}}
 
@@ -202,3 +210,29 @@ def test_a_rewind_of_a_finished_run_resumes_it(run: RunClient) -> None:
     epoch = run.attach(resume_step=0)
     assert run.state()["state"] == "running"
     assert run.batch(0, epoch).content == bodies[0]
+
+
+def test_a_follower_serves_no_batch_that_the_rewind_of_its_attach_takes_back(server: EmbeddedServer) -> None:
+    """Two ranks at two servers would train different batches: ATTACH reaches a follower before REWIND does."""
+
+    async def work(store: Store, run: Run) -> None:
+        await append(run, *(f"g{n}" for n in range(2)))
+        await train(run, (await run.session.attach(AttachRequest())).epoch, range(2))
+        request = AttachRequest(resume_step=1, on_resume="resample")
+        async with run.journal.decision():
+            attached = decide_attach(run.state, request, 0.0)
+            await run.journal.append(attached)
+            follower = await Run.load(run.name, store)
+            assert follower
+            rewind = decide_rewind(run.state, 1, "resample", 0.0)
+            with pytest.raises(NotLeader):
+                await follower.batches.part(1, attached.epoch, 0, 0.0)
+            await run.journal.append(rewind)
+        await follower.ingest()
+        with pytest.raises(NotLeader):
+            await follower.batches.part(1, attached.epoch, 0, 0.0)
+        assert isinstance(await run.batches.part(1, attached.epoch, 0, 0.0), Part)
+        await follower.ingest()
+        assert isinstance(await follower.batches.part(1, attached.epoch, 0, 0.0), Part)
+
+    on_a_run(server, work, strategy=StrategySpec(**DEEP))

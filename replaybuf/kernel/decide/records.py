@@ -243,13 +243,9 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> Atta
         cost=request.cost,
         extras=request.extras,
         fixed=request.fixed,
+        rewinds=step < state.step or (request.on_resume == "resample" and step < state.next_step),
         at_s=now_s,
     )
-
-
-def needs_rewind(state: RunState, step: int, on_resume: OnResume) -> bool:
-    """Return whether resuming at `step` gives history back."""
-    return step < state.step or (on_resume == "resample" and step < state.next_step)
 
 
 def decide_rewind(state: RunState, step: int, on_resume: OnResume, now_s: float) -> RewindRecord:

@@ -61,10 +61,14 @@ _NO_NUMBERS, _NOT_MALFORMED = np.empty(0, np.int64), np.empty(0, bool)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment(Layout):
-    """The attached trainer and the layout of its batches; `fixed`: it needs equal batches."""
+    """The attached trainer and the layout of its batches; `fixed`: it needs equal batches.
+
+    `generation`: of its first batch. A follower may have read ATTACH, and not the REWIND after it.
+    """
 
     epoch: int
     fixed: bool = False
+    generation: int = 0
 
 
 class RunState:
@@ -225,13 +229,8 @@ class RunState:
             detail = f"ledger entry {entry} follows {self.entries}; the ledger has a gap"
             raise LedgerGap(detail, name="entry", value=entry)
         if (newest := newest_group(record)) > self.stored:
-            raise LedgerGap(
-                f"ledger entry {entry} names group {newest}; the index stream was read up to {self.stored} and has no "
-                "more: it was trimmed",
-                name="number",
-                value=newest,
-                bound=self.stored,
-            )
+            detail = f"ledger entry {entry} names group {newest}; the index was read up to {self.stored} and is trimmed"
+            raise LedgerGap(detail, name="number", value=newest, bound=self.stored)
         self.entries = entry
         if not isinstance(record, _KEEPS_LIVE_GROUPS):
             self.pool.live.forget()
@@ -256,6 +255,7 @@ class RunState:
             cost=record.cost,
             extras=record.extras,
             fixed=record.fixed,
+            generation=self.generation + record.rewinds,
         )
 
     def _publish(self, record: PolicyRecord) -> None:

@@ -114,7 +114,7 @@ class Batches:
         """Return the batch of `step`, assembled if it can be, or why there is none."""
         journal = self._journal
         journal.check_epoch(epoch)
-        if not journal.leading and step in self._state.batches:
+        if not journal.leading and self._is_settled(step):
             packed = await self._get_packed(step)  # a recorded batch is the same from any server
             journal.check_epoch(epoch)
             return packed
@@ -124,6 +124,12 @@ class Batches:
         journal.check_epoch(epoch)  # an attach during the read may have changed the layout
         self._account_wait(step, outcome)
         return outcome
+
+    def _is_settled(self, step: int) -> bool:
+        """Return whether the batch of a step is recorded, and no rewind that belongs to the attach may take it back."""
+        attached = self._state.attachment
+        rewound = attached is None or attached.generation <= self._state.generation
+        return rewound and step in self._state.batches
 
     def _check_requestable(self, step: int) -> None:
         check_requestable(self._state, step, self._selector.bounds.look_ahead)

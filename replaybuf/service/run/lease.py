@@ -8,7 +8,6 @@ Times are monotonic: a process that was stopped finds its lease ended when it co
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 LEASE_S = 3.0
@@ -21,7 +20,7 @@ MARGIN_S = 0.02
 class LeaseTimer:
     """End of the current lease, ours or another server's, and the next time to ask. Hold `asking` while asking."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.asking = asyncio.Lock()
         self.now_s = clock
         self._ends_s = -float("inf")

@@ -92,7 +92,7 @@ class Run:
         self.samples = Samples(journal)
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
-        self.lease = LeaseTimer()
+        self.lease = LeaseTimer(journal.clock.monotonic)
         self.durability = "strict"
         self._direct_writes_until_s = -math.inf
 

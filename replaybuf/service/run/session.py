@@ -15,7 +15,6 @@ from replaybuf.kernel.decide.records import (
     decide_checkpoint,
     decide_policy,
     decide_rewind,
-    needs_rewind,
     read_priorities,
 )
 from replaybuf.kernel.strategy.rates import Rates
@@ -69,7 +68,7 @@ class Session:
             # ATTACH first: if we die before REWIND, the older trainer is fenced and this one attaches again.
             await journal.append(attached)
             journal.presence.record_trainer()
-            if needs_rewind(state, attached.step, request.on_resume):
+            if attached.rewinds:
                 async with self._history_lock.exclusive():
                     await journal.pull()  # the rewind must reach all groups that were checked before it
                     await journal.append(decide_rewind(state, attached.step, request.on_resume, journal.clock.wall()))
