@@ -22,8 +22,8 @@ from replaybuf.client.client import Client
 from replaybuf.errors import Fenced, Invalid, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.wire.contract import Amount, WaitingAnswer
+from replaybuf.wire.model.checkpoints import latest_checkpoint, read_state
 from replaybuf_trainer import trainer as trainer_module
-from replaybuf_trainer.checkpoints.folders import latest_checkpoint, read_state
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model

@@ -22,15 +22,15 @@ import torch
 from replaybuf.client.retries import Retries, Stopped
 from replaybuf.errors import Invalid
 from replaybuf.wire.answer.run_status import RunFacts
+from replaybuf.wire.model.checkpoints import MODEL_FOLDER, TrainerState
+from replaybuf.wire.model.shape import check_same_shape
 from replaybuf_trainer.checkpoints.adapters import check_origin, origin_of
 from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
-from replaybuf_trainer.checkpoints.folders import TrainerState
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.held_out import open_held_out
 from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.models.fit import check_fit
-from replaybuf_trainer.models.loading import check_same_shape
 from replaybuf_trainer.models.opening import open_policy
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
@@ -135,7 +135,7 @@ class Trainer:
         state = self._state_of(checkpoint) if checkpoint else TrainerState(run=options.source, step=0, version=0)
         self._step = state.step
         torch.manual_seed(options.seed + self._ranks.rank)
-        folder = checkpoint / "model" if checkpoint and options.lora_rank is None else options.model
+        folder = checkpoint / MODEL_FOLDER if checkpoint and options.lora_rank is None else options.model
         self._policy = open_policy(folder, options, self._objective.normalise, self._ranks)
         if checkpoint:
             self._checkpoints.load(checkpoint, state, self._policy)
@@ -152,8 +152,9 @@ class Trainer:
                 bound=options.source,
             )
         check_origin(checkpoint, state.lora, options)
-        if (checkpoint / "model").is_dir():  # runs with adapters have none
-            check_same_shape(checkpoint / "model", options.model)
+        if (checkpoint / MODEL_FOLDER).is_dir():  # runs with adapters have none
+            way_out = "use another --checkpoint-dir, or the model of the checkpoint"
+            check_same_shape(checkpoint / MODEL_FOLDER, options.model, way_out)
         return state
 
     def _attach(self) -> RunFacts:
