@@ -34,6 +34,7 @@ from replaybuf_trainer.models.fit import check_fit
 from replaybuf_trainer.models.opening import open_policy
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
+from replaybuf_trainer.proximal import COLUMN, lacks_column, with_proximal_logprobs
 from replaybuf_trainer.publications import Publications
 from replaybuf_trainer.publishers.opening import open_publisher
 from replaybuf_trainer.reading import TensorBatch
@@ -197,6 +198,7 @@ class Trainer:
 
         An epoch that changes no weight is the last one: the next would be the same.
         """
+        batch = self._with_proximal_logprobs(batch)
         self._ranks.together(lambda: self._check_batch(batch))
         epochs = [self._train_epoch(batch)]
         while len(epochs) < self._options.epochs_per_batch and not epochs[-1]["skipped"]:
@@ -207,6 +209,14 @@ class Trainer:
         for one in epochs:
             del one["by_staleness"]
         return figures | {"by_epoch": {str(number): one for number, one in enumerate(epochs)}}
+
+    def _with_proximal_logprobs(self, batch: TensorBatch) -> TensorBatch:
+        """Add the proximal logprobs that a loss of several epochs needs and that no generator sent."""
+        needed = self._options.epochs_per_batch > 1 and COLUMN in self._objective.columns
+        if not needed or not any(self._ranks.exchange(lacks_column(batch))):
+            return batch
+        self._watch.enter("forward")
+        return with_proximal_logprobs(batch, self._policy, self._options.rows_per_forward)
 
     def _train_epoch(self, batch: TensorBatch) -> dict[str, Any]:
         """Take one optimizer step over all rows of the batch; return its figures."""
