@@ -32,8 +32,8 @@ from replaybuf.wire.files import (
     TOKENS_BYTES,
     read_bounded,
 )
+from replaybuf.wire.model.checkpoints import read_state
 from replaybuf.wire.text.model_tokenizer import Tokenizer
-from replaybuf_trainer.checkpoints.folders import read_state
 from replaybuf_trainer.engine.lora import read_lora
 from replaybuf_trainer.feeds.fake import read_shapes
 from replaybuf_trainer.models.loading import load_model

@@ -52,7 +52,11 @@ def _read(name: str | None, pid: int) -> ProcessState | None:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    for path in sorted((PROC / str(pid) / "task").glob("*/children")):
+    try:
+        paths = sorted((PROC / str(pid) / "task").glob("*/children"))
+    except (FileNotFoundError, ProcessLookupError):  # race: the process ended before its folder was read
+        return []
+    for path in paths:
         try:
             found += map(int, path.read_text().split())
         except (FileNotFoundError, ProcessLookupError):  # race: the thread ended before the read

@@ -12,7 +12,7 @@ from replaybuf.generator.prompts.rows import json_rows
 from replaybuf.lab.simulate.recording import read_file as read_recording
 from replaybuf.launch.file import read_file as read_run_file
 from replaybuf.service.http.guard.token_file import read_tokens
-from replaybuf_trainer.checkpoints.folders import STATE_FILE, read_state
+from replaybuf.wire.model.checkpoints import STATE_FILE, read_state
 
 DEEP = '{"x": ' + "[" * 100_000
 

@@ -14,7 +14,7 @@ from replaybuf.errors import RunFinished
 from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.contract import Attachment, WaitingAnswer
 from replaybuf.wire.group import group_to_json
-from replaybuf_trainer.checkpoints.folders import latest_checkpoint
+from replaybuf.wire.model.checkpoints import latest_checkpoint
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
 from replaybuf_trainer.publishers.weights_folders import WeightsFolders

@@ -22,17 +22,19 @@ from replaybuf.client.client import Client
 from replaybuf.errors import Fenced, Invalid, RunFinished, ServiceUnavailable, WrongStep
 from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.wire.contract import Amount, WaitingAnswer
+from replaybuf.wire.model.checkpoints import latest_checkpoint, read_state
 from replaybuf_trainer import trainer as trainer_module
-from replaybuf_trainer.checkpoints.folders import latest_checkpoint, read_state
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.policy import Policy
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.proximal import with_proximal_logprobs
 from replaybuf_trainer.publishers.publisher import NeededVersions, PublisherSetup
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
 from tests.trainer import scripted as scripted_module
-from tests.trainer.batches import packed_body, rollouts
+from tests.trainer.batches import logprobs_alone, packed, packed_body, rollouts
 from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService, fill
 from tests.trainer.served import ServedEngine, oracle
 from tests.waiting import eventually
@@ -224,6 +226,36 @@ def test_statistics_by_epoch_show_how_the_policy_moves_on_a_batch(
     assert [last[name] for name in statistics] == [line[name] for name in statistics]
     assert first["loss"] > second["loss"] > last["loss"]
     assert (line["tokens"], line["loss_tokens"]) == (alone["tokens"], alone["loss_tokens"])
+
+
+def test_proximal_logprobs_are_those_of_the_weights_before_the_first_epoch(
+    scripted: ScriptedService, tmp_path: Path, models: Path
+) -> None:
+    """The first epoch has the ratio 1. Computed again in the second, they would give 1 there too."""
+    made = options(
+        tmp_path, models, loss="decoupled-ppo", epochs_per_batch=2, steps=2, learning_rate=1e-3, warm_up_steps=0
+    )
+    trainer_of(scripted, made).train()
+    for line in raw_lines(tmp_path / "train.jsonl"):
+        first, second = (line["by_epoch"][epoch]["ratio_mean"] for epoch in "01")
+        assert first == pytest.approx(1.0, abs=1e-6) and abs(second - 1.0) > 1e-5
+
+
+def test_proximal_logprobs_are_at_the_loss_tokens_of_each_row(models: Path) -> None:
+    """As a forward pass of each rollout alone computes them; a row without rollouts and masked tokens have 0."""
+    members = rollouts(4, seed=1)
+    policy = Policy(load_model(models / "a"), 1e-3, models / "a")
+    batch = with_proximal_logprobs(packed(members, [[0, 1], [], [2, 3]]), policy, 2)
+    for row, numbers in zip(batch.micro_batches, [[0, 1], [], [2, 3]], strict=True):
+        expected = [
+            float(alone[place, token])
+            for member in (members[number] for number in numbers)
+            for alone in (logprobs_alone(policy.model, member).detach(),)
+            for place, (token, counts) in enumerate(zip(member.completion_ids, member.completion_mask, strict=True))
+            if counts
+        ]
+        assert row["old_logprobs"][row["loss_mask"]].tolist() == pytest.approx(expected, abs=1e-5)
+        assert not row["old_logprobs"][~row["loss_mask"]].any()
 
 
 @pytest.mark.usefixtures("broken_step_one")

@@ -187,7 +187,8 @@ class TrainOptions:
     """Names of the linear layers with adapters, such as q_proj v_proj. The default is all but the output layer."""
     epochs_per_batch: PositiveInt = 1
     """Optimizer steps on each batch, every one over all its rows. The batch is acked and its version published once,
-    after the last. Not with the adapters of a run."""
+    after the last. Proximal logprobs that the loss needs and no generator sent are computed once, before the first. Not
+    with the adapters of a run."""
     rows_per_forward: PositiveInt = 8
     """Number of packed rows in one forward pass."""
     threads: PositiveInt = 1

@@ -22,18 +22,19 @@ import torch
 from replaybuf.client.retries import Retries, Stopped
 from replaybuf.errors import Invalid
 from replaybuf.wire.answer.run_status import RunFacts
+from replaybuf.wire.model.checkpoints import MODEL_FOLDER, TrainerState
+from replaybuf.wire.model.shape import check_same_shape
 from replaybuf_trainer.checkpoints.adapters import check_origin, origin_of
 from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
-from replaybuf_trainer.checkpoints.folders import TrainerState
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.held_out import open_held_out
 from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.models.fit import check_fit
-from replaybuf_trainer.models.loading import check_same_shape
 from replaybuf_trainer.models.opening import open_policy
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
+from replaybuf_trainer.proximal import COLUMN, lacks_column, with_proximal_logprobs
 from replaybuf_trainer.publications import Publications
 from replaybuf_trainer.publishers.opening import open_publisher
 from replaybuf_trainer.reading import TensorBatch
@@ -135,7 +136,7 @@ class Trainer:
         state = self._state_of(checkpoint) if checkpoint else TrainerState(run=options.source, step=0, version=0)
         self._step = state.step
         torch.manual_seed(options.seed + self._ranks.rank)
-        folder = checkpoint / "model" if checkpoint and options.lora_rank is None else options.model
+        folder = checkpoint / MODEL_FOLDER if checkpoint and options.lora_rank is None else options.model
         self._policy = open_policy(folder, options, self._objective.normalise, self._ranks)
         if checkpoint:
             self._checkpoints.load(checkpoint, state, self._policy)
@@ -152,8 +153,9 @@ class Trainer:
                 bound=options.source,
             )
         check_origin(checkpoint, state.lora, options)
-        if (checkpoint / "model").is_dir():  # runs with adapters have none
-            check_same_shape(checkpoint / "model", options.model)
+        if (checkpoint / MODEL_FOLDER).is_dir():  # runs with adapters have none
+            way_out = "use another --checkpoint-dir, or the model of the checkpoint"
+            check_same_shape(checkpoint / MODEL_FOLDER, options.model, way_out)
         return state
 
     def _attach(self) -> RunFacts:
@@ -196,6 +198,7 @@ class Trainer:
 
         An epoch that changes no weight is the last one: the next would be the same.
         """
+        batch = self._with_proximal_logprobs(batch)
         self._ranks.together(lambda: self._check_batch(batch))
         epochs = [self._train_epoch(batch)]
         while len(epochs) < self._options.epochs_per_batch and not epochs[-1]["skipped"]:
@@ -206,6 +209,14 @@ class Trainer:
         for one in epochs:
             del one["by_staleness"]
         return figures | {"by_epoch": {str(number): one for number, one in enumerate(epochs)}}
+
+    def _with_proximal_logprobs(self, batch: TensorBatch) -> TensorBatch:
+        """Add the proximal logprobs that a loss of several epochs needs and that no generator sent."""
+        needed = self._options.epochs_per_batch > 1 and COLUMN in self._objective.columns
+        if not needed or not any(self._ranks.exchange(lacks_column(batch))):
+            return batch
+        self._watch.enter("forward")
+        return with_proximal_logprobs(batch, self._policy, self._options.rows_per_forward)
 
     def _train_epoch(self, batch: TensorBatch) -> dict[str, Any]:
         """Take one optimizer step over all rows of the batch; return its figures."""

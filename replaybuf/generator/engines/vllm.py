@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
-from replaybuf.errors import EngineAway, counted
+from replaybuf.errors import EngineAway, EngineUnfit, counted
 from replaybuf.generator.engines.choices import ABSENT_LOGPROB, Choice, Span, TokenId, in_order
 from replaybuf.generator.engines.connection import METHOD_NOT_ALLOWED, NOT_FOUND
 from replaybuf.generator.engines.http import UNCHANGED_DISTRIBUTION, Answer, HttpEngine
@@ -105,6 +106,25 @@ class VllmEngine(HttpEngine):
         # An offered call answers GET with 405, at no cost in tokens.
         reply = await self._connection.send("GET", TOKENS, accepted=(NOT_FOUND, METHOD_NOT_ALLOWED))
         self._offers_tokens = reply.status == METHOD_NOT_ALLOWED
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        """Replace the weights by those of a model folder, which the server reads itself, and label them.
+
+        Only for a server that serves nobody else. It stays paused after a fault that leaves its weights in doubt.
+        Raises as `generate`.
+        """
+        await self._command("/pause?mode=wait")
+        try:
+            await self._command("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
+        except EngineUnfit:  # a server without this call has changed nothing
+            await self._command("/resume")
+            raise
+        await self._command("/update_weight_version", new_version=str(version))
+        await self._command("/resume")
+
+    async def _command(self, path: str, **body: Any) -> None:
+        content = msgspec.json.encode(body) if body else None
+        await self._connection.send("POST", path, content, timeout_s=self._timeout_s)
 
     async def logprobs_of(self, sequences: Sequence[Int32s]) -> list[Float32s]:
         """Return the logprob of every given token, at temperature 1: int32 [T] to float32 [T] in nats per sequence.

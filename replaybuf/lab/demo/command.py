@@ -45,6 +45,11 @@ def run_demo(console: Console, options: DemoOptions, *, program: Sequence[str] =
     """
     if any(find_spec(module) is None for module in NEEDED):
         raise MissingExtra("replaybuf demo", "demo")
+    options.check()
+    if options.strategy is not None or options.strategy_options is not None:
+        from replaybuf.lab.demo.run_file import check_request
+
+        check_request(options.request())
     folder, request, lock = open_folder(options)
     again = command_line("serve", "--data-dir", str(folder.service), "--tokenizer", str(CHARACTERS))
     try:

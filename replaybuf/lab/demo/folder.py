@@ -3,7 +3,7 @@
 ::
 
     DATA/
-      demo.json        seed and number of steps, written first; marks the folder as a demo
+      demo.json        seed, number of steps and strategy, written first; marks the folder as a demo
       run.toml         the run with its hyperparameters, as `replaybuf up` reads it
       lock             locked while a demo, or its guard, is alive
       model/           initial model, prompts.jsonl, held_out.jsonl
@@ -36,6 +36,7 @@ DEFAULT_DATA_DIR = Path(".replaybuf/demo")
 CHARACTERS = Path(__file__).with_name("characters")
 """Folder with the tokenizer of the demo's model, for a console that is open before there is a model."""
 DEFAULT_SEED, DEFAULT_STEPS = 0, 300
+DEFAULT_STRATEGY, DEFAULT_STRATEGY_OPTIONS = "one-step-off-policy", {"max_staleness": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,13 @@ class DemoOptions:
     """Seed of the model, the problems and the requests (default 0). Two demos with one seed still differ in timing."""
     steps: int | None = None
     """Number of optimizer steps (default 300). On 2 cores a step takes about 1 s, and the warm start about a minute."""
+    strategy: str | None = None
+    """Strategy of the run (default one-step-off-policy); "replaybuf strategies list" has the others."""
+    strategy_options: Annotated[str | None, Parameter(show_default=False)] = None
+    """Options of the strategy as a JSON object, such as {"max_uses": 4, "max_staleness": 4}. The default is that of the
+    strategy, and {"max_staleness": 1} without --strategy."""
     resume: Annotated[bool, Parameter(negative="")] = False
-    """Continue the demo in the data folder with the same seed and number of steps."""
+    """Continue the demo in the data folder with the same seed, number of steps and strategy."""
     overwrite: Annotated[bool, Parameter(negative="")] = False
     """Delete the demo in the data folder first."""
     port: Port | None = None
@@ -64,18 +70,52 @@ class DemoOptions:
         for name, value, least in (("--steps", self.steps, 1), ("--seed", self.seed, 0)):
             if value is not None and value < least:
                 raise Invalid(f"{name} is {value}; the minimum is {least}", name=name, value=value, bound=least)
+        self.read_strategy_options()
+
+    def read_strategy_options(self) -> dict[str, Any] | None:
+        """Return the options of the strategy as they were typed; None without them. Raises `Invalid`."""
+        if self.strategy_options is None:
+            return None
+        try:
+            return msgspec.json.decode(self.strategy_options, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
+            raise Invalid(
+                f"--strategy-options is {self.strategy_options!r}: {error}; give a JSON object, as in "
+                '{"max_staleness": 2}',
+                name="--strategy-options",
+                value=self.strategy_options,
+            ) from error
+
+    def request(self) -> Request:
+        """Return what a new demo runs. Raises `Invalid`."""
+        options = self.read_strategy_options()
+        if options is None:
+            options = DEFAULT_STRATEGY_OPTIONS if self.strategy is None else {}
+        return Request(
+            seed=DEFAULT_SEED if self.seed is None else self.seed,
+            steps=self.steps or DEFAULT_STEPS,
+            strategy=self.strategy or DEFAULT_STRATEGY,
+            strategy_options=options,
+        )
 
     def as_words(self) -> list[str]:
-        """Return seed and steps as they were typed."""
-        given = (("--seed", self.seed), ("--steps", self.steps))
-        return [word for name, value in given if value is not None for word in (name, str(value))]
+        """Return seed, steps and strategy as they were typed."""
+        typed = {
+            "--seed": self.seed,
+            "--steps": self.steps,
+            "--strategy": self.strategy,
+            "--strategy-options": self.strategy_options,
+        }
+        return [word for name, value in typed.items() if value is not None for word in (name, str(value))]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Seed and number of steps of one demo; they stay the same across resumes."""
+    """Seed, number of steps and strategy of one demo; they stay the same across resumes."""
 
     seed: int
     steps: int
+    strategy: str = DEFAULT_STRATEGY
+    strategy_options: dict[str, Any] = msgspec.field(default_factory=lambda: dict(DEFAULT_STRATEGY_OPTIONS))
 
 
 class Folder:
@@ -131,8 +171,7 @@ def open_folder(options: DemoOptions) -> tuple[Folder, Request, int]:
         detail = f"data folder {folder.root} cannot be created: {error.strerror}"
         raise Invalid(detail, name="--data-dir", value=str(folder.root)) from error
     lock = _lock(folder)
-    seed = DEFAULT_SEED if options.seed is None else options.seed
-    request = Request(seed, options.steps or DEFAULT_STEPS)
+    request = options.request()
     try:
         for path in folder.contents():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -161,7 +200,12 @@ def _resumed_request(folder: Folder, options: DemoOptions) -> Request:
         detail = f"{folder.root} holds no demo to resume; start one without --resume"
         raise Invalid(detail, name="--data-dir", value=str(folder.root), bound="a folder with demo.json")
     request = _read_request(folder)
-    for name, asked, stored in (("--seed", options.seed, request.seed), ("--steps", options.steps, request.steps)):
+    for name, asked, stored in (
+        ("--seed", options.seed, request.seed),
+        ("--steps", options.steps, request.steps),
+        ("--strategy", options.strategy, request.strategy),
+        ("--strategy-options", options.read_strategy_options(), request.strategy_options),
+    ):
         if asked is not None and asked != stored:
             raise Invalid(
                 f"{name} is {asked}; the demo in {folder.root} was started with {stored}, and a resume keeps it",

@@ -37,7 +37,7 @@ footer { color: #6b7785; font-size: .9rem; margin: 2.5rem 0; }
 </head>
 <body>
 <h1>$headline</h1>
-<p class="lead">replaybuf demo, seed $seed: GRPO after a short supervised warm start, one step off-policy</p>
+<p class="lead">replaybuf demo, seed $seed: GRPO after a short supervised warm start, strategy $strategy</p>
 <img alt="Reward, held-out accuracy, staleness, waits, the trainer's time and tokens per second over the steps"
   src="data:image/png;base64,$picture">
 <h2>What was measured</h2>
@@ -65,6 +65,7 @@ def write_page(report: Report, picture: Path, path: Path) -> None:
     cores = "" if report.cores is None else f"{report.cores} cores, "
     text = PAGE.substitute(
         seed=report.seed,
+        strategy=html.escape(report.strategy),
         headline=html.escape(headline(report)),
         picture=base64.b64encode(picture.read_bytes()).decode(),
         accuracy=_row(heading, "th") + "".join(_row(row, "td") for row in body),

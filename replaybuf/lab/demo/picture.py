@@ -59,7 +59,7 @@ def draw(report: Report, path: Path) -> None:
                 axis.set_xlabel("step")
                 axis.set_xlim(0, max(report.steps, 1))
         figure.suptitle(headline(report, "\n"), x=0.06, y=0.988, ha="left", fontsize=13, fontweight="bold")
-        subtitle = f"seed {report.seed}: GRPO, one step off-policy, after a short supervised warm start"
+        subtitle = f"seed {report.seed}: GRPO, strategy {report.strategy}, after a short supervised warm start"
         figure.text(0.06, 0.932, subtitle, color=QUIET)
         figure.subplots_adjust(left=0.06, right=0.98, top=0.895, bottom=0.05, hspace=0.38, wspace=0.16)
         figure.savefig(path)

@@ -105,6 +105,11 @@ class Report(msgspec.Struct, frozen=True):
     cores: int | None
     versions: dict[str, str]
 
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy of the run."""
+        return str(self.hyperparameters["run"]["strategy"])
+
 
 def build_report(progress: Progress, sessions: Sequence[Session], hyperparameters: dict[str, dict[str, Any]]) -> Report:
     """Return the report of a finished demo. Raises `NotFound` if the accuracy was not measured."""

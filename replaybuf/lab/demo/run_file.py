@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
 from string import Template
 from typing import Any
@@ -11,8 +12,9 @@ import msgspec
 from safetensors import safe_open
 
 from replaybuf.errors import Invalid
+from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.lab.demo.folder import CHARACTERS, Folder, Request
-from replaybuf.launch.file import read_file
+from replaybuf.launch.file import decode_file, read_file
 from replaybuf.launch.machine import port_problems
 from replaybuf.launch.options import options_of
 from replaybuf.launch.plan import Plan
@@ -27,7 +29,6 @@ GROUP_SIZE = 8
 GROUPS_PER_BATCH = 32
 SEQ_LEN = 128
 MAX_NEW_TOKENS = 8
-MAX_STALENESS = 1
 LEARNING_RATE = 1e-4
 LONG_POLL_MS = 1000
 """Long-poll of the trainer: a step of the demo is shorter than a polling pause."""
@@ -65,7 +66,7 @@ max_steps = $steps
 seed = $seed
 advantage = "grpo"
 batch = { groups_per_batch = $groups, tokens_per_batch = $tokens, seq_len = $seq_len }
-strategy = { name = "one-step-off-policy", options = { max_staleness = $staleness } }
+strategy = { name = $strategy, options = $options }
 tickets = { ttl_s = 20, max_attempts = 10 }   # many times the time of a group
 
 [service]
@@ -102,24 +103,33 @@ first_pause_s = 0.2
 
 
 def write_run_file(folder: Folder, request: Request) -> None:
-    """Write the file of a new demo."""
-    folder.run_file.write_text(
-        FILE.substitute(
-            run=RUN,
-            seed=request.seed,
-            steps=request.steps,
-            group_size=GROUP_SIZE,
-            groups=GROUPS_PER_BATCH,
-            tokens=GROUPS_PER_BATCH * GROUP_SIZE * SEQ_LEN,
-            seq_len=SEQ_LEN,
-            staleness=MAX_STALENESS,
-            environment=ENVIRONMENT,
-            max_tokens=MAX_NEW_TOKENS,
-            learning_rate=LEARNING_RATE,
-            wait_ms=LONG_POLL_MS,
-            characters=_quoted(str(CHARACTERS)),
-            env="{ " + ", ".join(f"{name} = {_quoted(value)}" for name, value in CHILD_ENVIRONMENT.items()) + " }",
-        )
+    """Write the file of a new demo. Raises `Invalid` for options that a file cannot hold."""
+    folder.run_file.write_text(run_text(request))
+
+
+def check_request(request: Request) -> None:
+    """Raise `Invalid` for a strategy that is not installed, and for options out of bounds or for another batch."""
+    resolve_config(decode_file(tomllib.loads(run_text(request))).sections.run.config)
+
+
+def run_text(request: Request) -> str:
+    """Return the file of a run."""
+    return FILE.substitute(
+        run=RUN,
+        seed=request.seed,
+        steps=request.steps,
+        group_size=GROUP_SIZE,
+        groups=GROUPS_PER_BATCH,
+        tokens=GROUPS_PER_BATCH * GROUP_SIZE * SEQ_LEN,
+        seq_len=SEQ_LEN,
+        strategy=inline_toml(request.strategy),
+        options=inline_toml(request.strategy_options),
+        environment=ENVIRONMENT,
+        max_tokens=MAX_NEW_TOKENS,
+        learning_rate=LEARNING_RATE,
+        wait_ms=LONG_POLL_MS,
+        characters=inline_toml(str(CHARACTERS)),
+        env=inline_toml(CHILD_ENVIRONMENT),
     )
 
 
@@ -175,5 +185,14 @@ def _model_shape(folder: Folder) -> dict[str, Any]:
     }
 
 
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()  # a TOML string, too
+def inline_toml(value: Any) -> str:
+    """Write a value of JSON as TOML on one line. Raises `Invalid` for null, which TOML lacks."""
+    if value is None:
+        detail = "an option of the strategy is null, which the file of a run cannot hold; leave it out for its default"
+        raise Invalid(detail, name="strategy_options", value=None)
+    if isinstance(value, dict):
+        pairs = [f"{msgspec.json.encode(name).decode()} = {inline_toml(item)}" for name, item in value.items()]
+        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(inline_toml, value))}]"
+    return msgspec.json.encode(value).decode()  # strings, numbers and booleans are the same in both

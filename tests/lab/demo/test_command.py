@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from rich.console import Console
 
 from replaybuf.cli.up import UpOptions, run_up
 from replaybuf.errors import Invalid
-from replaybuf.lab.demo.command import PROGRAM
-from replaybuf.lab.demo.folder import Folder, Request
-from replaybuf.lab.demo.run_file import read_plan, write_run_file
+from replaybuf.lab.demo.command import PROGRAM, run_demo
+from replaybuf.lab.demo.folder import DemoOptions, Folder, Request
+from replaybuf.lab.demo.run_file import inline_toml, read_plan, write_run_file
 from tests.waiting import eventually
 
 STEPS = 10
@@ -166,6 +167,37 @@ def test_the_file_of_a_demo_is_one_that_up_accepts(tmp_path: Path) -> None:
     plan, _ = read_plan(folder, 8123, PROGRAM)
     assert (plan.config.max_steps, plan.config.seed, plan.config.group_size) == (7, 3, 8)
     assert plan.console == "http://127.0.0.1:8123/#/runs/demo"
+
+
+def test_the_file_of_a_demo_has_its_strategy(tmp_path: Path) -> None:
+    """Options may be nested, as those of the mixture are."""
+    options = {"max_uses": 4, "fresh_fraction": 0.25, "order": "fifo"}
+    folder = Folder(tmp_path)
+    folder.create()
+    write_run_file(folder, Request(seed=0, steps=7, strategy="replay", strategy_options=options))
+    strategy = read_plan(folder, None, PROGRAM)[0].config.strategy
+    assert (strategy.name, strategy.options | options) == ("replay", strategy.options)
+    nested = {"sources": {"a b": [1, 0.5, True, "x\n"], "": {}}}
+    assert tomllib.loads(f"x = {inline_toml(nested)}") == {"x": nested}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("replaay", None, "replaay.*installed.*replay"),
+        ("replay", '{"max_uses": 0}', "max_uses"),
+        ("replay", '{"max_usses": 2}', "max_usses"),
+        ("replay", '{"max_uses": null}', "null"),
+        (None, '{"max_staleness": -1}', "max_staleness"),
+    ],
+)
+def test_a_wrong_strategy_is_named_before_anything_starts(
+    tmp_path: Path, strategy: str | None, options: str | None, message: str
+) -> None:
+    wrong = DemoOptions(data_dir=tmp_path / "demo", strategy=strategy, strategy_options=options)
+    with pytest.raises(Invalid, match=message):
+        run_demo(Console(file=io.StringIO()), wrong)
+    assert not (tmp_path / "demo").exists()
 
 
 def test_a_broken_file_of_a_demo_is_named_with_its_problems(tmp_path: Path) -> None:

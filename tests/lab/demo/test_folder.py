@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,17 @@ def test_resuming_keeps_seed_and_steps_and_refuses_others(tmp_path: Path) -> Non
         resume(tmp_path, steps=50)
 
 
+def test_a_demo_keeps_its_strategy_and_refuses_another_in_a_resume(tmp_path: Path) -> None:
+    """A strategy without options has its own defaults; options alone are those of the default strategy."""
+    asked = DemoOptions(data_dir=tmp_path / "a", strategy="replay", strategy_options='{"max_uses": 4}')
+    assert opened(asked) == resume(tmp_path / "a") == Request(0, DEFAULT_STEPS, "replay", {"max_uses": 4})
+    with pytest.raises(Invalid, match=r"--strategy is on-policy; the demo in .* was started with replay"):
+        opened(DemoOptions(data_dir=tmp_path / "a", strategy="on-policy", resume=True))
+    assert DemoOptions(strategy="replay").request().strategy_options == {}
+    two = DemoOptions(strategy_options='{"max_staleness": 2}').request()
+    assert (two.strategy, two.strategy_options) == ("one-step-off-policy", {"max_staleness": 2})
+
+
 @pytest.mark.parametrize("content", [b"", b'{"seed": 1, "st', b'{"seed": 1}', b"\xff"])
 def test_a_broken_demo_json_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
     """A resume and a new start report it; `--overwrite` repairs it."""
@@ -123,12 +135,13 @@ def test_a_resume_without_a_demo_is_rejected(tmp_path: Path) -> None:
         ({"steps": 0}, "--steps is 0; the minimum is 1"),
         ({"seed": -1}, "--seed is -1; the minimum is 0"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"strategy_options": "[1]"}, r"--strategy-options is '\[1\]': .*; give a JSON object"),
     ],
 )
-def test_options_out_of_bounds_are_rejected(tmp_path: Path, options: dict[str, int], message: str) -> None:
+def test_options_out_of_bounds_are_rejected(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     """Each is named with its value and bound, before anything is written."""
     with pytest.raises(Invalid, match=message):
-        opened(DemoOptions(data_dir=tmp_path / "demo", **options))  # type: ignore[arg-type]
+        opened(DemoOptions(data_dir=tmp_path / "demo", **options))
     assert not (tmp_path / "demo").exists()
 
 

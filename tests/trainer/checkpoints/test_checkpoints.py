@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.model.checkpoints import TrainerState, latest_checkpoint, read_state
 from replaybuf_trainer.checkpoints import checkpoints as module
 from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
-from replaybuf_trainer.checkpoints.folders import TrainerState, latest_checkpoint, read_state
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
 from replaybuf_trainer.models.loading import load_model

@@ -13,7 +13,7 @@ import torch
 from replaybuf import Client
 from replaybuf.errors import Fenced, ServiceUnavailable
 from replaybuf.wire.config import Cost
-from replaybuf_trainer.checkpoints.folders import TrainerState, read_state
+from replaybuf.wire.model.checkpoints import TrainerState, read_state
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.folders import whole_folder
 from replaybuf_trainer.options import TrainOptions

@@ -12,7 +12,7 @@ import torch
 from replaybuf import Client
 from replaybuf.client.exports.export import export_run
 from replaybuf.errors import Invalid
-from replaybuf_trainer.checkpoints.folders import latest_checkpoint
+from replaybuf.wire.model.checkpoints import latest_checkpoint
 from replaybuf_trainer.feeds.opening import open_feed
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from replaybuf.errors import Fenced, Invalid, ReplaybufError
-from replaybuf_trainer.checkpoints.folders import latest_checkpoint, read_state
+from replaybuf.wire.model.checkpoints import latest_checkpoint, read_state
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions

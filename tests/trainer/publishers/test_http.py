@@ -18,7 +18,7 @@ import trustme
 
 from replaybuf.certificates import open_certificate
 from replaybuf.errors import Fenced, Invalid, ServiceUnavailable
-from replaybuf_trainer.checkpoints.folders import latest_checkpoint
+from replaybuf.wire.model.checkpoints import latest_checkpoint
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.publishers.http import HttpOptions, HttpPublisher
 from replaybuf_trainer.publishers.publisher import PublisherSetup

@@ -5,23 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import msgspec
-
 from replaybuf.errors import Invalid
+from replaybuf.wire.model.checkpoints import AdapterOrigin
 from replaybuf_trainer.options import TrainOptions
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Places of each weights file that the fingerprint reads: another training of a model differs at nearly all of them."""
-
-
-class AdapterOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the adapters, and path and fingerprint of the model folder that they were trained on."""
-
-    rank: int
-    alpha: float
-    targets: list[str]
-    model: str
-    fingerprint: str
 
 
 def origin_of(options: TrainOptions) -> AdapterOrigin | None:

@@ -21,17 +21,15 @@ import torch
 from safetensors import SafetensorError
 
 from replaybuf.errors import Fenced
-from replaybuf_trainer.checkpoints.folders import (
+from replaybuf.wire.model.checkpoints import (
     STATE_FOLDER,
     TrainerState,
     broken,
     check_digests,
-    complete,
     latest_checkpoint,
-    needed_versions,
-    new_scratch,
     read_state,
 )
+from replaybuf_trainer.checkpoints.folders import complete, needed_versions, new_scratch
 from replaybuf_trainer.checkpoints.shards import Failed, Tensors, causes, load_into, names_in, save_in_background
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.models.policy import Policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.answer.run_status import RunFacts
-from replaybuf_trainer.models.loading import read_config
+from replaybuf.wire.model.shape import read_model_config
 from replaybuf_trainer.models.packed_forward import attention_of
 from replaybuf_trainer.options import TrainOptions
 
@@ -58,7 +58,7 @@ def tokenizer_size(folder: Path) -> int:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return 0
-    found = read_config(path)
+    found = read_model_config(path)
     vocabulary = found.get("model", {}).get("vocab", ())
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     highest: int = max([*ids, *(token["id"] for token in found.get("added_tokens", ()))], default=-1)

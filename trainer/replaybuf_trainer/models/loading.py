@@ -5,34 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils import logging as transformers_logging
 
 from replaybuf.errors import Invalid, counted
-from replaybuf.wire.files import MODEL_FILE_BYTES, check_size, read_bounded
+from replaybuf.wire.files import MODEL_FILE_BYTES, check_size
+from replaybuf.wire.model.shape import CONFIG_FILE, read_model_config
 
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
-
-SHAPE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_local_experts",
-    "n_embd",
-    "n_layer",
-    "n_head",
-)
-"""Keys of config.json that two folders of the same model share; GPT-2 has its own names."""
 
 
 def load_model(
@@ -47,10 +29,10 @@ def load_model(
     `attention` None: the model's own choice. `dtype` "auto": that of the folder. Raises `Invalid` with `name` for a
     folder that is not a model, lacks weights or does not support the attention. Code in model folders never runs.
     """
-    config = folder / "config.json"
+    config = folder / CONFIG_FILE
     if not config.is_file():
         raise Invalid(f"model folder {folder} has no config.json", name=name, value=str(folder))
-    kind = read_config(config).get("model_type")
+    kind = read_model_config(config).get("model_type")
     device = device or torch.device("cpu")
     transformers_logging.disable_progress_bar()
     try:
@@ -88,27 +70,3 @@ def transformers_attention(attention: Attention, device: torch.device) -> str:
     if device.type == "cuda" and is_flash_attn_2_available():
         return "flash_attention_2"
     raise Invalid(f"--attention flash needs {lacks}; use --attention sdpa", name="attention", value=attention)
-
-
-def check_same_shape(folder: Path, other: Path) -> None:
-    """Raise `Invalid` if two model folders differ in the type or a size of the model."""
-    shapes = [
-        {name: config.get(name) for name in SHAPE}
-        for config in (read_config(f / "config.json") for f in (folder, other))
-    ]
-    if differ := [name for name in SHAPE if shapes[0][name] != shapes[1][name]]:
-        found, given = (", ".join(f"{name} {shape[name]}" for name in differ) for shape in shapes)
-        raise Invalid(
-            f"{folder} has {found}; {other} has {given}; use another --checkpoint-dir, or the model of the checkpoint",
-            name="model",
-            value=str(other),
-        )
-
-
-def read_config(config: Path) -> dict[str, Any]:
-    """Decode a config.json. Raises `Invalid`."""
-    try:
-        found = msgspec.json.decode(read_bounded(config, MODEL_FILE_BYTES))
-    except (OSError, msgspec.DecodeError) as error:
-        raise Invalid(f"{config} does not decode: {error}", name="model", value=str(config)) from None
-    return found if isinstance(found, dict) else {}
