@@ -50,6 +50,8 @@ Coefficient = Annotated[float, Meta(ge=0, le=LARGEST_COST)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 """1 would never be exceeded."""
+StalePolicy = Literal["drop", "mask"]
+EVERY_OTHER_SOURCE = "*"
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -238,6 +240,13 @@ class RunConfig(Spec, frozen=True):
         NonNegative | None,
         _about("Tokens that are more than so many versions older than the batch leave its loss mask. Default: none."),
     ] = None
+    on_stale: Annotated[
+        StalePolicy | Annotated[dict[Name, StalePolicy], Meta(max_length=64)],
+        _about(
+            "A group that is too stale: drop it, or mask its old tokens while "
+            'others are young enough. An object has policies by source; "*" is for the rest, drop by default.'
+        ),
+    ] = "drop"
     seed: Annotated[NonNegative, _about("Seed of the selection of groups.")] = 0
     advantage: Annotated[
         Name, _about("Estimator for groups without advantages: grpo, dr-grpo, rloo, rloo-length, process.")
@@ -251,6 +260,13 @@ class RunConfig(Spec, frozen=True):
         SpillSpec | None,
         _about("Where frames beyond limits.max_bytes_in_memory are stored. Default: nowhere. It never changes."),
     ] = None
+
+    @property
+    def stale_policies(self) -> dict[str, StalePolicy]:
+        """Return `on_stale` by source, with that of every other source under `"*"`."""
+        if isinstance(self.on_stale, dict):
+            return {EVERY_OTHER_SOURCE: "drop", **self.on_stale}
+        return {EVERY_OTHER_SOURCE: self.on_stale}
 
     @property
     def least_rollouts(self) -> int | None:

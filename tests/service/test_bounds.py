@@ -43,6 +43,7 @@ EXAMPLES: dict[str, Any] = {
         "steps_per_publish": 1,
         "max_steps": 1000,
         "stale_token_mask": 1,
+        "on_stale": {"math": "mask"},
         "seed": 0,
         "advantage": "grpo",
         "tickets": {

@@ -49,7 +49,7 @@ def _count_left_out(state: RunState, inputs: StrategyInputs, adapter: str) -> tu
     fits = state.pool.live.mask(adapter)
     left, left_out = int(np.count_nonzero(fits)), dict[str, int]()
     for rule in inputs.usability_rules(step, adapter):
-        fits &= rule.kept(index[rule.column])
+        fits &= rule.holds(index)
         kept = int(np.count_nonzero(fits))
         if kept < left:
             left_out[rule.reason] = left_out.get(rule.reason, 0) + left - kept

@@ -102,7 +102,7 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
 def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
     """Add the groups that no later step may use to `unusable`; return the other rows."""
     for rule in selector.inputs.eviction_rules(adapter):
-        kept = rule.kept(state.index[rule.column][rows])
+        kept = rule.holds(state.index, rows)
         if not kept.all():
             unusable.setdefault(rule.reason, []).extend(state.index["number"][rows[~kept]].tolist())
             rows = rows[kept]

@@ -205,6 +205,7 @@ class RunFacts(Struct, frozen=True):
     seed: int = 0
     advantage: str = "grpo"
     adapters: dict[str, Any] = {}
+    on_stale: str | dict[str, str] = "drop"
 
     def group_limits(self) -> GroupLimits:
         """Return the bounds of a group of this run."""
