@@ -50,8 +50,10 @@ Coefficient = Annotated[float, Meta(ge=0, le=LARGEST_COST)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 """1 would never be exceeded."""
-StalePolicy = Literal["drop", "mask"]
+StalePolicy = Literal["drop", "reissue", "mask"]
 EVERY_OTHER_SOURCE = "*"
+MOST_REISSUES = 16
+"""Each round has a bitmap of prompts in the state."""
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,10 +245,14 @@ class RunConfig(Spec, frozen=True):
     on_stale: Annotated[
         StalePolicy | Annotated[dict[Name, StalePolicy], Meta(max_length=64)],
         _about(
-            "A group that is too stale: drop it, or mask its old tokens while "
+            "A group that is too stale and was never used: drop it, reissue its prompt, or mask its old tokens while "
             'others are young enough. An object has policies by source; "*" is for the rest, drop by default.'
         ),
     ] = "drop"
+    max_reissues: Annotated[
+        int,
+        Meta(ge=0, le=MOST_REISSUES, description="Most times that a prompt is issued again by on_stale = reissue."),
+    ] = 1
     seed: Annotated[NonNegative, _about("Seed of the selection of groups.")] = 0
     advantage: Annotated[
         Name, _about("Estimator for groups without advantages: grpo, dr-grpo, rloo, rloo-length, process.")

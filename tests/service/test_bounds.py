@@ -44,6 +44,7 @@ EXAMPLES: dict[str, Any] = {
         "max_steps": 1000,
         "stale_token_mask": 1,
         "on_stale": {"math": "mask"},
+        "max_reissues": 2,
         "seed": 0,
         "advantage": "grpo",
         "tickets": {

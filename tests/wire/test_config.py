@@ -51,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "max_steps": None,
     "stale_token_mask": None,
     "on_stale": "drop",
+    "max_reissues": 1,
     "seed": 0,
     "advantage": "grpo",
     "tickets": {

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from replaybuf.kernel.state.run_state import Attachment, RunState
+from replaybuf.kernel.state.history import Attachment
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.answer.explain import AdapterCandidates, Arrivals, Candidates, Layout

@@ -151,6 +151,10 @@ class StrategyInputs:
             overdue=overdue,
         )
 
+    def prompts_issued(self, adapter: str) -> int:
+        """Return how many prompts of an adapter got a ticket; their indexes are below."""
+        return self._book.next_index.get(adapter, 0)
+
     def own_budget(self, adapter: str) -> Budget:
         """Return the budget of what an adapter's next batch still lacks."""
         groups = self.config.groups_per_batch_of(adapter)
