@@ -100,6 +100,7 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             stat("Seconds per group", "From ticket to stored group.", newest("group_seconds"), "{{run}}", unit="s"),
             TICKETS_OUT,
             stat("Failed prompts", "They ended without a group.", newest("prompts_failed_total"), "{{run}}"),
+            stat("Prompts issued again", "Their group was too stale.", newest("prompts_reissued_total"), "{{run}}"),
             TOKENS,
             GROUPS,
             graph(

@@ -11,7 +11,7 @@ function kindOf(schema) {
   const rest = kinds.filter((kind) => kind.type !== "null");
   const empty = rest.length < kinds.length ? null : "default" in schema ? schema.default : undefined;
   const number = rest.find((kind) => NUMBERS.has(kind.type));
-  if (rest.length > 1 || !(rest[0].enum || ["boolean", "string", ...NUMBERS].includes(rest[0].type))) return { type: "json", number, empty };
+  if (rest.length > 1 || !(rest[0].enum || ["boolean", "string", ...NUMBERS].includes(rest[0].type))) return { type: "json", number, words: rest.flatMap((kind) => kind.enum ?? []), empty };
   return { ...rest[0], type: rest[0].enum ? "enum" : rest[0].type, empty };
 }
 
@@ -29,6 +29,7 @@ function parse(kind, text) {
   if (kind.type === "boolean") return { value: text === "true" };
   if (kind.type === "enum" || kind.type === "string") return { value: text };
   if (NUMBERS.has(kind.type)) return number(kind, text);
+  if (kind.words?.includes(text)) return { value: text };
   if (kind.number && !/^[[{"]/.test(text)) return number(kind.number, text);
   try {
     return { value: JSON.parse(text) };

@@ -276,7 +276,7 @@ class Daemon:
 
     async def _wait_after_denial(self, waiting: WaitingAnswer, took_s: float) -> None:
         inflight = self._inflight
-        if waiting.reason == "finished" and waiting.blocked_on != "producers":
+        if waiting.reason == "finished" and waiting.blocked_on == "nothing":
             logger.info(
                 "no more tickets: the run is finished; %s still in flight", counted(len(inflight.jobs), "group")
             )
@@ -288,7 +288,7 @@ class Daemon:
         job = self._inflight.add(ticket)
         if not self._inflight.stopping:  # otherwise it came with the last answer, and `return_all` returns it
             self._generating += 1
-            group_id = prompt_key(self._options.adapter, ticket.prompt_index)
+            group_id = prompt_key(self._options.adapter, ticket.prompt_index, ticket.reissue)
             job.span = spans.begin_group(group_id, attempt=ticket.attempt, producer=self._options.producer)
             job.task = self._tasks.create_task(self._make(job))
 

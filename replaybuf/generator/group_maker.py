@@ -76,7 +76,7 @@ class GroupMaker:
         ticket = job.ticket
         prompt = self._prompts.at(ticket.prompt_index)
         if request_seed_base is not None:
-            seed = request_seed(request_seed_base, ticket.prompt_index, ticket.attempt)
+            seed = request_seed(request_seed_base, ticket.prompt_index, ticket.attempt, ticket.reissue)
             sampling = dataclasses.replace(sampling, seed=seed)
         losses = Losses(0 if self._least is None else sampling.n - self._least)
         requests = GroupRequests(self._engine, self._per_request, losses)

@@ -25,7 +25,7 @@ from replaybuf.errors import (
     counted,
 )
 from replaybuf.generator.progress import Progress
-from replaybuf.kernel.state.tickets import is_failure
+from replaybuf.kernel.state.return_reasons import is_failure
 from replaybuf.tracing import spans
 from replaybuf.wire.contract import ProducerFailure, Ticket, Tickets
 from replaybuf.wire.group import Group

@@ -29,8 +29,12 @@ LOOK_EVERY_S = 5.0
 def max_staleness(facts: RunFacts) -> int | None:
     """Return the largest staleness at which the run's strategy uses a group; None = unbounded or unknown.
 
-    It is unknown where the strategy is not installed here; then no group is given up for its age.
+    It is unknown where the strategy is not installed here, and where the run masks old tokens: the newest one decides.
+    Then no group is given up for its age.
     """
+    policies = {facts.on_stale} if isinstance(facts.on_stale, str) else {*facts.on_stale.values()}
+    if "mask" in policies:
+        return None
     try:
         return build_strategy(facts.strategy.name, facts.strategy.options).max_staleness
     except Invalid as error:

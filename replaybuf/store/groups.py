@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from replaybuf.errors import DataLost, LedgerGap, NotLeader
 from replaybuf.kernel.rows.index import encode_entry
-from replaybuf.kernel.state.tickets import prompt_key
+from replaybuf.kernel.state.tickets import prompt_key, reissue_of
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
 from replaybuf.store.entries import (
@@ -160,7 +160,9 @@ class GroupStore:
             entry = first.get(number)
             taken = False
             if entry is not None and own_prompt and entry.strings.group_id in (group_id, own_prompt):
-                taken = prompt_key(entry.strings.adapter, int(entry.values["prompt_index"])) != own_prompt
+                strings = entry.strings
+                key = prompt_key(strings.adapter, int(entry.values["prompt_index"]), reissue_of(strings.ticket))
+                taken = key != own_prompt
             results.append(AppendResult(group_id, False, number, taken))
         counted = sum(not result.taken for result in results)
         if counted:  # this write makes the wait cover the append that is repeated

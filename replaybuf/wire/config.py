@@ -53,6 +53,10 @@ Coefficient = Annotated[float, Meta(ge=0, le=LARGEST_COST)]
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 """1 would never be exceeded."""
+StalePolicy = Literal["drop", "reissue", "mask"]
+EVERY_OTHER_SOURCE = "*"
+MOST_REISSUES = 16
+"""Each round has a bitmap of prompts in the state."""
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,6 +257,17 @@ class RunConfig(Spec, frozen=True):
         NonNegative | None,
         _about("Tokens that are more than so many versions older than the batch leave its loss mask. Default: none."),
     ] = None
+    on_stale: Annotated[
+        StalePolicy | Annotated[dict[Name, StalePolicy], Meta(max_length=64)],
+        _about(
+            "A group that is too stale and was never used: drop it, reissue its prompt, or mask its old tokens while "
+            'others are young enough. An object has policies by source; "*" is for the rest, drop by default.'
+        ),
+    ] = "drop"
+    max_reissues: Annotated[
+        int,
+        Meta(ge=0, le=MOST_REISSUES, description="Most times that a prompt is issued again by on_stale = reissue."),
+    ] = 1
     seed: Annotated[NonNegative, _about("Seed of the selection of groups.")] = 0
     advantage: Annotated[
         Name, _about("Estimator for groups without advantages: grpo, dr-grpo, rloo, rloo-length, process.")
@@ -269,6 +284,13 @@ class RunConfig(Spec, frozen=True):
         SpillSpec | None,
         _about("Where frames beyond limits.max_bytes_in_memory are stored. Default: nowhere. It never changes."),
     ] = None
+
+    @property
+    def stale_policies(self) -> dict[str, StalePolicy]:
+        """Return `on_stale` by source, with that of every other source under `"*"`."""
+        if isinstance(self.on_stale, dict):
+            return {EVERY_OTHER_SOURCE: "drop", **self.on_stale}
+        return {EVERY_OTHER_SOURCE: self.on_stale}
 
     @property
     def least_rollouts(self) -> int | None:

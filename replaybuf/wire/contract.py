@@ -220,11 +220,15 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class Ticket(Answer, frozen=True, kw_only=True):
-    """Permission to generate the group of one prompt within `expires_in_s` seconds; `attempt` counts from 1."""
+    """Permission to generate the group of one prompt within `expires_in_s` seconds; `attempt` counts from 1.
+
+    `reissue`: how often the prompt was issued again because its group was too stale.
+    """
 
     ticket: str
     prompt_index: int
     attempt: int = 1
+    reissue: int = 0
     expires_in_s: float = 600.0
 
 

@@ -167,10 +167,11 @@ class AckRecord(Record, frozen=True, kw_only=True, tag="ACK"):
 
 
 class EvictRecord(Record, frozen=True, kw_only=True, tag="EVICT"):
-    """Groups that no batch from `step` on may use, by reason."""
+    """Groups that no batch from `step` on may use, by reason. `reissued`: those whose prompts are issued again."""
 
     step: int
     numbers: dict[str, list[int]]
+    reissued: list[int] = []
 
 
 class DeadLetterRecord(Record, frozen=True, kw_only=True, tag="DEAD_LETTER"):

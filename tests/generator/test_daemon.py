@@ -18,7 +18,7 @@ from replaybuf.generator.engines import VllmEngine, request_seed
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.stage.logprobs import PolicyStage
 from replaybuf.generator.stage.stages import Computed, Rollout
-from replaybuf.kernel.state.tickets import is_forgiven
+from replaybuf.kernel.state.return_reasons import is_forgiven
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group, OptionalLogprobs
 from replaybuf.wire.group_check import GroupLimits, check_group

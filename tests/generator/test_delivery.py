@@ -13,7 +13,7 @@ from replaybuf.client.retries import Backoff
 from replaybuf.errors import DataLost, NoRoom, ReplaybufError, ServiceUnavailable, TooLarge
 from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import inflight as inflight_module
-from replaybuf.kernel.state.tickets import is_forgiven
+from replaybuf.kernel.state.return_reasons import is_forgiven
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
 from tests.generator.worlds import completed, failed, gated, run, sampled_by, world
 from tests.waiting import until

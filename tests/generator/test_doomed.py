@@ -10,7 +10,7 @@ import pytest
 
 from replaybuf.generator import staleness
 from replaybuf.generator.environments import Turn
-from replaybuf.kernel.state.tickets import is_failure, is_forgiven
+from replaybuf.kernel.state.return_reasons import is_failure, is_forgiven
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
 from tests.generator.turn_environments import Scripted
 from tests.generator.worlds import World, gated, run, world

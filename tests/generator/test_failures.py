@@ -12,7 +12,7 @@ from replaybuf.generator.failure.failures import (
     SERVER_FAILED,
     Failures,
 )
-from replaybuf.kernel.state.tickets import FORGIVEN_REASONS
+from replaybuf.kernel.state.return_reasons import FORGIVEN_REASONS
 
 
 def after(count: int, reason: str = "reward_raised") -> Failures:

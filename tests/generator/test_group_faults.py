@@ -20,7 +20,7 @@ from replaybuf.generator.failure import failures as failures_module
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import member as member_module
 from replaybuf.generator.prompts import Prompt
-from replaybuf.kernel.state.tickets import is_forgiven
+from replaybuf.kernel.state.return_reasons import is_forgiven
 from tests.generator.doubles import (
     TIMEOUT_S,
     Broken,

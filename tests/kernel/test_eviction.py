@@ -18,6 +18,7 @@ from replaybuf.kernel.strategy.plugin_set import Bounds, PluginSet
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.config import BatchSpec, StrategySpec
+from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AckRecord, AnyRecord, EvictRecord
 from tests.builders import batch_entry, batch_record, config_record, entries
 
@@ -105,6 +106,29 @@ def test_the_core_evicts_groups_beyond_the_declared_staleness(max_staleness: int
     assert trial.evicted() == ({"too_stale": len(evicted)} if evicted else {})
     gone = [number for number in range(1, 7) if find_group_state(trial.state, number) == ("evicted", "too_stale")]
     assert gone == evicted
+
+
+@pytest.mark.parametrize(
+    ("on_stale", "evicted"),
+    [
+        ("drop", [3, 4, 5, 6]),
+        ("mask", [4, 6]),
+        ({"code": "mask"}, [4, 5, 6]),
+        ({"code": "drop", "*": "mask"}, [3, 4, 6]),
+    ],
+)
+def test_a_masked_source_is_bounded_by_the_newest_token_of_its_groups(on_stale: Any, evicted: list[int]) -> None:
+    """Groups 3 and 4 are of the source code, 5 and 6 of another; 4 and 6 have no fresh token."""
+    options = {"max_staleness": 0}
+    trial = Trial(batch=ONE_PER_BATCH, strategy=StrategySpec("one-step-off-policy", options), on_stale=on_stale)
+    trial.store_many(2)
+    codes = hash_name("code"), hash_name("code"), 0, 0
+    newest = (2.0, 1.0, 2.0, 1.0)
+    trial.store(*({"policy_version_max": new, "source": code} for new, code in zip(newest, codes, strict=True)))
+    trial.train(2)
+    trial.evicted()
+    places = [find_group_state(trial.state, number) for number in range(3, 7)]
+    assert [number for number, place in enumerate(places, 3) if place == ("evicted", "too_stale")] == evicted
 
 
 def test_groups_above_the_published_version_are_evicted_as_of_a_lost_version() -> None:

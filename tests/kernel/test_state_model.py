@@ -62,6 +62,7 @@ class ModelGroup:
     uses: list[int] = dataclasses.field(default_factory=list)
     evicted: tuple[int, str] | None = None
     evicted_s: int = 0
+    reissued: bool = False
     poison: str | None = None
     poisoned: tuple[int, int] = (0, 0)
     freed: bool = False
@@ -102,7 +103,7 @@ class Model:
         self.groups: dict[int, ModelGroup] = {}
         self.coming: list[ModelGroup] = []
         self.made: list[ModelBatch] = []
-        self.gave_up: set[int] = set()
+        self.gave_up: dict[int, int] = {}
         self.max_uses: int | None = 1
         self.state, self.reason = "running", None
         self.step = self.next_step = self.generation = self.published = self.entries = self.epoch = 0
@@ -128,7 +129,21 @@ class Model:
     @property
     def failed(self) -> set[int]:
         """Return the prompts that failed and have no group."""
-        return self.gave_up - {group.prompt for group in self.groups.values() if group.prompt is not None}
+        return {prompt for prompt, number in self.gave_up.items() if self.newest(prompt) <= number}
+
+    def newest(self, prompt: int) -> int:
+        """Return the number of the newest group of a prompt; 0 without one."""
+        return max((group.number for group in self.groups.values() if group.prompt == prompt), default=0)
+
+    def reissues(self, prompt: int) -> int:
+        """Count how often a prompt was issued again."""
+        return sum(group.reissued for group in self.groups.values() if group.prompt == prompt)
+
+    @property
+    def waiting(self) -> set[int]:
+        """Return the prompts that were issued again, did not fail and have no new group."""
+        groups = [group for group in self.groups.values() if group.reissued and group.prompt is not None]
+        return {g.prompt for g in groups if g.prompt is not None and self.newest(g.prompt) == g.number} - self.failed
 
     @property
     def purgeable(self) -> set[int]:
@@ -150,7 +165,7 @@ class Model:
                 batch.acked = False
         version = self.version_of(step)
         for group in self.groups.values():
-            later = group.evicted is not None and group.evicted[0] > step
+            later = group.evicted is not None and group.evicted[0] > step and not group.reissued
             if mode == "resample" and later:
                 group.evicted = None
             lost = group.newest > version and group.number <= until
@@ -169,7 +184,7 @@ class Model:
         freed = set()
         for group in self.groups.values():
             place = group.place(self.max_uses)[0]
-            may_return = group.evicted is not None and group.evicted[0] > self.oldest
+            may_return = group.evicted is not None and group.evicted[0] > self.oldest and not group.reissued
             if group.freed or may_return or place not in ("in_batches", "evicted"):
                 continue
             if place == "in_batches" and max(group.uses) >= self.oldest:
@@ -269,6 +284,7 @@ def story_of(state: RunState) -> dict[str, Any]:
         ),
         "used": (state.totals.groups_used, state.totals.tokens_used, state.totals.used_staleness),
         "tallies": counts_of(state.totals.histograms),
+        "reissues": ([*map(set, state.reissues.rounds)], set(state.reissues.waiting)),
         "words": (state.epoch, state.failed.prompts, state.failed.newest, state.config, state.max_uses, state.entries),
     }
 
@@ -288,9 +304,9 @@ class Streams:
         self.numbers: dict[str, int] = {}
         self.written: list[tuple[int, set[int]]] = []
 
-    def publish(self, group_id: str, group: ModelGroup) -> bool:
+    def publish(self, group_id: str, group: ModelGroup, reissue: int = 0) -> bool:
         """Append a group unless its id or its prompt is already there."""
-        names = [group_id] if group.prompt is None else [group_id, f"p{group.prompt}"]
+        names = [group_id] if group.prompt is None else [group_id, f"p{group.prompt}-{reissue}"]
         if any(name in self.numbers for name in names):
             return False
         self.numbers.update(dict.fromkeys(names, group.number))
@@ -377,7 +393,8 @@ class RunStateMachine(RuleBasedStateMachine):
             group = ModelGroup(number, data.draw(st.integers(0, newest)), newest, data.draw(st.integers(2, 90)), prompt)
             group.rollouts, group.longest = 1 + number % 3, group.tokens * 2 // 3
             group.arrival_s = self.model.now_s + data.draw(st.integers(-40, 8))  # the clock of another machine
-            if self.streams.publish(f"g{number}", group):
+            reissue = 0 if prompt is None else self.model.reissues(prompt)
+            if self.streams.publish(f"g{number}", group, reissue):
                 self.model.coming.append(group)
 
     @precondition(lambda self: self.streams.numbers)
@@ -397,8 +414,9 @@ class RunStateMachine(RuleBasedStateMachine):
     @rule(prompt=st.integers(0, 9))
     def give_up(self, prompt: int) -> None:
         """Fail a prompt; its group may already be in the stream, unread, or come later."""
-        if prompt not in {group.prompt for group in self.model.groups.values()} | self.model.gave_up:
-            self.model.gave_up.add(prompt)
+        lacks_group = not self.model.newest(prompt) or prompt in self.model.waiting
+        if lacks_group and prompt not in self.model.gave_up:
+            self.model.gave_up[prompt] = self.model.newest(prompt)
             self.write(TicketRecord(adapter="", prompt_index=prompt, outcome="failed", attempts=3, reason="expired"))
 
     # -- trainer
@@ -490,10 +508,17 @@ class RunStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.at("live"))
     @rule(data=st.data(), reason=st.sampled_from(["too_stale", "overlong"]))
     def evict(self, data: st.DataObject, reason: str) -> None:
+        """Evict groups; a too stale one may be issued again if it is the newest of its prompt and was never used."""
         chosen = data.draw(st.lists(st.sampled_from(self.model.at("live")), unique_by=lambda g: g.number, min_size=1))
         for group in chosen:
             group.evicted, group.evicted_s = (self.model.next_step, reason), self.model.now_s
-        self.write(EvictRecord(step=self.model.next_step, numbers={reason: [g.number for g in chosen]}))
+        fit = [g for g in chosen if g.prompt is not None and self.model.newest(g.prompt) == g.number and not g.uses]
+        reissued = [g for g in fit if reason == "too_stale" and data.draw(st.booleans())]
+        for group in reissued:
+            group.reissued = True
+        numbers = {reason: [g.number for g in chosen]}
+        record = EvictRecord(step=self.model.next_step, numbers=numbers, reissued=[g.number for g in reissued])
+        self.write(record)
 
     @precondition(lambda self: self.model.at("live") or self.model.at("in_batches"))
     @rule(data=st.data())
@@ -580,10 +605,16 @@ class RunStateMachine(RuleBasedStateMachine):
         assert sum(tallies.reuse.values()) == state.totals.used_staleness.total() == state.totals.groups_used
         by_reason = {reason: ages.versions.count for reason, ages in tallies.drop_ages.items()}
         assert +Counter(by_reason) == state.totals.evicted + state.totals.dead_lettered
-        tickets = len({g.prompt for g in self.model.groups.values()} - {None}) + len(self.model.failed)
+        tickets = sum(g.prompt is not None for g in self.model.groups.values()) + len(self.model.failed)
         coverage = tallies.coverage(tickets, len(state.failed.prompts))
         assert coverage.issued == tickets == coverage.stored + coverage.failed
         assert coverage.pending == sum(g.prompt is not None and not g.uses for g in self.model.at("live"))
+
+    @invariant()
+    def the_prompts_that_wait_for_a_reissue_are_those_of_the_model(self) -> None:
+        reissues, model = self.state.reissues, self.model
+        assert set(reissues.waiting) == {("", prompt) for prompt in model.waiting}
+        assert [reissues.count(("", prompt)) for prompt in range(10)] == [model.reissues(p) for p in range(10)]
 
     @invariant()
     def uses_are_counted_and_bounded(self) -> None:

@@ -43,6 +43,8 @@ EXAMPLES: dict[str, Any] = {
         "steps_per_publish": 1,
         "max_steps": 1000,
         "stale_token_mask": 1,
+        "on_stale": {"math": "mask"},
+        "max_reissues": 2,
         "seed": 0,
         "advantage": "grpo",
         "tickets": {

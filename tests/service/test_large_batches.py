@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replaybuf.kernel.rows.index import ENTRY
-from replaybuf.kernel.state.run_state import Attachment
+from replaybuf.kernel.state.history import Attachment
 from replaybuf.packing.batches import plan_of
 from replaybuf.service.bodies import assembly
 from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, pack_batch

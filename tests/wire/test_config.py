@@ -50,6 +50,8 @@ DEFAULTS: dict[str, Any] = {
     "steps_per_publish": 1,
     "max_steps": None,
     "stale_token_mask": None,
+    "on_stale": "drop",
+    "max_reissues": 1,
     "seed": 0,
     "advantage": "grpo",
     "tickets": {

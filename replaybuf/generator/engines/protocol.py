@@ -118,6 +118,6 @@ def derived_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
 
-def request_seed(run_seed: int, prompt_index: int, attempt: int) -> int:
-    """Derive the seed of one request, in [0, 2**53); every attempt at a prompt gets another seed."""
-    return derived_seed(run_seed, prompt_index, attempt)
+def request_seed(run_seed: int, prompt_index: int, attempt: int, reissue: int = 0) -> int:
+    """Derive the seed of one request, in [0, 2**53); every attempt at a prompt and every reissue gets another seed."""
+    return derived_seed(run_seed, prompt_index, attempt, *([reissue] if reissue else []))

@@ -17,7 +17,7 @@ import logging
 import math
 
 from replaybuf.errors import ReplaybufError, counted
-from replaybuf.kernel.state.tickets import is_forgiven
+from replaybuf.kernel.state.return_reasons import is_forgiven
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from replaybuf.errors import EngineFault, EngineUnfit, RewardFault, counted, first_error
-from replaybuf.kernel.state.tickets import is_failure
+from replaybuf.kernel.state.return_reasons import is_failure
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from replaybuf.kernel.state.run_state import Attachment, RunState
+from replaybuf.kernel.state.history import Attachment
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.answer.explain import AdapterCandidates, Arrivals, Candidates, Layout
@@ -49,7 +50,7 @@ def _count_left_out(state: RunState, inputs: StrategyInputs, adapter: str) -> tu
     fits = state.pool.live.mask(adapter)
     left, left_out = int(np.count_nonzero(fits)), dict[str, int]()
     for rule in inputs.usability_rules(step, adapter):
-        fits &= rule.kept(index[rule.column])
+        fits &= rule.holds(index)
         kept = int(np.count_nonzero(fits))
         if kept < left:
             left_out[rule.reason] = left_out.get(rule.reason, 0) + left - kept

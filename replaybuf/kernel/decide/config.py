@@ -15,6 +15,7 @@ from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.strategy.selection import Selector
+from replaybuf.kernel.strategy.stale_policies import bounded_versions
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, recorded
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
@@ -166,7 +167,7 @@ def _check_unacked_batches(state: RunState, bounds: Bounds) -> None:
         if batch.acked:
             continue
         rows = state.index.rows_of(batch.numbers)
-        ages = state.versions_at(step, rows) - state.index["policy_version"][rows]
+        ages = state.versions_at(step, rows) - bounded_versions(config_of(state), state.index, rows)
         for name, bound, found in (
             ("max_staleness", bounds.max_staleness, int(ages.max())),
             ("max_uses", bounds.max_uses, int(state.index["times_sampled"][rows].max())),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from replaybuf.kernel.decide.reissues import list_reissued
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
 from replaybuf.kernel.rows.index import LIVE, Index, Numbers
 from replaybuf.kernel.state.run_state import RunState
@@ -76,7 +77,9 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
         if len(its):
             _ask_plugins(state, selector, adapter, its, filtered, unusable)
     if unusable:
-        yield EvictRecord(step=state.next_step, numbers={r: sorted(n) for r, n in unusable.items()}, at_s=now_s)
+        reissued = list_reissued(state, selector, unusable.get("too_stale", ()))
+        numbers = {reason: sorted(own) for reason, own in unusable.items()}
+        yield EvictRecord(step=state.next_step, numbers=numbers, reissued=reissued, at_s=now_s)
 
 
 def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows, ByReason]:
@@ -102,7 +105,7 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
 def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
     """Add the groups that no later step may use to `unusable`; return the other rows."""
     for rule in selector.inputs.eviction_rules(adapter):
-        kept = rule.kept(state.index[rule.column][rows])
+        kept = rule.holds(state.index, rows)
         if not kept.all():
             unusable.setdefault(rule.reason, []).extend(state.index["number"][rows[~kept]].tolist())
             rows = rows[kept]

@@ -18,10 +18,12 @@ import numpy.typing as npt
 from replaybuf.errors import Conflict, Gone, Invalid, RunFinished, WrongStep, counted
 from replaybuf.kernel.decide.config import check_live_groups, config_of
 from replaybuf.kernel.state.cursors import NOTHING_KEPT, Kept
+from replaybuf.kernel.state.failed_prompts import FAILED_SHARE
 from replaybuf.kernel.state.queries import list_purgeable
-from replaybuf.kernel.state.run_state import FAILED_SHARE, RunState
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.kernel.strategy.selection import BatchSelection, Selector
+from replaybuf.kernel.strategy.stale_policies import loss_mask_bound
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.ledger import (
@@ -181,7 +183,7 @@ def draft_batch(state: RunState, selector: Selector, chosen: BatchSelection, now
         turn=chosen.turn,
         short=chosen.short,
         fill=_fill_of(state, chosen, int(columns[-1].sum(dtype=np.int64))),
-        stale_token_mask=config.stale_token_mask,
+        stale_token_mask=loss_mask_bound(config, selector.bounds.max_staleness),
         at_s=now_s,
         index_end=state.stored,
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from replaybuf.errors import NoRoom
 from replaybuf.kernel.decide.config import config_of
+from replaybuf.kernel.decide.reissues import may_reissue
 from replaybuf.kernel.state.limits import Load, count_fitting
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange
@@ -36,8 +37,10 @@ def decide_tickets(
         detail = f"adapter {adapter} {'is paused' if phase == 'paused' else 'was removed'}"
         return waiting(phase, held(state, selector, adapter), state, detail=detail)
     if book.used_up(adapter):
-        # No prompt is left, but a ticket that is out may still come back.
+        # No prompt is left, but a ticket that is out may come back, and a live group may become too stale.
         blocked_on = "producers" if book.out_of(adapter) else "nothing"
+        if blocked_on == "nothing" and may_reissue(selector.config) and state.pool.live.totals(adapter).fresh:
+            blocked_on = "trainer"
         return waiting("finished", held(state, selector, adapter), state, blocked_on=blocked_on)
     capacity = _capacity(state, book, selector, adapter)
     if capacity < 1:

@@ -20,6 +20,8 @@ import msgspec
 from replaybuf.kernel.rows.prompt_set import PromptSet
 from replaybuf.wire.ledger import TicketRecord
 
+FAILED_SHARE = "failed_share"
+"""Start of the reason of a run that the rule for failed prompts paused or finished."""
 MAX_FAILURES = 10_000
 MAX_REASON = 200
 """Characters kept of the reason why a prompt failed; with `MAX_FAILURES` at most 4 MB."""

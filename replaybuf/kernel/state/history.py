@@ -1,4 +1,4 @@
-"""Batches of a run's history, and the rewinds that took some of them back."""
+"""The trainer of a run, batches of its history, and the rewinds that took some of them back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import dataclasses
 
 from replaybuf.kernel.rows.index import Numbers
 from replaybuf.kernel.state.rotation import Rotation
+from replaybuf.packing.batches import Layout
 
 MAX_REWINDS = 1_000
 """Rewinds kept per adapter to tell tickets apart: 128 kB."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment(Layout):
+    """The attached trainer and the layout of its batches; `fixed`: it needs equal batches.
+
+    `generation`: of its first batch. A follower may have read ATTACH, and not the REWIND after it.
+    """
+
+    epoch: int
+    fixed: bool = False
+    generation: int = 0
 
 
 @dataclasses.dataclass(slots=True)

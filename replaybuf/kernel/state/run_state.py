@@ -9,7 +9,6 @@ two streams does not matter: records name groups by number.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,11 +21,11 @@ from replaybuf.kernel.figures.adapter_counts import AdapterCounts
 from replaybuf.kernel.figures.changes import Configured
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
-from replaybuf.kernel.state.failed_prompts import FailedPrompts
-from replaybuf.kernel.state.history import BatchState, RecordedBatch, VoidedBatch, add_rewind
+from replaybuf.kernel.state.failed_prompts import FAILED_SHARE, FailedPrompts
+from replaybuf.kernel.state.history import Attachment, BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.state.pool import GroupPool
+from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import AdapterProgress, Rotation
-from replaybuf.packing.batches import Layout
 from replaybuf.wire.config import RunConfig, read_config
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import (
@@ -49,26 +48,12 @@ from replaybuf.wire.ledger import (
 )
 
 LOST_LINEAGE = "lost_lineage"
-FAILED_SHARE = "failed_share"
-"""Start of the reason of a run that the rule for failed prompts paused or finished."""
 FEEDBACK_STEPS = 16
 """A strategy observes the feedback of this many newest steps."""
 _KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, TicketRecord)
 """Records that change neither which groups are live nor their uses, or count what they change themselves."""
 RunPhase = Literal["running", "paused", "finished"]
 _NO_NUMBERS, _NOT_MALFORMED = np.empty(0, np.int64), np.empty(0, bool)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attachment(Layout):
-    """The attached trainer and the layout of its batches; `fixed`: it needs equal batches.
-
-    `generation`: of its first batch. A follower may have read ATTACH, and not the REWIND after it.
-    """
-
-    epoch: int
-    fixed: bool = False
-    generation: int = 0
 
 
 class RunState:
@@ -79,7 +64,7 @@ class RunState:
       record is kept; `voided`: by step, those that a resample took back
     - `published`, `weights_uri`, `rewinds` (`history.add_rewind`): by adapter
     - `rotation` of the adapters before the next batch
-    - `failed`: prompts that ended without a group
+    - `failed`: prompts that ended without a group; `reissues`: prompts that were issued again
     - `feedback`: msgpack by step, of the newest `FEEDBACK_STEPS` acked steps that had any; replaced, never changed
     - `checkpoints`: steps of the kept ones, ascending
     - `masked_tokens`: sampled tokens that were too old for the loss of their batches, each use counted
@@ -103,6 +88,7 @@ class RunState:
         self.rewinds: dict[str, list[tuple[int, int]]] = {}
         self.rotation = Rotation()
         self.failed = FailedPrompts()
+        self.reissues = Reissues()
         self.figures = StepFigures()
         self.pool = GroupPool()
         self.index = self.pool.index
@@ -208,14 +194,20 @@ class RunState:
                 bound=self.stored + 1,
             )
         entries = self.pool.store(numbers, entries, malformed)
-        self.forgive(entries["adapter"], entries["prompt_index"])
+        self.deliver(entries["adapter"], entries["prompt_index"])
 
-    def forgive(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
-        """Take back the failures of prompts, by hash of the adapter and index: their groups came late after all."""
-        if self.failed.prompts:
-            names = {hash_name(name): name for name in self._adapter_names()}
-            pairs = zip(adapters.tolist(), prompt_indexes.tolist(), strict=True)
-            self.failed.forgive((names.get(code, ""), prompt_index) for code, prompt_index in pairs)
+    def deliver(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
+        """Record that prompts have a group, by hash of the adapter and index: they neither failed nor wait for one."""
+        if self.failed.prompts or self.reissues.waiting:
+            names, pairs = self.adapter_codes, zip(adapters.tolist(), prompt_indexes.tolist(), strict=True)
+            prompts = [(names.get(code, ""), prompt_index) for code, prompt_index in pairs]
+            self.failed.forgive(prompts)
+            self.reissues.end(prompts)
+
+    @property
+    def adapter_codes(self) -> dict[int, str]:
+        """Return the adapters by the hashes of their names."""
+        return {hash_name(name): name for name in self._adapter_names()}
 
     # ------------------------------------------------------------------ ledger
 
@@ -265,6 +257,8 @@ class RunState:
     def _evict_groups(self, record: EvictRecord) -> None:
         for reason, numbers in record.numbers.items():
             self._evict(self.index.rows_of(numbers), reason, record)
+        if record.reissued:
+            self.reissues.record(self.index, self.index.rows_of(record.reissued), self.adapter_codes)
 
     def _dead_letter(self, record: DeadLetterRecord) -> None:
         for reason, numbers in record.numbers.items():
@@ -311,7 +305,8 @@ class RunState:
         # Rows still in the index are enough to find the prompt's group: the service completes the tickets of a group as
         # soon as it folds it, so this record precedes every record that could free the row.
         same_adapter = self.index["adapter"] == hash_name(record.adapter)
-        if not (same_adapter & (self.index["prompt_index"] == record.prompt_index)).any():
+        stored = (same_adapter & (self.index["prompt_index"] == record.prompt_index)).any()
+        if self.reissues.end([(record.adapter, record.prompt_index)]) or not stored:  # that of a reissue was dropped
             self.failed.add(record)
 
     def _accept_loss(self, record: LossRecord) -> None:
@@ -357,7 +352,8 @@ class RunState:
         if not lost.any():
             return
         lost &= np.isin(index["state"], (LIVE, IN_BATCHES, EVICTED))
-        lost &= (index["evicted_at"] == NEVER) | (index["evicted_at"] > record.step)
+        kept = (index["evicted_at"] == NEVER) & (index["state"] != EVICTED)  # an evicted one was reissued
+        lost &= kept | (index["evicted_at"] > record.step)
         self.pool.restore(np.flatnonzero(lost))
         self._evict(np.flatnonzero(lost), LOST_LINEAGE, record)
 

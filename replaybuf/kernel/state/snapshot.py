@@ -24,10 +24,11 @@ from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.rows.prompt_set import PromptSet
 from replaybuf.kernel.state.failed_prompts import FailedPrompts, FailedWindow
-from replaybuf.kernel.state.history import BatchState, RecordedBatch, VoidedBatch
+from replaybuf.kernel.state.history import Attachment, BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
+from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import Rotation
-from replaybuf.kernel.state.run_state import Attachment, RunPhase, RunState
+from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.wire.config import read_config, recorded
 from replaybuf.wire.ledger import TicketRecord
 
@@ -41,6 +42,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Fields of `RunState` and its pool under their names, and what else a reader needs.
 
     `config`: as the ledger has it; `failed_prompts`, `failed`, `failed_start`, `failed_after`: of `RunState.failed`;
+    `reissued`, `waiting`: of `RunState.reissues`;
     `rows`: `STATE_ROW` of changed groups; `late_rows`: `LATE_ROW` of groups with late columns; `set_aside`: int64,
     numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial.
     """
@@ -80,6 +82,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fenced_epoch: int = 0
     failed_start: int = 0
     failed_after: list[int] = []
+    reissued: list[PromptSet] = []
+    waiting: list[tuple[str, int]] = []
     late_names: list[str] = []
     late_rows: bytes = b""
     figures: StepFigures = msgspec.field(default_factory=StepFigures)
@@ -87,8 +91,20 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
 _OF_FAILED = ("failed_prompts", "failed", "failed_start", "failed_after")
+_OF_REISSUES = ("reissued", "waiting")
 _LATE = ("late_names", "late_rows")
-_OTHERS = ("config", "stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", *_OF_FAILED, *_LATE)
+_OTHERS = (
+    "config",
+    "stored",
+    "trimmed",
+    "groups_used",
+    "set_aside",
+    "rows",
+    "sizes",
+    *_OF_FAILED,
+    *_OF_REISSUES,
+    *_LATE,
+)
 _OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
 
 
@@ -129,6 +145,8 @@ def freeze(state: RunState) -> bytes:
         rows=index.changed().tobytes(),
         failed_start=state.failed.window.start,
         failed_after=state.failed.window.after,
+        reissued=state.reissues.rounds,
+        waiting=list(state.reissues.waiting),
         sizes=pool.sizes if state.config and state.config.min_group_size else {},
         late_names=pool.columns.late_names,
         late_rows=index.late_rows().tobytes(),
@@ -161,6 +179,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
         {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failed},
         FailedWindow(snapshot.failed_start, snapshot.failed_after),
     )
+    state.reissues = Reissues(snapshot.reissued, dict.fromkeys(snapshot.waiting))
     _restore_pool(state, snapshot)
 
 
@@ -174,7 +193,7 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
     fresh = index["number"] > snapshot.stored
     pool.sizes = snapshot.sizes
     pool.count_stored(index["adapter"][fresh], index["rollouts"][fresh])
-    state.forgive(index["adapter"][fresh], index["prompt_index"][fresh])
+    state.deliver(index["adapter"][fresh], index["prompt_index"][fresh])
     bad = np.flatnonzero(fresh & (index["state"] == DEAD))  # dead before any ledger record: by the index entry
     if len(bad):
         index["state"][bad] = LIVE

@@ -3,9 +3,9 @@
 A ticket allows a producer to generate the group of one prompt index. Every method returns what it changed; the caller
 stores that in Redis.
 
-Invariants, per adapter: each index below `next_index` is out, due again, failed or stored, and only one of these.
-`attempt` = 1 + failed tries of the prompt <= `max_attempts`. `serial` = tickets issued for the prompt so far: it keeps
-the texts of two tickets apart also where a forgiven return leaves `attempt` as it was.
+Invariants, per adapter: each index below `next_index` is out, due again, failed or stored, and only one of these. A
+reissue is due after its prompt was stored, by the ledger. `attempt` = 1 + failed tries of the prompt <= `max_attempts`.
+`serial` = tickets issued for it so far: two texts differ also where a forgiven return leaves `attempt` as it was.
 
 A ticket belongs to the producer that took it. If that one had sent a heartbeat, storage has its name too, so that the
 next leader can take back the tickets of a producer that is gone.
@@ -25,60 +25,44 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from replaybuf.errors import NotFound
+from replaybuf.kernel.state.reissues import Reissues
+from replaybuf.kernel.state.return_reasons import is_forgiven
 
 _NUMBER = r"0|[1-9][0-9]{0,17}"
 _TICKET = re.compile(
     rf"(?:(?P<adapter>.+)/)?t(?P<generation>{_NUMBER})-(?P<index>{_NUMBER})-(?P<attempt>[1-9][0-9]{{0,8}})"
-    r"-(?P<serial>[1-9][0-9]{0,8})",
+    r"-(?P<serial>[1-9][0-9]{0,8})(?:-(?P<reissue>[1-9][0-9]{0,8}))?",
     re.DOTALL,
 )
 
-_SERVERS_AWAY = (
-    *("engine_away", "engine_stale", "ref_engine_away", "teacher_engine_away"),
-    *("old_engine_away", "old_engine_stale"),
-)
-FORGIVEN_REASONS = frozenset({"shutdown", "superseded", "lost_lineage", "run_paused", "run_finished", *_SERVERS_AWAY})
-"""Reasons of a return that count as no failed attempt, because the prompt is not the cause.
-
-`engine_timeout` and `engine_lost` count: else a prompt that is too slow or crashes engines would come again for ever.
-"""
-
-
-def is_forgiven(reason: str) -> bool:
-    """Return whether a return for `reason` counts as no failed attempt; text after the first `:` is ignored."""
-    return _word(reason) in FORGIVEN_REASONS
-
-
-def _word(reason: str) -> str:
-    return reason.partition(":")[0].strip()
-
-
-NOBODY_FAILED = frozenset({"", "shutdown", "superseded", "lost_lineage", "run_paused", "run_finished"})
-"""Reasons of a return without any failure: the group is not wanted any more, or its producer ends."""
-
-
-def is_failure(reason: str) -> bool:
-    """Return whether a return for `reason` is a fault of the producer, its engines or its prompt."""
-    return _word(reason) not in NOBODY_FAILED
-
 
 class Ticket(NamedTuple):
-    """Permission to generate prompt `prompt_index` once; `generation` is the run's at issue."""
+    """Permission to generate prompt `prompt_index` once; `generation` is the run's at issue.
+
+    `reissue`: how often the prompt was issued again because its group was too stale.
+    """
 
     adapter: str
     generation: int
     prompt_index: int
     attempt: int
     serial: int
+    reissue: int = 0
 
     def __str__(self) -> str:
         prefix = f"{self.adapter}/" if self.adapter else ""
-        return f"{prefix}t{self.generation}-{self.prompt_index}-{self.attempt}-{self.serial}"
+        suffix = f"-{self.reissue}" if self.reissue else ""
+        return f"{prefix}t{self.generation}-{self.prompt_index}-{self.attempt}-{self.serial}{suffix}"
 
     @property
     def prompt(self) -> tuple[str, int]:
         """Adapter and prompt index."""
         return self.adapter, self.prompt_index
+
+    @property
+    def key(self) -> str:
+        """Default `group_id` of its group."""
+        return prompt_key(self.adapter, self.prompt_index, self.reissue)
 
 
 def parse_ticket(text: str) -> Ticket:
@@ -86,7 +70,7 @@ def parse_ticket(text: str) -> Ticket:
     match = _TICKET.fullmatch(text)
     if not match:
         raise NotFound(f"ticket {text!r} is not one this service issued", name="ticket", value=text)
-    numbers = (int(match[name]) for name in ("generation", "index", "attempt", "serial"))
+    numbers = (int(match[name] or 0) for name in ("generation", "index", "attempt", "serial", "reissue"))
     return Ticket(match["adapter"] or "", *numbers)
 
 
@@ -94,9 +78,16 @@ def _stored_text(ticket: Ticket, producers: Mapping[Ticket, str]) -> str:
     return f"{ticket}@{producers[ticket]}" if ticket in producers else str(ticket)
 
 
-def prompt_key(adapter: str, prompt_index: int) -> str:
-    """Return the default `group_id` of a ticket's group: `p<prompt_index>`, after `<adapter>/` for a named adapter."""
-    return f"{adapter}/p{prompt_index}" if adapter else f"p{prompt_index}"
+def reissue_of(text: str | None) -> int:
+    """Return the reissue in the text of a ticket; 0 for other text, which a direct writer may store."""
+    match = _TICKET.fullmatch(text or "")
+    return int(match["reissue"] or 0) if match else 0
+
+
+def prompt_key(adapter: str, prompt_index: int, reissue: int = 0) -> str:
+    """Return the default `group_id` of a ticket's group: `<adapter>/p<prompt_index>-<reissue>`, if there are both."""
+    key = f"p{prompt_index}-{reissue}" if reissue else f"p{prompt_index}"
+    return f"{adapter}/{key}" if adapter else key
 
 
 @dataclasses.dataclass(slots=True)
@@ -245,6 +236,8 @@ class TicketBook:
             return False
         entry, due = self._out.get(ticket.prompt), self._due.get(ticket.prompt)
         newest = entry.ticket if entry else due
+        if newest and newest.reissue != ticket.reissue:
+            return ticket.reissue < newest.reissue
         if newest is None or ticket.serial >= newest.serial:
             return newest is None or self.holds(ticket)
         later = newest.serial - ticket.serial  # tickets since then; each may be one failed attempt
@@ -259,9 +252,19 @@ class TicketBook:
         supply = self.supplies.get(adapter)
         return supply is not None and self.next_index.get(adapter, 0) >= supply and not self._list_due(adapter)
 
-    def pending_prompts(self) -> list[tuple[str, int]]:
-        """List the prompts that are out or due again."""
-        return [*self._out, *self._due]
+    def pending_prompts(self) -> dict[tuple[str, int], int]:
+        """Return the prompts that are out or due again, with the reissue of each."""
+        tickets = itertools.chain((entry.ticket for entry in self._out.values()), self._due.values())
+        return {ticket.prompt: ticket.reissue for ticket in tickets}
+
+    def reissue(self, reissues: Reissues) -> None:
+        """Make the prompts due again that wait for a reissue."""
+        prompts = [prompt for prompt in reissues.waiting if not self.awaits(prompt)]
+        for prompt in prompts:
+            self._due[prompt] = Ticket(prompt[0], 0, prompt[1], attempt=1, serial=1, reissue=reissues.count(prompt))
+        for adapter in {adapter for adapter, _ in prompts}:
+            indexes = {*self._awaited[adapter], *(index for own, index in prompts if own == adapter)}
+            self._awaited[adapter] = OrderedDict.fromkeys(sorted(indexes))
 
     def may_expire(self, now_s: float) -> bool:
         """Return whether a ticket may be past its deadline; True by mistake after the earliest one was returned."""
@@ -330,10 +333,18 @@ class TicketBook:
         self._count(change, "expired", len(lost))
         return change
 
-    def complete(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
-        """Remove the tickets of prompts whose group is stored, whichever attempt delivered it."""
+    def complete(
+        self, prompts: Iterable[tuple[str, int]], reissues: Mapping[tuple[str, int], int] | None = None
+    ) -> TicketChange:
+        """Remove the tickets of prompts whose group is stored, by any attempt; a later reissue keeps its ticket.
+
+        `reissues`: of the stored groups; 0 for those that are not in it.
+        """
         change = TicketChange()
         for prompt in prompts:
+            ticket = self._out[prompt].ticket if prompt in self._out else self._due.get(prompt)
+            if ticket and ticket.reissue > (reissues or {}).get(prompt, 0):
+                continue
             self._awaited[prompt[0]].pop(prompt[1], None)
             entry = self._pop_out(prompt)
             if entry:

@@ -5,8 +5,8 @@ The rule compares the share of failed prompts with `tickets.max_failed_share`. P
 
 from __future__ import annotations
 
-from replaybuf.kernel.state.failed_prompts import FailedShare
-from replaybuf.kernel.state.run_state import FAILED_SHARE, RunState
+from replaybuf.kernel.state.failed_prompts import FAILED_SHARE, FailedShare
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.wire.config import recorded
 from replaybuf.wire.ledger import ConfigRecord, TicketRecord

@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from replaybuf.errors import NotFound
 from replaybuf.kernel.rows.column_bits import have_all
-from replaybuf.kernel.rows.index import LIVE
+from replaybuf.kernel.rows.index import LIVE, Index
 from replaybuf.kernel.rows.live_groups import LiveTotals
 from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups
 from replaybuf.kernel.strategy.plugin_set import Ask, PluginSet, build_plugins
 from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
+from replaybuf.kernel.strategy.stale_policies import BOUNDED_COLUMNS, StalePolicies
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import Amount
 from replaybuf.wire.group import hash_name
@@ -30,20 +31,25 @@ from replaybuf.wire.group import hash_name
 SAMPLED_GROUPS = 256
 """Means per group are taken over this many newest groups."""
 _HISTORY_BATCHES = 16
+_ALL = slice(None)
 _MEASURED = tuple(field.name for field in dataclasses.fields(MeasuredRates))
 
 
 class UsabilityRule(NamedTuple):
-    """A rule for usable groups: its text, a column, the test of its values, and one word for groups that break it.
+    """A rule for usable groups: its text, columns, the test of their values, and one word for groups that break it.
 
     `when`: `select` leaves such groups out of a batch, `evict` evicts them, because no later step may use them either.
     """
 
     rule: str
-    column: str
-    kept: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]
+    columns: tuple[str, ...]
+    kept: Callable[..., npt.NDArray[np.bool_]]
     reason: str
     when: Literal["select", "evict", "both"] = "select"
+
+    def holds(self, index: Index, rows: npt.NDArray[np.int64] | slice = _ALL) -> npt.NDArray[np.bool_]:
+        """Return which of these rows keep the rule."""
+        return self.kept(*(index[name][rows] for name in self.columns))
 
 
 class StrategyInputs:
@@ -146,6 +152,10 @@ class StrategyInputs:
             overdue=overdue,
         )
 
+    def prompts_issued(self, adapter: str) -> int:
+        """Return how many prompts of an adapter got a ticket; their indexes are below."""
+        return self._book.next_index.get(adapter, 0)
+
     def own_budget(self, adapter: str) -> Budget:
         """Return the budget of what an adapter's next batch still lacks."""
         groups = self.config.groups_per_batch_of(adapter)
@@ -176,7 +186,7 @@ class StrategyInputs:
         if required := self.plugins.all_required:
             bits = self._state.pool.columns.bits_of(required)
             rule = f"selects only groups with the columns {', '.join(required)}"
-            yield UsabilityRule(rule, "columns", lambda found: have_all(found, bits), "missing_columns")
+            yield UsabilityRule(rule, ("columns",), lambda found: have_all(found, bits), "missing_columns")
 
     def eviction_rules(self, adapter: str) -> Sequence[UsabilityRule]:
         """List the rules at the next step after which groups of an adapter are evicted, the first reason first.
@@ -195,9 +205,9 @@ class StrategyInputs:
             return Amount()
         index = self._state.index
         *others, complete = self.usability_rules(step, adapter)
-        lacks = ~complete.kept(index[complete.column])
+        lacks = ~complete.holds(index)
         for rule in others:
-            lacks &= rule.kept(index[rule.column])
+            lacks &= rule.holds(index)
         return Amount(int(np.count_nonzero(lacks)), int(index["tokens"][lacks].sum(dtype=np.int64)))
 
     def awaited(self, usable: Groups, reason: str, adapter: str, budget: Budget, *, supplied: bool) -> Amount | None:
@@ -216,32 +226,42 @@ class StrategyInputs:
     def _rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
         rule = "selects no group of a later version"
-        yield UsabilityRule(rule, "policy_version", lambda found: found <= version, "later_version")
+        yield UsabilityRule(rule, ("policy_version",), lambda found: found <= version, "later_version")
         if bounds.max_staleness is not None:
-            oldest = version - bounds.max_staleness
-            rule = f"keeps the max_staleness of {bounds.max_staleness}"
-            yield UsabilityRule(rule, "policy_version", lambda found: found >= oldest, "too_stale", "both")
+            yield self._staleness_rule(version - bounds.max_staleness, bounds.max_staleness)
         # Such a group was checked before a rewind, and stored after it by a direct writer or a leader that died.
         published = self._state.published[adapter]
         rule = "has no token of a version that is not published"
-        yield UsabilityRule(rule, "policy_version_max", lambda found: found <= published, LOST_LINEAGE, "evict")
+        yield UsabilityRule(rule, ("policy_version_max",), lambda found: found <= published, LOST_LINEAGE, "evict")
         if bounds.max_uses is not None:
             most = bounds.max_uses
-            yield UsabilityRule(f"keeps the max_uses of {most}", "times_sampled", lambda found: found < most, "used_up")
-        yield UsabilityRule("selects only live groups", "state", lambda found: found == LIVE, "not_live")
+            rule = f"keeps the max_uses of {most}"
+            yield UsabilityRule(rule, ("times_sampled",), lambda found: found < most, "used_up")
+        yield UsabilityRule("selects only live groups", ("state",), lambda found: found == LIVE, "not_live")
         if adapter:  # without adapters all groups have the same one
             code = hash_name(adapter)
             rule = "selects only groups it was given"
-            yield UsabilityRule(rule, "adapter", lambda found: found == code, "other_adapter")
+            yield UsabilityRule(rule, ("adapter",), lambda found: found == code, "other_adapter")
         if self.config.batch.overlong == "reject":
             longest = self.seq_len
             rule = f"keeps the seq_len of {longest}"
-            yield UsabilityRule(rule, "longest_tokens", lambda found: found <= longest, "overlong", "both")
+            yield UsabilityRule(rule, ("longest_tokens",), lambda found: found <= longest, "overlong", "both")
+
+    def _staleness_rule(self, oldest: int, max_staleness: int) -> UsabilityRule:
+        rule, policies = f"keeps the max_staleness of {max_staleness}", StalePolicies.of(self.config)
+        if "mask" not in policies.used:
+            return UsabilityRule(rule, ("policy_version",), lambda found: found >= oldest, "too_stale", "both")
+
+        def kept(*columns: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+            fits: npt.NDArray[np.bool_] = policies.bounded_versions(*columns) >= oldest
+            return fits
+
+        return UsabilityRule(rule, BOUNDED_COLUMNS, kept, "too_stale", "both")
 
     def usable(self, step: int, adapter: str) -> Groups:
         """Return the live groups, of an adapter, that keep all `usability_rules` at `step`."""
         index = self._state.index
-        each = (rule.kept(index[rule.column]) for rule in self.usability_rules(step, adapter))
+        each = (rule.holds(index) for rule in self.usability_rules(step, adapter))
         fits = next(each)
         for kept in each:
             fits &= kept

@@ -101,7 +101,7 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
     unknown = [] if len(rows) == len(ascending) else np.setdiff1d(ascending, stored)[:8].tolist()
     yield "selects only groups that are stored", not unknown, unknown
     for rule in usable_by:
-        kept = rule.kept(index[rule.column][rows])
+        kept = rule.holds(index, rows)
         all_kept = bool(kept.all())
         yield rule.rule, all_kept, [] if all_kept else stored[~kept][:8].tolist()
     tokens = int(index["tokens"][rows].sum(dtype=np.int64))

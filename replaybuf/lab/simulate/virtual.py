@@ -104,7 +104,7 @@ class VirtualRun:
 
     def has_group(self, prompt_index: int) -> bool:
         """Return whether the group of a prompt is stored: another one is a duplicate."""
-        return prompt_index in self._stored_prompts
+        return prompt_index in self._stored_prompts and ("", prompt_index) not in self.state.reissues.waiting
 
     def fitting(self, coming: Sequence[Load]) -> int:
         """Return how many of the first groups fit under the limits; the others have to retry."""
@@ -119,7 +119,8 @@ class VirtualRun:
         self.state.store(numbers, entries)
         indexes = entries["prompt_index"].tolist()
         self._stored_prompts.update(indexes)
-        change = self.book.complete(("", index) for index in indexes)
+        prompts = [("", index) for index in indexes]
+        change = self.book.complete(prompts, {prompt: self.state.reissues.count(prompt) for prompt in prompts})
         self.rates.record_durations(self.now_s - issued_s for issued_s in change.issue_times_s)
         self.rates.record_stored(self.now_s, len(entries))
         self._evict(numbers)
@@ -138,6 +139,7 @@ class VirtualRun:
                     unused = rows[index["times_sampled"][rows] == 0]
                     self._evicted.append((reason, index["tokens"][unused].copy(), index["rollouts"][unused].copy()))
             self._apply(record)
+        self.book.reissue(self.state.reissues)
 
     def take_evicted(self) -> list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
         """Return what was evicted unused since the last call: reason, tokens and rollouts of each group."""

@@ -17,8 +17,8 @@ import msgspec
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.kernel.decide.records import BatchDraft, GroupLabel
 from replaybuf.kernel.rows.column_table import ColumnTable
+from replaybuf.kernel.state.history import Attachment
 from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
-from replaybuf.kernel.state.run_state import Attachment
 from replaybuf.packing.batches import PackedGroups
 from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry, Store

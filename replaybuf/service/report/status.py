@@ -60,8 +60,9 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
 
 
 def coverage(state: RunState, book: TicketBook) -> Coverage:
-    """Count a run's prompts by their fate, of all adapters together."""
-    return state.totals.histograms.coverage(sum(book.next_index.values()), len(state.failed.prompts))
+    """Count a run's prompts by their fate, of all adapters together; a reissue counts as another prompt."""
+    issued = sum(book.next_index.values()) + state.reissues.total
+    return state.totals.histograms.coverage(issued, len(state.failed.prompts))
 
 
 class AdapterSummary(msgspec.Struct, frozen=True):
@@ -165,6 +166,8 @@ def render_run_state(
             expired=book.counts["expired"],
             returned=book.counts["returned"],
             failed=len(state.failed.prompts),
+            reissued=state.reissues.total,
+            awaiting_reissue=len(state.reissues.waiting),
         ),
         staleness=_staleness(state.totals),
         histograms=index.run.histograms,

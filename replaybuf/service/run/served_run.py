@@ -67,7 +67,7 @@ class Run:
         self.side_state = SideState(journal, self.book)
         self.rates = Rates(journal.clock.monotonic())
         self.selector = Selector(journal.name, journal.state, self.book, journal.clock.monotonic, self.rates)
-        self.eviction = Eviction(journal, self.selector)
+        self.eviction = Eviction(journal, self.selector, self.book)
         self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
         self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
         self.admission = AdmissionCheck(journal, self.book)

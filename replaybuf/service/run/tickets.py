@@ -12,7 +12,8 @@ from typing import NamedTuple
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.kernel.decide.records import check_adapter
 from replaybuf.kernel.decide.tickets import decide_tickets, held
-from replaybuf.kernel.state.tickets import Ticket, TicketChange, is_failure, parse_ticket, prompt_key
+from replaybuf.kernel.state.return_reasons import is_failure
+from replaybuf.kernel.state.tickets import Ticket, TicketChange, parse_ticket, prompt_key, reissue_of
 from replaybuf.kernel.strategy.failed_rule import decide_failed, decide_failed_share
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
@@ -92,6 +93,7 @@ class Tickets:
                 ticket=str(ticket),
                 prompt_index=ticket.prompt_index,
                 attempt=ticket.attempt,
+                reissue=ticket.reissue,
                 expires_in_s=self._book.ttl_s,
             )
             for ticket in outcome
@@ -210,15 +212,16 @@ class Tickets:
 
     def complete(self, chunks: Iterable[IndexChunk]) -> None:
         """Remove the tickets of stored groups and measure how long they took."""
-        change = self._remove(prompt for chunk in chunks for prompt in _prompts_of(chunk))
+        prompts = [(prompt, reissue) for chunk in chunks for prompt, reissue in _prompts_of(chunk)]
+        change = self._remove([prompt for prompt, _ in prompts], {prompt: n for prompt, n in prompts if n})
         now_s = self._journal.clock.monotonic()
         self._rates.record_durations(now_s - issued_s for issued_s in change.issue_times_s)
         for name, count in change.producers.items():
             if name in self._producers:
                 self._producers.record_groups(name, count, now_s)
 
-    def _remove(self, prompts: Iterable[tuple[str, int]]) -> TicketChange:
-        change = self._book.complete(prompts)
+    def _remove(self, prompts: Iterable[tuple[str, int]], reissues: Mapping[tuple[str, int], int]) -> TicketChange:
+        change = self._book.complete(prompts, reissues)
         self._side_state.remove_later(change.texts_to_drop)
         return change
 
@@ -226,18 +229,19 @@ class Tickets:
         """Apply a change of the adapters: prompts of new ones, and no tickets of removed ones."""
         config = self._journal.config
         self._book.supplies = config.supplies
-        removed = {*config.adapter_names} - {*config.kept_adapters}
-        self._remove([prompt for prompt in self._book.pending_prompts() if prompt[0] in removed])
+        removed, pending = {*config.adapter_names} - {*config.kept_adapters}, self._book.pending_prompts()
+        self._remove([prompt for prompt in pending if prompt[0] in removed], pending)
 
     async def reload(self) -> None:
         """Replace the book with the one in Redis, less the prompts that are stored or failed."""
         self._side_state.uncertain = False  # first: a failure below sets it again
         with self._side_state.uncertain_on_failure():
             await self._side_state.reload()
-            journal, prompts = self._journal, self._book.pending_prompts()
-            numbers = await journal.store.groups.find_numbers(journal.name, [prompt_key(*prompt) for prompt in prompts])
+            journal, pending = self._journal, self._book.pending_prompts()
+            keys = [prompt_key(*prompt, reissue) for prompt, reissue in pending.items()]
+            numbers = await journal.store.groups.find_numbers(journal.name, keys)
             failed = journal.state.failed.prompts
-            self._remove([p for p, n in zip(prompts, numbers, strict=True) if n is not None or p in failed])
+            self._remove([p for p, n in zip(pending, numbers, strict=True) if n is not None or p in failed], pending)
             self.follow_config()
 
     @contextlib.asynccontextmanager
@@ -253,6 +257,7 @@ class Tickets:
             await self.reload()
         # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.
         self.complete(self._journal.unsettled)
+        self._book.reissue(self._journal.state.reissues)
 
 
 def _share(tickets: list[Ticket], producers: Iterable[_Producer]) -> list[tuple[_Producer, list[Ticket]]]:
@@ -266,7 +271,7 @@ def _share(tickets: list[Ticket], producers: Iterable[_Producer]) -> list[tuple[
     return shares
 
 
-def _prompts_of(chunk: IndexChunk) -> list[tuple[str, int]]:
-    """List (adapter, prompt index) of the groups that came by a ticket."""
-    indexes = chunk.values["prompt_index"].tolist()
-    return [(strings.adapter, i) for strings, i in zip(chunk.strings, indexes, strict=True) if i >= 0]
+def _prompts_of(chunk: IndexChunk) -> list[tuple[tuple[str, int], int]]:
+    """List (adapter, prompt index) and reissue of the groups that came by a ticket."""
+    groups = zip(chunk.strings, chunk.values["prompt_index"].tolist(), strict=True)
+    return [((strings.adapter, index), reissue_of(strings.ticket)) for strings, index in groups if index >= 0]

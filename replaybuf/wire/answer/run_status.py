@@ -87,13 +87,18 @@ class GroupCounts(StoredCounts, frozen=True, kw_only=True):
 
 
 class TicketCounts(Answer, frozen=True, kw_only=True):
-    """Tickets since the run began; `out` counts those that are out now."""
+    """Tickets since the run began; `out` counts those that are out now.
+
+    `reissued`: prompts issued again because their group was too stale; `awaiting_reissue`: those without a new group.
+    """
 
     issued: int
     out: int
     expired: int
     returned: int
     failed: int
+    reissued: int = 0
+    awaiting_reissue: int = 0
 
 
 class FailedRule(Answer, frozen=True, kw_only=True):
@@ -205,6 +210,7 @@ class RunFacts(Struct, frozen=True):
     seed: int = 0
     advantage: str = "grpo"
     adapters: dict[str, Any] = {}
+    on_stale: str | dict[str, str] = "drop"
 
     def group_limits(self) -> GroupLimits:
         """Return the bounds of a group of this run."""

@@ -48,6 +48,7 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "tickets_expired": (COUNTER, "run", "Tickets that expired: a producer died or is too slow"),
     "tickets_returned": (COUNTER, "run", "Tickets returned"),
     "prompts_failed": (COUNTER, "run", "Prompts that failed max_attempts times"),
+    "prompts_reissued": (COUNTER, "run", "Prompts issued again because their group was too stale (on_stale)"),
     "waiting_seconds": (
         COUNTER, "run reason",
         "Time that trainers waited for a batch, by reported reason; "

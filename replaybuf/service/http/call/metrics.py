@@ -49,6 +49,7 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "tickets_expired": lambda run: run.book.counts["expired"],
     "tickets_returned": lambda run: run.book.counts["returned"],
     "prompts_failed": lambda run: len(run.state.failed.prompts),
+    "prompts_reissued": lambda run: run.state.reissues.total,
     "groups_in_batches": lambda run: run.state.count(IN_BATCHES),
     "bytes_live": lambda run: run.state.pool.live.totals().frame_bytes,
     "groups_per_second": lambda run: run.measured.groups_per_s,

@@ -8,7 +8,7 @@ import msgspec
 
 from replaybuf.errors import GroupRejected, Invalid, NotFound, TooLarge, counted
 from replaybuf.kernel.state.history import lost_version_since
-from replaybuf.kernel.state.tickets import TicketBook, parse_ticket, prompt_key
+from replaybuf.kernel.state.tickets import TicketBook, parse_ticket
 from replaybuf.kernel.strategy.advantages import group_advantages
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import PendingGroup
@@ -52,7 +52,7 @@ class AdmissionCheck:
         named, key = item.group or item, ""
         if named.ticket is not None:
             with contextlib.suppress(NotFound):
-                key = prompt_key(*parse_ticket(named.ticket).prompt)
+                key = parse_ticket(named.ticket).key
         return named.group_id or key, key
 
     def check(self, item: Incoming) -> PendingGroup:
@@ -109,7 +109,8 @@ class AdmissionCheck:
         except NotFound as error:
             raise GroupRejected("unknown_ticket", error.detail) from None
         state = self._journal.state
-        issued = ticket.generation <= state.generation and self._book.may_have_issued(ticket)
+        issued = ticket.generation <= state.generation and ticket.reissue <= state.reissues.count(ticket.prompt)
+        issued = issued and self._book.may_have_issued(ticket)
         if ticket.adapter != group.adapter or not issued:
             raise GroupRejected("unknown_ticket", f"ticket {group.ticket!r} was not issued, or for another adapter")
         if group.prompt_index not in (None, ticket.prompt_index):
@@ -124,7 +125,7 @@ class AdmissionCheck:
                 f"the newest policy version is {group.policy_version_max}; after ticket {group.ticket} was issued a "
                 f"rewind went back to version {lost_from}",
             )
-        key = prompt_key(ticket.adapter, ticket.prompt_index)
+        key = ticket.key
         return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
 
     def _limits(self, adapter: str) -> GroupLimits:

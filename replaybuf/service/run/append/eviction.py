@@ -7,15 +7,20 @@ import contextlib
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.decide.eviction import decide_removals
 from replaybuf.kernel.rows.index import Numbers
+from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.turns import in_turns
 
 
 class Eviction:
-    """Checks groups when they arrive, and all live groups when the rules or the history change."""
+    """Checks groups when they arrive, and all live groups when the rules or the history change.
 
-    def __init__(self, journal: Journal, selector: Selector) -> None:
+    The prompts of some groups are then due again in the `book`.
+    """
+
+    def __init__(self, journal: Journal, selector: Selector, book: TicketBook) -> None:
+        self._book = book
         self._journal = journal
         self._selector = selector
 
@@ -62,3 +67,4 @@ class Eviction:
         async for records in in_turns(removals):
             for record in records:
                 await journal.append(record)
+        self._book.reissue(journal.state.reissues)
