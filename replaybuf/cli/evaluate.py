@@ -23,11 +23,17 @@ from replaybuf.wire.text.model_tokenizer import Tokenizer
 RETRY_FOR_S = 60.0
 
 
-def evaluate(options: Annotated[EvaluateOptions, Parameter(name="*")]) -> None:
+def evaluate(
+    run: Annotated[str | None, Parameter(help="Name of the run that the result belongs to; needs --url.")] = None,
+    /,
+    *,
+    options: Annotated[EvaluateOptions, Parameter(name="*")],
+) -> None:
     """Sample and score held-out prompts with the current weights of the engines, and print the result.
 
-    The completions are not used for training. With --url and --run, the service records the result for the version.
+    The completions are not used for training. With RUN and --url, the service records the result for the version.
     """
+    del run  # also the value of --run, see `replaybuf.cli.configuration`
     options.check()
     result = run_async(_evaluate(options))
     if options.json:
