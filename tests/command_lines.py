@@ -24,14 +24,14 @@ def calls(text: str) -> Iterator[tuple[str, set[str]]]:
 
 @functools.cache
 def options_of(command: str) -> frozenset[str]:
-    """Return the options in the help of a command; none for an unknown command."""
+    """Return the options in the whole help of a command; none for an unknown command."""
     with (
         contextlib.redirect_stdout(io.StringIO()) as shown,
         contextlib.redirect_stderr(io.StringIO()),
         unittest.mock.patch.dict(os.environ, COLUMNS="200"),
     ):
         try:
-            main([*command.split(), "--help"])
+            main([*command.split(), "--help-all"])
         except SystemExit as ended:
             if ended.code:
                 return frozenset()

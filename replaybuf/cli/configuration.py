@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cyclopts import App, ArgumentCollection
+from cyclopts import App, Argument, ArgumentCollection
 from cyclopts.config import Env, Toml
 
 from replaybuf.errors import Invalid
@@ -24,15 +24,18 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_OPTIONS = ("config", "log-level", "log-format", "traces")
 """Options of every command."""
+RUN_OPTION = "--run"
+"""Hidden name of the argument RUN of `generate`, `train`, `eval` and `fetch-weights`."""
 
 
 def sources(app: App, config: Path | None) -> tuple[Any, ...]:
     """Return where cyclopts reads options from, besides the flags. Raises `Invalid` for a broken file."""
     environment = _Environment("REPLAYBUF_")
-    if config is None:
-        return environment, _check_missing
-    _check_tables(app, config)
-    return environment, Toml(config, must_exist=True, search_parents=False), _check_missing
+    files: tuple[Toml, ...] = ()
+    if config is not None:
+        _check_tables(app, config)
+        files = (Toml(config, must_exist=True, search_parents=False),)
+    return _place_run, environment, _place_run, *files, _place_run, _check_missing
 
 
 def global_flags(app: App, arguments: Sequence[str]) -> list[str]:
@@ -49,10 +52,27 @@ def global_flags(app: App, arguments: Sequence[str]) -> list[str]:
     return flags
 
 
+def _place_run(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take the argument RUN of a command as its option --run.
+
+    After each source, which may set either, so that a flag wins over the environment and that over the file.
+    """
+    argument, option = _run_of(arguments)
+    if argument and option and argument.has_tokens and not option.has_tokens:
+        option.append(argument.tokens[0].evolve(keyword=RUN_OPTION))
+
+
+def _run_of(arguments: ArgumentCollection) -> tuple[Argument | None, Argument | None]:
+    by_name = {argument.name: argument for argument in arguments}
+    return by_name.get("RUN"), by_name.get(RUN_OPTION)
+
+
 def _check_missing(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Raise `Invalid` with all options and arguments that a command still needs: cyclopts names the first alone."""
     needed = [argument for argument in arguments if argument.required and not argument.children]
     missing = [argument.name for argument in needed if not argument.has_tokens]
+    if all(_run_of(arguments)):
+        missing = ["RUN" if name == RUN_OPTION else name for name in missing]
     if missing:
         command = f"replaybuf {' '.join(commands)}"
         detail = f"{command} needs {', '.join(missing)}; see {command} --help"

@@ -67,14 +67,18 @@ class CheckpointOptions:
 
 
 def evaluate(
+    run: Annotated[str | None, Parameter(help="Name of the run that the result belongs to; needs --url.")] = None,
+    /,
+    *,
     options: Annotated[EvaluateOptions, Parameter(name="*")],
     of_checkpoints: Annotated[CheckpointOptions, Parameter(name="*")] = CheckpointOptions(),
 ) -> None:
     """Sample and score held-out prompts with the current weights of the engines, and print the result.
 
-    The completions are not used for training. With --url and --run, the service records the result for the version.
+    The completions are not used for training. With RUN and --url, the service records the result for the version.
     With --checkpoints, each checkpoint of a folder is scored by one engine.
     """
+    del run  # also the value of --run, see `replaybuf.cli.configuration`
     options.check()
     of_checkpoints.check(options)
     if of_checkpoints.checkpoints is None:

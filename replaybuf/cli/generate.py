@@ -13,8 +13,10 @@ from replaybuf.generator.process import run_generator
 
 
 def generate(
-    options: Annotated[GenerateOptions, Parameter(name="*")],
+    run: Annotated[str | None, Parameter(help="Name of the run; the generator waits until the run exists.")] = None,
+    /,
     *,
+    options: Annotated[GenerateOptions, Parameter(name="*")],
     reread: Annotated[Callable[[], dict[str, Any]] | None, Parameter(parse=False)] = None,
 ) -> None:
     """Generate scored groups of rollouts for a run, until its prompts or steps are finished.
@@ -26,5 +28,6 @@ def generate(
     min_inflight_groups, temperature and report_every_s to the next tickets. If another option changed, it applies
     nothing and logs an error.
     """
+    del run  # also the value of --run, see `replaybuf.cli.configuration`
     options.check()
     run_async(run_generator(options, None if reread is None else lambda: reread()["options"]))

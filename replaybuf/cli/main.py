@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter, Token, convert
 
 from replaybuf.cli.configuration import global_flags, sources
+from replaybuf.cli.short_help import HELP_ALL, help_for
 from replaybuf.errors import Invalid, MissingExtra, ReplaybufError
 from replaybuf.logs import LogFormat, announce_failure, configure_logging
 from replaybuf.missing_run import in_words_of
@@ -133,6 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         _mount(arguments)
+        arguments = ["--help" if argument == HELP_ALL else argument for argument in arguments]
         app.meta([*global_flags(app, arguments), *arguments])
     except ReplaybufError as error:
         announce_failure("replaybuf", in_words_of(error, _way_out(error)).detail)
@@ -180,14 +182,14 @@ def _mount(arguments: Sequence[str]) -> None:
     known = {words: (group, path) for group, paths in COMMANDS.items() for words, path in paths.items()}
     commands = {words: (group, installed.get(words, path)) for words, (group, path) in known.items()}
     commands |= {words: (DEVELOP, path) for words, path in installed.items() if words not in known}
-    chosen = any(set(words.split()).issubset(arguments) for words in commands)
+    app.help_formatter = short = help_for(list(commands), arguments)
     for place, (words, (group, path)) in enumerate(commands.items()):
         space, _, name = words.rpartition(" ")
         parent = _namespace(space, place) if space else app
         if name in parent:
             del parent[name]
         if path:
-            summary, inside = None if chosen else _summary(path), None if space else group
+            summary, inside = None if short.command else _summary(path), None if space else group
             parent.command(path, name=name, help=summary, group=inside, sort_key=place)
 
 

@@ -31,6 +31,7 @@ class ServiceOptions:
     """Print JSON."""
 
 
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
 RunName = Annotated[str, Parameter(help="Name of the run.")]
 StepNumber = Annotated[int, Parameter(help="Number of the step, from 0.")]
 Service = Annotated[ServiceOptions, Parameter(name="*")]
@@ -58,7 +59,7 @@ def print_table(
 
     Text of users is shown as it is: no markup, no control characters.
     """
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     for row in rows:

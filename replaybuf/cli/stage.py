@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from replaybuf.cli.event_loop import run_async
-from replaybuf.cli.service import RunName
-from replaybuf.client import Client
+from replaybuf.cli.service import RunName, ServiceOptions, print_json
+from replaybuf.client import AsyncClient
+from replaybuf.errors import Invalid
 from replaybuf.generator.failure.last_failure import report_failure
 from replaybuf.generator.options import default_producer
-from replaybuf.generator.stage.stage_daemon import StageDaemon, load_compute
+from replaybuf.generator.preflight import check_least
+from replaybuf.generator.stage.local import LocalStage, open_function, open_model
+from replaybuf.generator.stage.stage_daemon import StageDaemon
 from replaybuf.logs import announce
 from replaybuf.wire.late_columns import check_name
 
@@ -23,7 +26,7 @@ RETRY_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageOptions:
+class StageOptions(ServiceOptions):
     """What to add, and to which service."""
 
     column: str
@@ -33,46 +36,49 @@ class StageOptions:
     """Function MODULE:NAME that gets a stored group and returns one list per rollout, or one number per rollout."""
     model: Path | None = None
     """Model folder that computes logprobs in this process with torch; use it instead of --function."""
-    url: str = "http://127.0.0.1:8900"
-    """Address of the service; separate several servers of one Redis by commas."""
-    token: str | None = dataclasses.field(default=None, repr=False)
-    """Bearer token with the role producer."""
+    micro_batch: int = 8
+    """Rollouts per call of the model, over several groups."""
+    timeout_s: float = 600.0
+    """Maximum time of one call of the function or model; a longer one ends the stage."""
+
+    async def open(self) -> LocalStage:
+        """Load the function or the model. Raises `Invalid`."""
+        check_least("micro_batch", self.micro_batch, 1)
+        if self.function is not None and self.model is None:
+            return open_function(self.column, self.function, self.timeout_s)
+        if self.model is not None and self.function is None:
+            return await open_model(self.column, self.model, self.micro_batch, self.timeout_s)
+        raise Invalid("set one of function and model", name="function", value=self.function, bound="MODULE:NAME")
 
 
 def stage(run: RunName, /, options: Annotated[StageOptions, Parameter(name="*")]) -> None:
     """Add a column to every stored group that lacks it, until the run is finished.
 
     Several stages may add the same column. A stage that was killed continues with the groups that lack the column. On
-    SIGTERM or SIGINT it ends at once, with exit code 0. A failure that ends it is reported to the service.
+    SIGTERM or SIGINT it ends at once, with exit code 0. A group that fails three times, and a failure that ends the
+    stage, are reported to the service.
     """
     check_name(options.column)
+    run_async(_add_columns(run, options, f"stage-{options.column}-{default_producer()}"))
+
+
+async def _add_columns(run: str, options: StageOptions, producer: str) -> None:
     try:
-        _add_columns(run, options)
+        async with AsyncClient(options.url, run, token=options.token, retry_for_s=RETRY_S) as client:
+            daemon = StageDaemon(client, await options.open(), producer)
+            working = asyncio.ensure_future(daemon.run())
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, working.cancel)
+            if not options.json:
+                announce("stage adds %s to groups of %s at %s", options.column, run, options.url)
+            await asyncio.wait([working])
+            if not working.cancelled():
+                working.result()
     except Exception as error:
-        producer = f"stage-{options.column}-{default_producer()}"
-        run_async(report_failure(options.url, run, options.token, producer, error))
+        await report_failure(options.url, run, options.token, producer, error)
         raise
-
-
-def _add_columns(run: str, options: StageOptions) -> None:
-    compute = load_compute(options.function, options.model)
-    stop, errors = threading.Event(), list[Exception]()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    client = Client(options.url, run, token=options.token, retry_for_s=RETRY_S)
-    daemon = StageDaemon(client, options.column, compute, stop)
-
-    def work() -> None:
-        try:
-            daemon.run()
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
-            errors.append(error)
-        stop.set()
-
-    # In a daemon thread: a function that hangs does not keep the process. A call cut short is repeated without harm.
-    threading.Thread(target=work, name="stage", daemon=True).start()
-    announce("stage adds %s to groups of %s at %s", options.column, run, options.url)
-    stop.wait()
-    if errors:
-        raise errors[0]
-    announce("added %d, passed %d, failed %d", daemon.added, daemon.passed, daemon.failed)
+    counts = {"added": daemon.added, "passed": daemon.passed, "failed": daemon.failed, "given_up": daemon.given_up}
+    if options.json:
+        print_json(counts)
+    else:
+        announce("added %d, passed %d, failed %d, gave up %d", *counts.values())

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from replaybuf.cli.service import AsJson, print_json
 from replaybuf.errors import Invalid, ReplaybufError, StrategyFault
 from replaybuf.kernel.strategy.admissions import Admission, AdmissionOptions
 from replaybuf.kernel.strategy.contract import Filter, Strategy
@@ -38,40 +39,51 @@ class CheckOptions:
     _: dataclasses.KW_ONLY
     option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
     """KEY=VALUE: option of the plug-in. Repeat it for several options."""
+    json: Annotated[bool, Parameter(negative="")] = False
+    """Print JSON."""
 
 
-def list_installed() -> None:
+def list_installed(*, as_json: AsJson = False) -> None:
     """List the installed strategies, filters and admission plug-ins with package and purpose.
 
     The exit code is 1 if one of them does not import.
     """
-    console, sound = Console(), True
-    for kind, group in _KINDS.items():
-        if not (names := plugins.names(group)):
+    console = Console()
+    installed = {kind: [_describe(group, name) for name in plugins.names(group)] for kind, group in _KINDS.items()}
+    if as_json:
+        print_json(installed)
+    for kind, rows in installed.items():
+        if not rows or as_json:
             continue
         table = _table()
         for heading in (kind, "from", "what it does"):
             table.add_column(heading, header_style="dim", no_wrap=heading == kind, overflow="fold")
-        for name in names:
-            try:
-                purpose = Text(_docstring(plugins.load(group, name)).partition("\n")[0])
-            except ReplaybufError as error:
-                purpose, sound = Text(error.detail, style="red"), False
-            table.add_row(name, Text(_origin(plugins.find(group, name))), purpose)
+        for row in rows:
+            purpose = Text(row["purpose"] or row["fault"] or "", style="red" if row["fault"] else "")
+            table.add_row(row["name"], Text(row["from"] or ""), purpose)
         console.print(table)
         console.print()
-    if not sound:
+    if any(row["fault"] for rows in installed.values() for row in rows):
         sys.exit(1)
 
 
-def show(name: Annotated[str, Parameter(help="Name of the strategy, filter or plug-in.")], /) -> None:
-    """Show purpose, bounds and options of a strategy, a filter or an admission plug-in.
+def _describe(group: str, name: str) -> dict[str, str | None]:
+    """Return name, package and purpose of a plug-in, or the fault of one that does not import."""
+    purpose = fault = None
+    try:
+        purpose = _docstring(plugins.load(group, name)).partition("\n")[0]
+    except ReplaybufError as error:
+        fault = error.detail
+    return {"name": name, "from": _origin(plugins.find(group, name)), "purpose": purpose, "fault": fault}
 
-    Parameters
-    ----------
-    name
-        Name of an installed plug-in; "replaybuf strategies list" lists them.
-    """
+
+def show(
+    name: Annotated[str, Parameter(help="Name of an installed plug-in; `replaybuf strategies list` lists them.")],
+    /,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Show purpose, bounds and options of a strategy, a filter or an admission plug-in."""
     group = _group_of(name)
     if group is None:
         installed = {kind: names for kind, of_kind in _KINDS.items() if (names := plugins.names(of_kind))}
@@ -79,11 +91,17 @@ def show(name: Annotated[str, Parameter(help="Name of the strategy, filter or pl
         raise Invalid(f"name is {name!r}; installed: {listed}", name="name", value=name, bound=installed)
     console, entry, cls = Console(), plugins.find(group, name), plugins.load(group, name)
     options = describe_options(cls.Options)
+    bounds: dict[str, Any] = {}
+    if group == plugins.STRATEGIES and all(option.default != REQUIRED for option in options):
+        bounds = bounds_of(name, _build(cls, name, {}))._asdict()
+    if as_json:
+        facts = {"name": name, "from": _origin(entry), "class": entry.value, "description": _docstring(cls)}
+        print_json(facts | {"bounds": bounds, "options": [option._asdict() for option in options]})
+        return
     console.print(Text(f"{name}  ({entry.value}, {_origin(entry)})", style="bold"), soft_wrap=True)
     console.print(Text(_unwrapped(_docstring(cls))))
     console.print()
-    if group == plugins.STRATEGIES and all(option.default != REQUIRED for option in options):
-        bounds = bounds_of(name, _build(cls, name, {}))._asdict()
+    if bounds:
         listed = ", ".join(f"{what} {'unbounded' if bound is None else bound}" for what, bound in bounds.items())
         console.print(Text(f"by default: {listed}"))
     if not options:
@@ -105,11 +123,18 @@ def check(options: Annotated[CheckOptions, Parameter(name="*")]) -> None:
     The exit code is 1 if it breaks a rule.
     """
     console, values = Console(), plugins.option_pairs(options.option)
+    results: list[dict[str, str]] = []
     for what, fault in _findings(_load(options.target), options.target, values):
-        mark = Text("fail" if fault else "ok", style="red" if fault else "green")
-        console.print(Text.assemble(mark, f"  {what}", f": {fault}" if fault else ""), soft_wrap=True)
+        results.append({"check": what, "fault": fault})
+        if not options.json:
+            mark = Text("fail" if fault else "ok", style="red" if fault else "green")
+            console.print(Text.assemble(mark, f"  {what}", f": {fault}" if fault else ""), soft_wrap=True)
         if fault:  # later checks would report the same fault again
-            sys.exit(1)
+            break
+    if options.json:
+        print_json(results)
+    if results[-1]["fault"]:
+        sys.exit(1)
 
 
 def _load(target: str) -> Any:

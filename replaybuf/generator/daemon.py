@@ -46,13 +46,12 @@ from replaybuf.generator.inflight import InFlight, Job
 from replaybuf.generator.progress import Progress, append_status, log_status
 from replaybuf.generator.prompts import Encoder, PromptOrder
 from replaybuf.generator.stage.aggregation import Window
-from replaybuf.generator.stage.stages import Rollout, Stage, Stages
+from replaybuf.generator.stage.stages import Rollout, Stage, Stages, rollouts_of, with_columns
 from replaybuf.generator.staleness import Doomed
 from replaybuf.generator.threads import contained, was_cancelled
 from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.tracing import spans
 from replaybuf.wire.contract import Ticket, WaitingAnswer
-from replaybuf.wire.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class Daemon:
     ) -> None:
         self._engine = engine
         self._options = options
-        self._stages = Stages(stages, options.sampling.n) if stages else None
+        self._stages = Stages[Job](stages, options.sampling.n) if stages else None
         self._heartbeats = Heartbeats(options.producer, lambda: self.waiting)
         self._followers = (*followers, self._heartbeats, Doomed())
         self._inflight = InFlight(client, options.service_patience_s)
@@ -340,22 +339,23 @@ class Daemon:
         if self._stages is None:
             await self._delivery.put([job] if job.group is not None else [])
             return
-        ready = self._stages.add(job.group) if job.group is not None else None
+        ready = self._stages.add(job, rollouts_of(job.group)) if job.group is not None else None
         if ready is None and not self._generating:
             ready = self._stages.flush()
         if ready is None:
             await self._inflight.notify()  # a slot for generating is free
         else:
-            await self._complete(self._stages, *ready)
+            await self._complete(self._stages, ready)
 
-    async def _complete(self, stages: Stages, groups: list[Group], window: Window[Rollout]) -> None:
-        jobs = [self._inflight.jobs[group.ticket or ""] for group in groups]
+    async def _complete(self, stages: Stages[Job], window: Window[Job, Rollout]) -> None:
+        groups = [job.group for job in window.groups if job.group is not None]
+        columns = await stages.compute(window, max(group.policy_version for group in groups))
         completed: list[Job] = []
-        for job, made in zip(jobs, await stages.complete(groups, window), strict=True):
+        for job, group, made in zip(window.groups, groups, columns, strict=True):
             if isinstance(made, EngineFault):
                 await self._fail(job, made)
             else:
-                job.group = made
+                job.group = with_columns(group, made)
                 completed.append(job)
                 self._failures.record_success()
         await self._delivery.put(completed)

@@ -86,7 +86,7 @@ class GenerateOptions(SamplingOptions):
 
     url: str
     """Address of the service; separate several servers of one Redis by commas."""
-    run: str
+    run: Annotated[str, Parameter(show=False)]
     """Name of the run; the generator waits until the run exists."""
     group_size: PositiveInt | None = None
     """Number of rollouts per prompt; default: group_size of the run."""
@@ -191,8 +191,8 @@ class EvaluateOptions(SamplingOptions):
     json: bool = False
     """Print JSON instead of a table."""
     url: str | None = None
-    """Address of the service that records the result; needs run."""
-    run: str | None = None
+    """Address of the service that records the result of a RUN."""
+    run: Annotated[str | None, Parameter(show=False)] = None
     """Name of the run that the result belongs to; needs url."""
 
     def check(self) -> None:

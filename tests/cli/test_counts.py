@@ -44,13 +44,13 @@ def test_a_run_with_one_group_is_shown_in_the_singular(
         "waiting": waiting,
         "batch": terminal("explain", run.run, 0),
         "next": terminal("explain", run.run, 1),
-        "status": terminal("status", "--run", run.run),
+        "status": terminal("status", run.run),
         "list": terminal("runs", "list"),
         "show": terminal("runs", "show", run.run),
         "groups": terminal("groups", "list", run.run),
         "group": terminal("groups", "show", run.run, "a"),
         "ledger": terminal("ledger", run.run),
-        "top": terminal("top", "--run", run.run),
+        "top": terminal("top", run.run),
         "backup": terminal(*backup),
     }
     assert {name: wrong for name, text in shown.items() if (wrong := PLURAL_OF_ONE.findall(text))} == {}

@@ -32,8 +32,8 @@ def test_it_prints_json_and_the_run_records_the_result(tmp_path: Path, run: RunC
 
     async def main() -> None:
         async with EngineDouble(version=7).up() as engine:
-            keep = ("--url", str(run.http.base_url), "--run", run.run)
-            code, out, error = await evaluated(tmp_path, engine.url, "--json", "--samples", "2", *keep)
+            keep = (run.run, "--url", str(run.http.base_url))
+            code, out, error = await evaluated(tmp_path, engine.url, *keep, "--json", "--samples", "2")
         assert code == 0, error
         printed = json.loads(out)
         assert (printed["name"], printed["version"], printed["reward_mean"], printed["standard_error"]) == (
@@ -81,7 +81,7 @@ def test_an_invalid_option_of_eval_ends_it_with_one_message(tmp_path: Path) -> N
         async with EngineDouble().up() as engine:
             for options, said in (
                 (("--samples", "0"), 'Invalid value "0" for --samples'),
-                (("--run", "r"), "url and run belong together"),
+                (("r",), "url and run belong together"),
                 (("--prompts", "reasoning-gym:chain_sum"), "an evaluation needs a finite set"),
             ):
                 code, _, error = await evaluated(tmp_path, engine.url, *options)

@@ -56,7 +56,7 @@ def test_the_traceback_of_a_reward_reaches_everybody_who_waits_and_its_secret_no
         for words in (
             ("groups", "failures", run.run),
             ("groups", "failures", run.run, "--json"),
-            ("status", "--run", run.run),
+            ("status", run.run),
         )
     )
     assert {name: one["traceback"] for name, one in json.loads(listed).items()} == {

@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from replaybuf.cli.main import COMMANDS, main
+from replaybuf.cli.short_help import FIRST_OPTIONS
+from replaybuf.tracing import spans
+from tests.command_lines import options_of
 from tests.conftest import RunClient, ServeProcess, group
 
 
@@ -71,18 +74,64 @@ def test_help_lists_every_command_with_a_summary() -> None:
 @pytest.mark.parametrize("words", [words for paths in COMMANDS.values() for words in paths])
 def test_the_help_of_a_command_describes_each_of_its_arguments(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are required too."""
-    main([*words.split(), "--help"])
+    main([*words.split(), "--help-all"])
     shown = capsys.readouterr().out
     assert "Usage: " in shown and not re.search(r"│ \*? *[A-Z-]+ +\[", shown), shown
 
 
+@pytest.mark.parametrize("words", FIRST_OPTIONS)
+def test_the_help_of_a_command_with_many_options_shows_those_that_a_user_needs_first(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all that are required, and --help-all, which shows the others too."""
+    pages = []
+    for flag in ("--help", "--help-all"):
+        main([*words.split(), flag])
+        shown = capsys.readouterr().out.partition("Options of every command")[0]
+        required = set(re.findall(r"^│ \*  (--[a-z-]+)", shown, re.MULTILINE))
+        pages.append((set(re.findall(r"^│ (?:\*  |   )?(--[a-z-]+)", shown, re.MULTILINE)), required))
+    (short, required), (every, all_required) = pages
+    first = {f"--{option}" for option in FIRST_OPTIONS[words].split()}
+    assert first <= every and len(every) > len(first) + 3
+    assert short == first | required | {"--help-all"} and required == all_required and len(short) <= 15
+
+
+@pytest.mark.parametrize("command", ["generate", "train", "eval", "fetch-weights"])
+def test_the_run_is_an_argument_and_wins_over_environment_and_file(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"REPLAYBUF_{command.replace('-', '_').upper()}_RUN"
+    values = {"engine": "http://e", "environment": "e", "prompts": "p", "tokenizer": "t", "max-tokens": "8"}
+    values |= {"model": "m", "url": "http://u"}
+    needed = [
+        word for key, value in values.items() for word in (f"--{key}", value) if f"--{key}" in options_of(command)
+    ]
+
+    file = tmp_path / "c.toml"
+    file.write_text(f'[{command}]\nrun = "file"\n')
+
+    def stop(_: str, run: str) -> None:
+        raise LookupError(run)
+
+    def run_of(*words: str) -> str:
+        with pytest.raises(LookupError) as stopped:
+            main([command, *words, *needed, "--traces"])
+        return str(stopped.value)
+
+    monkeypatch.setattr(spans, "enable", stop)
+    assert run_of("--config", str(file)) == "file"
+    monkeypatch.setenv(variable, "environment")
+    assert run_of("--config", str(file)) == "environment"
+    assert run_of("argument") == run_of("--run", "argument") == "argument"
+
+
 def test_everything_that_a_command_misses_is_named_at_once() -> None:
     """From the environment it counts as given."""
-    needed = ("--engine", "--environment", "--prompts", "--tokenizer", "--max-tokens", "--url", "--run")
+    needed = ("--engine", "--environment", "--prompts", "--tokenizer", "--max-tokens", "--url", "RUN")
     message = replaybuf("generate").stderr
     assert all(f" {option}" in message for option in needed), message
     message = replaybuf("generate", "--url", "http://127.0.0.1:1", REPLAYBUF_GENERATE_RUN="x").stderr
-    assert "--run" not in message and "--url" not in message and " --engine, --environment" in message
+    assert "RUN" not in message and "--url" not in message and " --engine, --environment" in message
     assert "needs RUN, STEP;" in replaybuf("explain").stderr
 
 
@@ -100,7 +149,7 @@ def test_everything_that_a_command_misses_is_named_at_once() -> None:
         (["serve", "--advertise-url", "a:8900"], "advertise_url is 'a:8900'; use http://HOST:PORT or unix:/PATH"),
         (["--config", "nowhere.toml", "serve"], "config file nowhere.toml cannot be read"),
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
-        (["status", "--run", "No/Pe"], "run is 'No/Pe'; it must match"),
+        (["status", "No/Pe"], "run is 'No/Pe'; it must match"),
         (["status", "--token", "s\u00e9cret "], "token has an invalid character"),
         (["simulate", "--run", "x"], "--run is 'x'; it needs --from"),
         (["simulate", "--save-recording", "x"], "--save-recording is 'x'; it needs --from"),
@@ -194,7 +243,7 @@ def test_an_unknown_environment_variable_of_a_command_is_logged() -> None:
         (["serve", "--log-level", "loud"], '"warning"'),
         (["doctor", "--port", "-1"], "Must be >= 0"),
         (["engine", "--model", "x", "--threads", "0"], "Must be > 0"),
-        (["train", "--run", "x", "--model", "x", "--engine", "x", "--learning-rate", "-1"], "Must be > 0"),
+        (["train", "x", "--model", "x", "--engine", "x", "--learning-rate", "-1"], "Must be > 0"),
     ],
 )
 def test_an_option_out_of_range_is_rejected_before_anything_starts(arguments: list[str], message: str) -> None:
@@ -221,21 +270,21 @@ def test_status_prints_the_waiting_reason_of_a_run(service: ServeProcess, run: R
     """The same reason as over HTTP."""
     run.put(batch={"groups_per_batch": 2})
     run.append(group("a"))
-    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    shown = replaybuf("status", "--url", service.url, run.run).stdout
     assert "too_few_groups" in shown
     assert "stored 5.0, used -, dropped -" in shown and "issued 0, stored 0, trained 0, dropped 0" in shown
     evaluation = {"name": "held-out", "version": 3, "versions": [3, 4], "reward_mean": 0.5, "rollouts": 20, "failed": 1}
     assert run.post("evaluations", **evaluation | {"reward_mean": 0.25, "version": 2}).status_code == 200
     assert run.post("evaluations", **evaluation).status_code == 200
-    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    shown = replaybuf("status", "--url", service.url, run.run).stdout
     assert "evaluation held-out" in shown and "version 3, 4: reward 0.500" in shown and "0.250" not in shown
-    shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", "--run", run.run).stdout
+    shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", run.run).stdout
     assert "too_few_groups" in shown, "unreachable servers are skipped"
     run.append(group("b"))
     assert run.batch(0, run.attach()).status_code == 200
-    shown = replaybuf("status", "--url", service.url, "--run", run.run).stdout
+    shown = replaybuf("status", "--url", service.url, run.run).stdout
     assert re.search(r"staleness at use +│ 0: 2", shown) and re.search(r"times sampled at use +│ 1: 2", shown)
-    assert replaybuf("status", "--url", service.url, "--run", "nobody").returncode == 1
+    assert replaybuf("status", "--url", service.url, "nobody").returncode == 1
 
 
 @pytest.mark.parametrize(

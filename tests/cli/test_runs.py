@@ -122,7 +122,7 @@ def test_a_held_out_set_has_the_same_name_in_list_status_and_report(
     assert run.put(batch={"tokens_per_batch": 512, "seq_len": 64}, adapters=adapters).status_code == 201
     assert post(run, result(adapter="math")).status_code == 200
     terminal("report", run.run, "--to", tmp_path / "report.html")
-    shown = terminal("evals", run.run), terminal("status", "--run", run.run), (tmp_path / "report.html").read_text()
+    shown = terminal("evals", run.run), terminal("status", run.run), (tmp_path / "report.html").read_text()
     assert all("held-out, math" in text for text in shown), shown
 
 
@@ -136,36 +136,38 @@ def test_groups_are_listed_by_condition_and_shown_with_their_rollouts(terminal: 
     assert "[red]high" in listed and "low" not in listed
     first = terminal("groups", "list", run.run, "--limit", 1)
     after = re.search(r"--after (\d+)", first)
-    assert after and "low" in first
+    assert after and "high" in first, "the newest"
     assert [one["group_id"] for one in terminal.json("groups", "list", run.run, "--after", after[1])["groups"]] == [
-        "[red]high"
+        "low"
     ]
     shown = terminal("groups", "show", run.run, "low")
     assert "rollout 1: reward 0.25" in shown and re.search(r"reward_mean +0\.125", shown)
     assert len(terminal.json("groups", "show", run.run, "low")["rollouts"]) == 2
 
 
-def test_the_ledger_is_shown_page_by_page(terminal: Terminal, run: RunClient) -> None:
+def test_the_ledger_is_shown_page_by_page_newest_first(terminal: Terminal, run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 1})
     run.append(group("a"))
     run.batch(0, epoch := run.attach())
     run.ack(0, epoch)
     assert re.findall(r"\b(CONFIG|ATTACH|BATCH|ACK)\b", terminal("ledger", run.run)) == [
-        "CONFIG",
-        "ATTACH",
-        "BATCH",
         "ACK",
+        "BATCH",
+        "ATTACH",
+        "CONFIG",
     ]
     page = terminal("ledger", run.run, "--limit", 2)
-    assert "ACK" not in page and "more: --after 2" in page
-    assert [one["type"] for one in terminal.json("ledger", run.run, "--after", 2)["records"]] == ["BATCH", "ACK"]
+    assert "ATTACH" not in page and "more: --before 3" in page
+    rest = terminal.json("ledger", run.run, "--before", 3)
+    assert [record["type"] for record in rest["records"]] == ["ATTACH", "CONFIG"] and rest["before"] is None
+    assert "create it with `replaybuf runs create nobody" in terminal.refused("ledger", "nobody")
 
 
 def test_runs_are_listed_with_what_they_wait_for(terminal: Terminal, run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 2})
     run.append(group("a"))
     assert re.search(rf"{run.run} +running +0 +0 +1 +0 +too_few_groups", terminal("runs", "list"))
-    assert terminal.json("status", "--run", run.run)["groups"]["live"] == 1
+    assert terminal.json("status", run.run)["groups"]["live"] == 1
     assert "too_few_groups" in terminal("runs", "show", run.run)
 
 

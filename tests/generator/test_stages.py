@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit
 from replaybuf.generator.fleet import ServerStatus
-from replaybuf.generator.stage.stages import Computed, Rollout, Stage, Stages
-from replaybuf.wire.group import Group, OptionalLogprobs
+from replaybuf.generator.stage.aggregation import Window
+from replaybuf.generator.stage.stages import Computed, Rollout, Stage, Stages, rollouts_of, with_columns
+from replaybuf.wire.group import Float32s, Group, Int32s
 from replaybuf.wire.group_check import GroupLimits, check_group
 from tests import builders
 
@@ -26,15 +27,15 @@ class Sums:
 
     def __init__(
         self,
-        column: OptionalLogprobs,
+        column: str,
         micro_batch: int,
         lose: int = 0,
         fault: EngineFault | None = None,
         fails_at: int | None = None,
         versions: Sequence[int] = (),
     ) -> None:
-        self.column: OptionalLogprobs = column
-        self.micro_batch = micro_batch
+        self.column = column
+        self.micro_batch: int | None = micro_batch
         self.lose = lose
         self.fault = fault
         self.fails_at = fails_at
@@ -43,6 +44,9 @@ class Sums:
         self.least_versions: list[int] = []
         self.published: list[int] = []
         self.began: Callable[[str], None] = lambda column: None
+        self.values_of: Callable[[Rollout], Float32s | Int32s] = lambda rollout: np.full(
+            len(rollout.completion_ids), -rollout.completion_ids.sum(), np.float32
+        )
 
     @property
     def waiting(self) -> str | None:
@@ -64,7 +68,7 @@ class Sums:
         self.began(self.column)
         if self.fault is not None and any(self.fails_at in r.completion_ids for r in rollouts):
             raise self.fault
-        values = [np.full(len(r.completion_ids), -r.completion_ids.sum(), np.float32) for r in rollouts]
+        values = [self.values_of(rollout) for rollout in rollouts]
         version = self.versions.popleft() if len(self.versions) > 1 else next(iter(self.versions), None)
         return Computed(values[self.lose :], version)
 
@@ -81,14 +85,14 @@ def make_group(first: int, version: int = 0) -> Group:
 
 def run_all(stages: list[Stage], groups: list[Group]) -> list[Group | EngineFault]:
     async def main() -> list[Group | EngineFault]:
-        joined = Stages(stages, group_size=2)
-        done: list[Group | EngineFault] = []
-        for group in groups:
-            taken = joined.add(group)
-            if taken is not None:
-                done += await joined.complete(*taken)
-        tail = joined.flush()
-        return done + (await joined.complete(*tail) if tail is not None else [])
+        joined = Stages[Group](stages, group_size=2)
+        windows = [*(joined.add(group, rollouts_of(group)) for group in groups), joined.flush()]
+        return [done for window in windows if window is not None for done in await complete(joined, window)]
+
+    async def complete(joined: Stages[Group], window: Window[Group, Rollout]) -> list[Group | EngineFault]:
+        computed = await joined.compute(window, max(group.policy_version for group in window.groups))
+        pairs = zip(window.groups, computed, strict=True)
+        return [made if isinstance(made, EngineFault) else with_columns(group, made) for group, made in pairs]
 
     return asyncio.run(main())
 
@@ -119,12 +123,18 @@ def test_stages_compute_in_whole_micro_batches_until_the_tail() -> None:
     assert teacher.seen == [2, 2, 2, 2]
 
 
-def test_a_stage_that_loses_a_rollout_is_rejected() -> None:
-    with pytest.raises(BaseExceptionGroup) as caught:
-        run_through([Sums("ref_logprobs", 6, lose=1)], [make_group(n) for n in range(3)])
-    (error,) = caught.value.exceptions
-    assert isinstance(error, Invalid)
-    assert (error.value, error.bound) == ([1, 2, 1, 2, 1], [2, 1, 2, 1, 2, 1])
+def test_a_stage_that_loses_a_rollout_fails_the_groups_of_that_micro_batch() -> None:
+    done = run_all([Sums("ref_logprobs", 6, lose=1)], [make_group(n) for n in range(3)])
+    faults = [fault for fault in done if isinstance(fault, EngineFault)]
+    assert [(fault.reason, fault.value, fault.bound) for fault in faults] == [("ref_bad_values", 5, 6)] * 3
+
+
+def test_values_of_another_length_than_the_completion_fail_the_group() -> None:
+    short = Sums("ref_logprobs", 2)
+    short.values_of = lambda rollout: rollout.completion_ids[:1]
+    (fault,) = run_all([short], [make_group(10)])
+    assert isinstance(fault, EngineFault) and fault.reason == "ref_bad_values"
+    assert (fault.value, fault.bound) == ((1,), (2,)), "of the first rollout"
 
 
 def test_a_failed_micro_batch_costs_only_its_groups() -> None:
@@ -159,7 +169,7 @@ def test_an_unfit_engine_is_not_a_fault_of_groups() -> None:
 def test_waiting_names_the_stage_that_cannot_compute() -> None:
     async def main() -> None:
         teacher = Sums("teacher_logprobs", 2, fault=EngineAway("engine_away", "waited 1 s in vain"))
-        stages = Stages([Sums("ref_logprobs", 2), teacher], group_size=2)
+        stages = Stages[Group]([Sums("ref_logprobs", 2), teacher], group_size=2)
         with pytest.raises(EngineAway):
             await stages.wait_ready(1.0)
         assert stages.waiting == "teacher_engine_away"
@@ -217,5 +227,5 @@ def test_weights_that_keep_changing_cost_the_groups_of_older_versions() -> None:
 
 def test_every_stage_learns_published_versions() -> None:
     reference, old = Sums("ref_logprobs", 2), Sums("old_logprobs", 2, versions=[7])
-    Stages([reference, old], group_size=2).learn_published(7)
+    Stages[Group]([reference, old], group_size=2).learn_published(7)
     assert reference.published == old.published == [7]

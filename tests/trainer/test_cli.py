@@ -39,11 +39,11 @@ def test_an_entry_point_mounts_each_command(name: str) -> None:
     ],
 )
 def test_without_torch_the_error_names_the_install_command(
-    monkeypatch: pytest.MonkeyPatch, command: Callable[[Any], None], options: Any
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., None], options: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[trainer\]'"):
-        command(options)
+        command(options=options)
 
 
 def test_the_helper_of_an_engine_needs_no_torch() -> None:
@@ -57,7 +57,7 @@ def test_a_trainer_needs_a_run_and_a_model_and_no_engine(
     """The options are complete: the command fails only because torch is missing."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit) as ended:
-        main(["train", "--url", "http://127.0.0.1:8900", "--run", "r", "--model", "m"])
+        main(["train", "r", "--url", "http://127.0.0.1:8900", "--model", "m"])
     assert ended.value.code == 1
     assert "pip install 'replaybuf[trainer]'" in capsys.readouterr().err
 
@@ -85,12 +85,12 @@ def test_an_interval_of_checkpointed_layers_outside_its_bounds_is_rejected(
     number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["train", "--run", "r", "--model", "m", "--activation-checkpointing", number])
+        main(["train", "r", "--model", "m", "--activation-checkpointing", number])
     assert "--activation-checkpointing" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("number", ["-1", "257"])
 def test_a_number_of_tables_outside_its_bounds_is_rejected(number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["train", "--run", "r", "--model", "m", "--tables", number])
+        main(["train", "r", "--model", "m", "--tables", number])
     assert "--tables" in "".join(capsys.readouterr())

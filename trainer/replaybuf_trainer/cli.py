@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 FENCED_EXIT_CODE = 3
 
 
-def train(options: Annotated[TrainOptions, Parameter(name="*")]) -> None:
+def train(
+    run: Annotated[
+        str | None, Parameter(help="Name of the run. Without it, batches come from --from-export or --fake-data.")
+    ] = None,
+    /,
+    *,
+    options: Annotated[TrainOptions, Parameter(name="*")],
+) -> None:
     """Train a policy with GRPO on the batches of a run, until the run is finished.
 
     --fake-data and --from-export need no service and report to nobody.
     Resumes from the newest checkpoint. On SIGTERM or SIGINT it finishes the current step and writes a checkpoint.
     The exit code is 3 if another trainer took the run. Give generators the same --on-publish.
     """
+    del run  # also the value of --run, see `replaybuf.cli.configuration`
     _need_torch("train")
     import torch
 
@@ -61,13 +69,22 @@ def engine(options: Annotated[EngineOptions, Parameter(name="*")]) -> None:
     asyncio.run(serve(options))
 
 
-def fetch_weights(options: Annotated[FetchWeightsOptions, Parameter(name="*")]) -> None:
+def fetch_weights(
+    run: Annotated[
+        str | None,
+        Parameter(help="Name of a run whose published version it loads. Without it, a trainer decides what to load."),
+    ] = None,
+    /,
+    *,
+    options: Annotated[FetchWeightsOptions, Parameter(name="*")],
+) -> None:
     """Download published weights for the engine beside it, and load them.
 
-    The trainer runs with --publisher http and this helper as --engine. With --run the helper follows the run instead.
+    The trainer runs with --publisher http and this helper as --engine. With RUN the helper follows the run instead.
     Prints "listening on http://HOST:PORT", or the run that it follows. It ends on SIGTERM or SIGINT; what is
     downloaded stays.
     """
+    del run  # also the value of --run, see `replaybuf.cli.configuration`
     from replaybuf_trainer.weight_download.command import fetch
 
     fetch(options)

@@ -71,16 +71,16 @@ class FetchWeightsOptions:
     """Certificates (PEM) of authorities to trust for weights at https addresses. Default: those of the system."""
     engine_timeout_s: PositiveFloat = 60.0
     """Maximum time of one request to the engine, in seconds."""
-    run: str = ""
+    run: Annotated[str, Parameter(show=False)] = ""
     """Name of a run whose published version the helper loads by itself. Without it, a trainer decides what to load."""
     url: str = "http://127.0.0.1:8900"
-    """Address of the service, for --run; separate several servers of one Redis by commas."""
+    """Address of the service, for a RUN; separate several servers of one Redis by commas."""
     token: str | None = dataclasses.field(default=None, repr=False)
-    """Bearer token with the role producer, for --run."""
+    """Bearer token with the role producer, for a RUN."""
     adapter: str = ""
-    """Adapter of the run that the engine serves, for --run; by default a whole model."""
+    """Adapter of the run that the engine serves, for a RUN; by default a whole model."""
     on_publish: OnPublish = "in-flight"
-    """Running completions while the engine loads weights, for --run; give generators the same value."""
+    """Running completions while the engine loads weights, for a RUN; give generators the same value."""
 
 
 CHECKPOINTS = Path(".replaybuf/checkpoints")
@@ -99,7 +99,7 @@ class TrainOptions:
 
     url: str = "http://127.0.0.1:8900"
     """Address of the service; separate several servers of one Redis by commas."""
-    run: str = ""
+    run: Annotated[str, Parameter(show=False)] = ""
     """Name of the run. Without it, batches come from --from-export or --fake-data."""
     fake_data: Annotated[bool, Parameter(negative="")] = False
     """Train on made-up batches, without a service: to try, debug and profile a trainer. Give --steps."""

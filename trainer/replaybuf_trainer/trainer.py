@@ -1,6 +1,6 @@
 """The reference trainer: policy gradients from the batches of a replaybuf run.
 
-    replaybuf train --url http://127.0.0.1:8900 --run demo --model DIR --engine http://127.0.0.1:8001
+    replaybuf train demo --url http://127.0.0.1:8900 --model DIR --engine http://127.0.0.1:8001
     replaybuf train --fake-data --model DIR --steps 5
 
 Order of a step: get batch s -> train, once or for several epochs -> ack s -> write and load weights -> publish the

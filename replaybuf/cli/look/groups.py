@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from replaybuf.cli.fetch import fetch_first
 from replaybuf.cli.service import (
     DEFAULT_SERVICE,
     RunName,
@@ -22,9 +23,12 @@ from replaybuf.cli.service import (
     print_table,
     printable,
 )
+from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import counted
 from replaybuf.wire.answer.browse import GroupState, GroupSummary, StoredRollout
+from replaybuf.wire.answer.overview import Flow
 from replaybuf.wire.answer.samples import Sample
+from replaybuf.wire.config import check_run_name
 
 SHOWN_IDS = 24
 """Token ids of a completion that are shown where there is no text."""
@@ -61,8 +65,8 @@ class QueryOptions(ServiceOptions):
     """Adapter of the group."""
     order: Literal["arrival", "reward", "staleness"] = "arrival"
     """What to sort by."""
-    desc: bool = False
-    """Highest first."""
+    desc: bool = True
+    """Newest or highest first; with --no-desc oldest or lowest first."""
     limit: int = 20
     """Maximum number of groups."""
     after: int | None = None
@@ -87,14 +91,14 @@ class SampleOptions(ServiceOptions):
 class LedgerOptions(ServiceOptions):
     """Records to show."""
 
-    after: int = 0
-    """Show records after this entry."""
+    before: int | None = None
+    """Show records before this entry. Default: the newest."""
     limit: int = 50
     """Maximum number of records."""
 
 
 def list_(run: RunName, /, options: Annotated[QueryOptions, Parameter(name="*")] = QueryOptions()) -> None:
-    """List groups of a run by state, step, reward, staleness, version, prompt, source or adapter."""
+    """List groups of a run, newest first, by state, step, reward, staleness, version, prompt, source or adapter."""
     own = {field.name for field in dataclasses.fields(ServiceOptions)}
     query: dict[str, Any] = {name: value for name, value in dataclasses.asdict(options).items() if name not in own}
     with client(run, options) as service:
@@ -102,7 +106,7 @@ def list_(run: RunName, /, options: Annotated[QueryOptions, Parameter(name="*")]
     if options.json:
         print_json(page)
         return
-    columns = ("group", "state", "prompt", ">version", ">reward", ">spread", ">rollouts", ">tokens", "steps")
+    columns = ("group", "state", "prompt", ">version", ">reward", ">± std", ">size", ">tokens", "steps")
     print_table(columns, map(_row, page.groups))
     if page.next is not None:
         print(f"more: --after {page.next}")
@@ -180,14 +184,15 @@ def _completion(rollout: StoredRollout) -> str:
 
 
 def failures(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
-    """Show the newest failure of each producer of a run, with its traceback."""
+    """Show the newest failure of each producer of a run, with its traceback; the newest first."""
     with client(run, options) as service:
-        failed = {one.name: one.failure for one in service.list_producers() if one.failure is not None}
+        failures = ((producer.name, producer.failure) for producer in service.list_producers())
+        failed = {name: failure for name, failure in failures if failure is not None}
     if options.json:
         print_json(failed)
         return
     console = Console()
-    for name, failure in failed.items():
+    for name, failure in sorted(failed.items(), key=lambda pair: pair[1].age_s):
         where = "" if failure.prompt_index is None else f" at prompt {failure.prompt_index}"
         since = "no group stored since" if failure.lasts else "groups stored since"
         head = f"{name}: {failure.reason}{where} {failure.age_s:.0f} s ago, {since}"
@@ -198,15 +203,31 @@ def failures(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
 
 
 def ledger(run: RunName, /, options: Annotated[LedgerOptions, Parameter(name="*")] = LedgerOptions()) -> None:
-    """Show the ledger of a run: batches, acks, publications, checkpoints, rewinds and changes."""
-    with client(run, options) as service:
-        page = service.get_ledger(options.after, options.limit)
+    """Show the ledger of a run, newest first: batches, acks, publications, checkpoints, rewinds and changes."""
+    records, before = _read_ledger(run, options)
     if options.json:
-        print_json(page)
+        print_json({"records": records, "before": before})
         return
-    print_table((">entry", "time (UTC)", "type", "detail"), map(_record_row, page.records))
-    if page.next is not None:
-        print(f"more: --after {page.next}")
+    print_table((">entry", "time (UTC)", "type", "detail"), map(_record_row, records))
+    if before is not None:
+        print(f"more: --before {before}")
+
+
+def _read_ledger(run: str, options: LedgerOptions) -> tuple[list[dict[str, Any]], int | None]:
+    """Return records, newest first, and the `--before` of the next page; None on the last one."""
+    with client(run, options) as service:
+        end = options.before
+        if end is None:
+            path = f"/v1/runs/{check_run_name(run)}/flow"
+            end = fetch_first(addresses_of(options.url), path, options.token, Flow)[1].ledger_entries + 1
+        start: int | None = max(end - 1 - options.limit, 0)
+        before = start + 1 if start else None
+        records: list[dict[str, Any]] = []
+        while start is not None and start < end - 1:  # a page may be shorter, by its bytes
+            page = service.get_ledger(start, end - 1 - start)
+            records += page.records
+            start = page.next
+    return records[::-1], before
 
 
 def _record_row(record: dict[str, Any]) -> list[object]:

@@ -34,6 +34,7 @@ class StatusOptions(ServiceOptions):
 
 def status(
     run: Annotated[str | None, Parameter(help="Name of the run. Default: all runs.")] = None,
+    /,
     options: Annotated[StatusOptions, Parameter(name="*")] = StatusOptions(),
 ) -> None:
     """Show what a run holds, and why it waits; without a name all runs."""

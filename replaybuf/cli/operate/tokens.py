@@ -26,6 +26,8 @@ class TokensFile:
 
     tokens_file: Path
     """File with the hashes of the tokens. "replaybuf serve --tokens-file" reads it at the start and on SIGHUP."""
+    json: Annotated[bool, Parameter(negative="")] = False
+    """Print JSON."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,18 +48,10 @@ class NewTokenOptions(TokensFile):
     """Maximum bytes of request bodies per second, on each server."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ListOptions(TokensFile):
-    """Form of the list."""
-
-    json: bool = False
-    """Print JSON."""
-
-
 def new(options: Annotated[NewTokenOptions, Parameter(name="*")]) -> None:
     """Create a token, print it once and store its hash."""
     expires_in_s = None if options.expires_in is None else _seconds(options.expires_in)
-    made = new_token(
+    token = new_token(
         options.role,
         options.name,
         options.tokens_file,
@@ -67,27 +61,21 @@ def new(options: Annotated[NewTokenOptions, Parameter(name="*")]) -> None:
         max_calls_per_s=options.max_calls_per_s,
         max_bytes_per_s=options.max_bytes_per_s,
     )
-    print(made)
-
-
-def list_(options: Annotated[ListOptions, Parameter(name="*")]) -> None:
-    """List the tokens with role, runs, and when each was created, last used and expires; never a token itself."""
-    stored, uses = read_tokens(options.tokens_file), read_uses(options.tokens_file)
     if options.json:
-        print_json([_facts(one, uses.get(one.sha256)) for one in stored])
+        print_json({"token": token})
+    else:
+        print(token)
+
+
+def list_(options: Annotated[TokensFile, Parameter(name="*")]) -> None:
+    """List the tokens, newest first: role, runs, created, last used, expires, limits; never a token itself."""
+    stored = sorted(read_tokens(options.tokens_file), key=lambda token: token.created_s or 0.0, reverse=True)
+    uses = read_uses(options.tokens_file)
+    if options.json:
+        print_json([_facts(token, uses.get(token.sha256)) for token in stored])
         return
-    columns = (
-        "id",
-        "name",
-        "role",
-        "runs",
-        "created (UTC)",
-        "last used (UTC)",
-        "expires (UTC)",
-        ">calls/s",
-        ">bytes/s",
-    )
-    print_table(columns, (_row(one, uses.get(one.sha256)) for one in stored))
+    columns = ("id", "name", "role", "runs", "created", "used", "expires", "limits")
+    print_table(columns, (_row(token, uses.get(token.sha256)) for token in stored))
 
 
 def revoke(
@@ -97,7 +85,10 @@ def revoke(
 ) -> None:
     """Remove a token by its name, or by its id where several have the name; then send SIGHUP to the service."""
     removed = revoke_token(token, options.tokens_file)
-    print(f"revoked {removed.id} {removed.name} ({removed.role}); a running service forgets it on SIGHUP")
+    if options.json:
+        print_json(_facts(removed, None))
+    else:
+        print(f"revoked {removed.id} {removed.name} ({removed.role}); a running service forgets it on SIGHUP")
 
 
 def _facts(token: StoredToken, used_s: float | None) -> dict[str, object]:
@@ -116,15 +107,16 @@ def _facts(token: StoredToken, used_s: float | None) -> dict[str, object]:
 
 
 def _row(token: StoredToken, used_s: float | None) -> list[object]:
-    expires = "never" if token.expires_s is None else _time(token.expires_s)
+    expires = "never" if token.expires_s is None else _date(token.expires_s)
     expires = f"{expires} (expired)" if token.expired(time.time()) else expires
-    rates = [rate and f"{rate:g}" for rate in (token.max_calls_per_s, token.max_bytes_per_s)]
-    times = [_time(token.created_s), _time(used_s), expires]
-    return [token.id, token.name, token.role, ", ".join(token.runs) or "all", *times, *rates]
+    rates = ((token.max_calls_per_s, "calls/s"), (token.max_bytes_per_s, "bytes/s"))
+    limits = ", ".join(f"{rate:g} {unit}" for rate, unit in rates if rate is not None)
+    dates = [_date(token.created_s), _date(used_s), expires]
+    return [token.id, token.name, token.role, ", ".join(token.runs) or "all", *dates, limits or "-"]
 
 
-def _time(at_s: float | None) -> str:
-    return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%Y-%m-%d %H:%M}" if at_s else "-"
+def _date(at_s: float | None) -> str:
+    return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%Y-%m-%d}" if at_s else "-"
 
 
 def _seconds(text: str) -> float:

@@ -27,7 +27,7 @@ REDRAWN_S = 1.0
 class TopOptions(ServiceOptions):
     """How to watch."""
 
-    every: Annotated[float, Parameter(validator=Number(gte=0.1, lte=3600))] = 2.0
+    every_s: Annotated[float, Parameter(validator=Number(gte=0.1, lte=3600))] = 2.0
     """Seconds between two questions to the service."""
     once: bool = False
     """Print one frame and end, as without a terminal."""
@@ -35,6 +35,7 @@ class TopOptions(ServiceOptions):
 
 def top(
     run: Annotated[str | None, Parameter(help="Run to open. Default: the list of all runs.")] = None,
+    /,
     options: Annotated[TopOptions, Parameter(name="*")] = TopOptions(),
 ) -> None:
     """Watch all runs, or the flow of one run: what moves, and what it waits for.
@@ -50,7 +51,7 @@ def top(
         else:
             console.print(draw(frame, Screen(run), console, options.url, frame.at_s))
         return
-    with Poller(addresses, options.token, run, options.every) as poller:
+    with Poller(addresses, options.token, run, options.every_s) as poller:
         _watch(poller, Screen(run, run), console, options.url)
 
 

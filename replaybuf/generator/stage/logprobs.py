@@ -1,7 +1,6 @@
 """Stages that compute logprobs of given tokens, with inference servers or a model in this process.
 
-The weights of reference and teacher never change; servers of the policy get its weights like those that sample. A
-local model is a plug-in of the group `replaybuf.logprobs`, called with its folder: the core does not import torch.
+The weights of reference and teacher never change; servers of the policy get its weights like those that sample.
 """
 
 from __future__ import annotations
@@ -12,24 +11,20 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from replaybuf.client.producers.failures import redact
-from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, ReplaybufError, counted
+from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, counted
 from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, ServerStatus, stale_fault
 from replaybuf.generator.fleet.publication import ahead, stale
 from replaybuf.generator.preflight import check_least
-from replaybuf.generator.stage.stages import Computed, Rollout, Stage, stage_name
-from replaybuf.generator.threads import Worker
-from replaybuf.plugins import entry_points as plugins
-from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, OptionalLogprobs
+from replaybuf.generator.stage.local import LocalStage, open_model
+from replaybuf.generator.stage.stages import Computed, Rollout, Stage, count_tokens, stage_name
+from replaybuf.wire.group import OPTIONAL_LOGPROBS, OptionalLogprobs
 
 logger = logging.getLogger(__name__)
-
-MODEL_PLUGIN = "torch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,15 +89,6 @@ class LogprobOptions:
         return [] if addresses is None else [url.strip() for url in addresses.split(",")], served_name, micro_batch
 
 
-class LogprobModel(Protocol):
-    """A model in this process; `max_tokens`: of the longest rollout, None = any."""
-
-    max_tokens: int | None
-
-    def logprobs(self, rollouts: Sequence[Rollout]) -> Sequence[Float32s]:
-        """Return the logprob of every completion token, float32 [C] in nats, for each rollout; called in one thread."""
-
-
 class EngineStage(Stage):
     """Stage with servers of one model that never changes; their faults are handled as those of servers that sample.
 
@@ -147,7 +133,7 @@ class EngineStage(Stage):
 
     async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
         """Compute all with one server; see `Stage.compute`."""
-        return await self._fleet.ask(_tokens(rollouts), lambda server: self._compute(server.url, rollouts))
+        return await self._fleet.ask(count_tokens(rollouts), lambda server: self._compute(server.url, rollouts))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as a server is up; see `Stage.wait_ready`."""
@@ -162,8 +148,8 @@ class EngineStage(Stage):
         await self._fleet.aclose()
 
     async def _compute(self, url: str, rollouts: Sequence[Rollout]) -> Computed:
-        given = await self._servers[url].logprobs_of([rollout.token_ids for rollout in rollouts])
-        values = [logprobs[len(rollout.prompt_ids) :] for logprobs, rollout in zip(given, rollouts, strict=True)]
+        rows = await self._servers[url].logprobs_of([rollout.token_ids for rollout in rollouts])
+        values = [logprobs[len(rollout.prompt_ids) :] for logprobs, rollout in zip(rows, rollouts, strict=True)]
         for logprobs, rollout in zip(values, rollouts, strict=True):
             lacking = np.flatnonzero(rollout.sampled & ~np.isfinite(logprobs))
             if len(lacking):
@@ -199,7 +185,7 @@ class PolicyStage(EngineStage):
         while True:
             try:
                 return await self._fleet.ask(
-                    _tokens(rollouts), lambda server: self._by_one_version(server.url, rollouts, least_version)
+                    count_tokens(rollouts), lambda server: self._by_one_version(server.url, rollouts, least_version)
                 )
             except EngineAway as error:
                 if error.reason != BEHIND or clock() >= ends_s:
@@ -236,57 +222,7 @@ class PolicyStage(EngineStage):
         return version
 
 
-class ModelStage(Stage):
-    """Stage with a model in a thread of this process: one micro-batch at a time, each for at most `timeout_s`.
-
-    A thread cannot be ended, so a micro-batch that takes longer ends `generate`.
-    """
-
-    max_tokens: int | None = None
-
-    def __init__(self, column: OptionalLogprobs, folder: Path, micro_batch: int, timeout_s: float) -> None:
-        self.column: OptionalLogprobs = column
-        self.micro_batch = micro_batch
-        self._folder = folder
-        self._timeout_s = timeout_s
-        self._worker = Worker([])
-        self._turn = asyncio.Lock()
-        self._model: LogprobModel | None = None
-
-    def record(self) -> dict[str, Any]:
-        """Return the metadata of groups about this stage."""
-        return {"model": str(self._folder)}
-
-    async def prepare(self) -> None:
-        """Load the model. Raises `Invalid` if the folder holds none, `MissingExtra` without torch."""
-        load = plugins.load(plugins.LOGPROBS, MODEL_PLUGIN)
-        model: LogprobModel = await asyncio.wrap_future(self._worker.do(lambda: load(self._folder)))
-        self._model, self.max_tokens = model, model.max_tokens
-
-    async def compute(self, rollouts: Sequence[Rollout], least_version: int = 0) -> Computed:
-        """Compute in the thread. Raises `EngineFault` (`model_raised`), `ReplaybufError` if it is late."""
-        model = self._model
-        if model is None:
-            raise ReplaybufError("compute was called before prepare", name=self.column)
-        async with self._turn:
-            try:
-                async with asyncio.timeout(self._timeout_s) as limit:
-                    return Computed(await asyncio.wrap_future(self._worker.do(lambda: model.logprobs(rollouts))))
-            except Exception as error:  # a model may raise anything, for example without memory
-                what = (
-                    f"{self._folder} with {counted(len(rollouts), 'rollout')}, {counted(_tokens(rollouts), 'token')},"
-                )
-                if limit.expired():
-                    detail = f"{what} did not finish within {self._timeout_s:g} s; use smaller micro-batches"
-                    raise ReplaybufError(detail, name="micro_batch", bound=self._timeout_s) from None
-                raise EngineFault("model_raised", redact(f"{what} raised {error!r}"), name="model") from error
-
-
-def _tokens(rollouts: Sequence[Rollout]) -> int:
-    return sum(len(rollout) for rollout in rollouts)
-
-
-LogprobStage = EngineStage | ModelStage
+LogprobStage = EngineStage | LocalStage
 
 
 async def open_stages(
@@ -305,9 +241,7 @@ async def open_stages(
     """
     stages: list[LogprobStage] = []
     if options.ref_model is not None:
-        local = ModelStage("ref_logprobs", options.ref_model, options.ref_micro_batch, timeout_s)
-        await local.prepare()
-        stages.append(local)
+        stages.append(await open_model("ref_logprobs", options.ref_model, options.ref_micro_batch, timeout_s))
     for column in OPTIONAL_LOGPROBS:
         urls, name, micro_batch = options.servers(column)
         if not urls:

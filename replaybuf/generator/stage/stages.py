@@ -1,8 +1,9 @@
-"""Stages between reward and append, each of which adds a column of logprobs to groups.
+"""One or several stages, each of which adds a column to groups: in the generator, or in `replaybuf stage`.
 
-Columns are those of the reference, of the old policy or of a teacher. Each stage computes in micro-batches of its own
-size over many groups; `aggregation` reconciles the sizes. Groups leave whole and in order. A group with a failed
-micro-batch leaves as that fault. If weights change meanwhile, all groups of a window are computed by one version.
+Columns are those of the reference, of the old policy, of a teacher, or of a function. Each stage computes in
+micro-batches of its own size over many groups; `aggregation` reconciles the sizes. Groups leave whole and in order. A
+group with a failed micro-batch leaves as that fault. If weights change meanwhile, one version computes all groups of a
+window.
 """
 
 from __future__ import annotations
@@ -10,27 +11,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
-from replaybuf.errors import EngineFault, EngineUnfit, Invalid
+from replaybuf.errors import EngineFault, EngineUnfit
 from replaybuf.generator.fleet import TRIES, ServerStatus
-from replaybuf.generator.stage.aggregation import Aggregator, Window, chunks
-from replaybuf.wire.group import Bools, Float32s, Group, Int32s, OptionalLogprobs
+from replaybuf.generator.stage.aggregation import Aggregator, Window
+from replaybuf.wire.answer.browse import StoredGroup
+from replaybuf.wire.group import Bools, Group, Int32s
+from replaybuf.wire.late_columns import is_per_token
+
+G = TypeVar("G")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One rollout for a stage: `prompt_ids` int32 [P], `completion_ids` int32 [C], `sampled` bool [C].
 
-    Values of tokens that were not sampled are replaced by 0.
+    Values of tokens that were not sampled are replaced by 0. `group`: its stored group, for functions.
     """
 
     prompt_ids: Int32s
     completion_ids: Int32s
     sampled: Bools
+    group: StoredGroup | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -43,21 +49,21 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """Values of a stage for rollouts: float32 [C] of each, in nats.
+    """Values of a stage for rollouts: float32 [C] of each, in nats; of a column without values per token one number.
 
     `policy_version`: of the weights that computed all of them; None if the weights never change.
     """
 
-    values: Sequence[Float32s]
+    values: Sequence[Any]
     policy_version: int | None = None
 
 
 class Stage(Protocol):
-    """Computes one value per completion token, in nats, for its column. The defaults are those without servers."""
+    """Computes its column: a value per completion token, or one per rollout. The defaults are those without servers."""
 
-    column: OptionalLogprobs
-    micro_batch: int
-    """Rollouts per call."""
+    column: str
+    micro_batch: int | None
+    """Rollouts per call; None = those of one group."""
 
     @property
     def waiting(self) -> str | None:
@@ -83,16 +89,16 @@ class Stage(Protocol):
         return ()
 
 
-class Stages:
-    """Runs stages over groups as windows fill.
+Columns: TypeAlias = dict[str, Computed]
+"""Columns of one group, by name."""
 
-    A group waits here until a window is full; call `flush` after the last group.
-    """
 
-    def __init__(self, stages: Sequence[Stage], group_size: int) -> None:
+class Stages(Aggregator[G, Rollout]):
+    """Runs stages over groups as windows fill; `G` is what the caller knows a group by."""
+
+    def __init__(self, stages: Sequence[Stage], group_size: int = 1) -> None:
+        super().__init__([group_size, *(stage.micro_batch or 1 for stage in stages)])
         self._stages = tuple(stages)
-        self._aggregator: Aggregator[Rollout] = Aggregator([group_size, *(stage.micro_batch for stage in stages)])
-        self._groups: list[Group] = []
 
     @property
     def waiting(self) -> str | None:
@@ -114,46 +120,41 @@ class Stages:
         """Return the status of the servers of every stage, by its column."""
         return {stage.column: stage.status() for stage in self._stages}
 
-    def add(self, group: Group) -> tuple[list[Group], Window[Rollout]] | None:
-        """Add one group; return the arguments of `complete` if a window is full."""
-        self._groups.append(group)
-        return self._leave(self._aggregator.add(_rollouts(group)))
-
-    def flush(self) -> tuple[list[Group], Window[Rollout]] | None:
-        """Return everything held, as arguments of `complete`; None if that is nothing."""
-        return self._leave(self._aggregator.flush())
-
-    async def complete(self, groups: Sequence[Group], window: Window[Rollout]) -> list[Group | EngineFault]:
-        """Compute every stage's column; a group with a failed micro-batch becomes that fault.
+    async def compute(self, window: Window[G, Rollout], least_version: int = 0) -> list[Columns | EngineFault]:
+        """Compute every stage's column for each group; a group with a failed micro-batch becomes that fault.
 
         The reason of a fault starts with the stage: `ref_engine_timeout`. Raises, in an exception group, `EngineUnfit`
-        if only an operator can help, `Invalid` if a stage returns another number of rollouts or values.
+        if only an operator can help, and what a stage raises that is not an `EngineFault`.
         """
-        done: list[Group | EngineFault] = list(groups)
-        least_version = max(group.policy_version for group in groups)
+        groups: list[Columns | EngineFault] = [{} for _ in window.groups]
         for stage in self._stages:
-            micro_batches = list(chunks(window.samples, stage.micro_batch))
+            micro_batches = window.micro_batches(stage.micro_batch)
             values, version = await _compute_by_one_version(stage, micro_batches, least_version)
-            done = [
-                _with_column(group, stage.column, of_group, version)
-                for group, of_group in zip(done, window.split(values), strict=True)
-            ]
-        return done
-
-    def _leave(self, window: Window[Rollout] | None) -> tuple[list[Group], Window[Rollout]] | None:
-        if window is None:
-            return None
-        groups, self._groups = self._groups, []
-        return groups, window
+            of_groups = window.split(values)
+            groups = [_with_column(*pair, stage.column, version) for pair in zip(groups, of_groups, strict=True)]
+        return groups
 
 
-def stage_name(column: OptionalLogprobs) -> str:
+def with_columns(group: Group, columns: Columns) -> Group:
+    """Return the group with logprobs of stages, and the versions that computed them in its metadata."""
+    versions = {name: made.policy_version for name, made in columns.items() if made.policy_version is not None}
+    records = {name: group.metadata.get(name, {}) | {"policy_version": version} for name, version in versions.items()}
+    fields: dict[str, Any] = {name: np.concatenate(made.values) for name, made in columns.items()}
+    return msgspec.structs.replace(group, **fields, metadata=group.metadata | records)
+
+
+def count_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Return the tokens of rollouts, with their prompts."""
+    return sum(len(rollout) for rollout in rollouts)
+
+
+def stage_name(column: str) -> str:
     """Return the prefix of a stage's options and fault reasons, such as `ref`."""
     return column.removesuffix("_logprobs")
 
 
-_Value: TypeAlias = Float32s | EngineFault
-"""Values of one rollout, or the fault of its micro-batch."""
+_Value: TypeAlias = Any | EngineFault
+"""Value of one rollout, or the fault of its micro-batch."""
 
 
 async def _compute_by_one_version(
@@ -196,45 +197,50 @@ def _values(part: Computed | EngineFault, rollouts: Sequence[Rollout]) -> list[_
     if isinstance(part, EngineFault):
         return [part] * len(rollouts)
     rows = zip(rollouts, part.values, strict=True)
-    return [np.where(rollout.sampled, values, np.float32(0)) for rollout, values in rows]
+    return [np.where(rollout.sampled, values, np.float32(0)) if np.ndim(values) else values for rollout, values in rows]
 
 
 async def _compute(stage: Stage, rollouts: Sequence[Rollout], least_version: int) -> Computed | EngineFault:
     try:
         computed = await stage.compute(rollouts, least_version)
+        _check_shapes(stage.column, computed.values, rollouts)
     except EngineUnfit:
         raise
     except EngineFault as error:
         return _fault_of(stage, error)
-    returned, needed = [len(one) for one in computed.values], [len(rollout.completion_ids) for rollout in rollouts]
-    if returned != needed:
-        detail = f"the stage of {stage.column} returned values of lengths {returned}; the completions have {needed}"
-        raise Invalid(detail, name=stage.column, value=returned, bound=needed)
     return computed
+
+
+def _check_shapes(column: str, values: Sequence[Any], rollouts: Sequence[Rollout]) -> None:
+    if len(values) != len(rollouts):
+        detail = f"the stage of {column} returned values of {len(values)} rollouts; it got {len(rollouts)}"
+        raise EngineFault("bad_values", detail, name=column, value=len(values), bound=len(rollouts))
+    for number, (returned, rollout) in enumerate(zip(values, rollouts, strict=True)):
+        shape, needed = np.shape(returned), (len(rollout.completion_ids),) if is_per_token(column) else ()
+        if shape != needed:
+            unit = "one value per completion token" if is_per_token(column) else "one number"
+            detail = f"the stage of {column} returned the shape {shape} for rollout {number}; needed: {needed}, {unit}"
+            raise EngineFault("bad_values", detail, name=column, value=shape, bound=needed)
 
 
 def _fault_of(stage: Stage, error: EngineFault) -> EngineFault:
     reason = f"{stage_name(stage.column)}_{error.reason}"
-    return EngineFault(reason, error.detail, name=error.name, value=error.value, bound=error.bound)
+    fault = EngineFault(reason, error.detail, name=error.name, value=error.value, bound=error.bound)
+    fault.__cause__ = error.__cause__  # the traceback of user code is shown to people
+    return fault
 
 
 def _with_column(
-    group: Group | EngineFault, column: OptionalLogprobs, values: Sequence[_Value], version: int | None
-) -> Group | EngineFault:
-    """Add a column, and the version that computed it to the metadata; or return the first fault."""
-    computed = [value for value in values if not isinstance(value, EngineFault)]
+    group: Columns | EngineFault, values: Sequence[_Value], column: str, version: int | None
+) -> Columns | EngineFault:
+    fault = next((value for value in values if isinstance(value, EngineFault)), None)
     if isinstance(group, EngineFault):
         return group
-    if len(computed) < len(values):
-        return next(value for value in values if isinstance(value, EngineFault))
-    added: dict[str, Any] = {column: np.concatenate(computed)}
-    if version is not None:
-        recorded = group.metadata.get(column, {}) | {"policy_version": version}
-        added["metadata"] = group.metadata | {column: recorded}
-    return msgspec.structs.replace(group, **added)
+    return fault or group | {column: Computed(values, version)}
 
 
-def _rollouts(group: Group) -> list[Rollout]:
+def rollouts_of(group: Group) -> list[Rollout]:
+    """Split a group into its rollouts."""
     prompts = np.split(group.prompt_ids, np.cumsum(group.prompt_lengths)[:-1])
     ends = np.cumsum(group.completion_lengths)[:-1]
     completions, sampled = np.split(group.completion_ids, ends), np.split(group.completion_mask, ends)

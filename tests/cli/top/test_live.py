@@ -37,7 +37,7 @@ class Terminal:
         self.before = termios.tcgetattr(self.theirs)
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "replaybuf", "top", "--every", "0.1", *arguments],
+            [sys.executable, "-m", "replaybuf", "top", "--every-s", "0.1", *arguments],
             stdin=self.theirs,
             stdout=self.theirs,
             stderr=self.theirs,
@@ -151,8 +151,8 @@ def test_without_a_terminal_one_frame_is_printed(terminal: Command, run: RunClie
     train(run)
     shown = terminal("top")
     assert run.run in shown and "\x1b" not in shown and "esc all runs" not in shown
-    assert "2 published" in terminal("top", "--run", run.run)
-    assert terminal.json("top", "--run", run.run)["row"]["step"] == 2
+    assert "2 published" in terminal("top", run.run)
+    assert terminal.json("top", run.run)["row"]["step"] == 2
     assert run.run in {one["run"] for one in terminal.json("top")["runs"]}
-    assert "nobody" in terminal.refused("top", "--run", "nobody")
+    assert "nobody" in terminal.refused("top", "nobody")
     assert "no answer from" in terminal.refused("top", "--once", "--url", "http://127.0.0.1:1")

@@ -39,14 +39,14 @@ def open_feed(options: TrainOptions, ranks: Ranks | None = None) -> Iterator[Fee
 def check_source(options: TrainOptions) -> None:
     """Raise `Invalid` unless exactly one source of batches is given."""
     sources = {
-        "--run": options.run,
+        "RUN": options.run,
         "--from-export": str(options.from_export or ""),
         "--fake-data": "true" if options.fake_data else "",
     }
     given = [f"{name} {value}".removesuffix(" true") for name, value in sources.items() if value]
     if len(given) != 1:
         raise Invalid(
-            f"batches come from one of --run, --from-export and --fake-data; given: {', '.join(given) or 'none'}",
+            f"batches come from one of RUN, --from-export and --fake-data; given: {', '.join(given) or 'none'}",
             name="run",
             value=options.run,
         )

@@ -105,7 +105,7 @@ class HttpPublisher(Publisher):
         else:
             logger.warning(
                 "there is no --engine: versions are announced before any engine has loaded them; "
-                "start a helper with --run beside each engine"
+                "start `replaybuf fetch-weights RUN` beside each engine"
             )
 
     def prepare(self, version: int, weights: Weights) -> None:
