@@ -25,7 +25,7 @@ from replaybuf.errors import Invalid
 from replaybuf.logs import announce
 from replaybuf.program import command_line
 from replaybuf.service.host import Service
-from replaybuf.service.http.call.forwarding import Forwarding
+from replaybuf.service.http.forwarding import Forwarding
 from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.guard.connection import Connection
 from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit

@@ -235,4 +235,4 @@ def test_a_follower_serves_no_batch_that_the_rewind_of_its_attach_takes_back(ser
         await follower.ingest()
         assert isinstance(await follower.batches.part(1, attached.epoch, 0, 0.0), Part)
 
-    on_a_run(server, work, strategy=StrategySpec(**DEEP))
+    on_a_run(server, work, strategy=StrategySpec("one-step-off-policy", {"max_staleness": 10}))

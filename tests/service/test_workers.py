@@ -45,7 +45,7 @@ def workers_of(server: ServeProcess) -> list[psutil.Process]:
 def own_addresses(server: ServeProcess) -> dict[str, int]:
     """Return the process id of each worker by its own address."""
     shared = int(server.url.rsplit(":", 1)[1])
-    found = {}
+    found: dict[str, int] = {}
     for worker in workers_of(server):
         ports = {one.laddr.port for one in worker.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
         found |= {f"http://127.0.0.1:{port}": worker.pid for port in ports - {shared}}

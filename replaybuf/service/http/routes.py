@@ -25,10 +25,10 @@ from replaybuf.service.http.body.decoders import DecoderPool
 from replaybuf.service.http.body.requests import check_query
 from replaybuf.service.http.call.call_guard import Guard
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
-from replaybuf.service.http.call.forwarding import Forwarding
 from replaybuf.service.http.call.metrics import Exposition
 from replaybuf.service.http.call.openapi import describe
 from replaybuf.service.http.call.visible_runs import hide_others
+from replaybuf.service.http.forwarding import Forwarding
 from replaybuf.service.http.guard.auth import Caller, Tokens
 from replaybuf.service.http.guard.start_gate import StartGate
 from replaybuf.service.http.reply.problems import document_response, error_response

@@ -225,7 +225,7 @@ class Connection:
         replies: list[Any] = await self.run(pipe.execute(raise_on_error=False))
         for reply in replies:
             if isinstance(reply, ResponseError) and not isinstance(self.explain(reply), Unreadable):
-                await self._answer(_fail(reply))
+                raise self._failed(reply) from reply
         return replies
 
     async def call(
@@ -354,21 +354,23 @@ class Connection:
             raise
         return True
 
-    # ------------------------------------------------------------------ faults
-
     async def _answer(self, command: Awaitable[Any]) -> Any:
         try:
             reply = await with_known_errors(command)
         except (RedisError, OSError) as error:
-            if isinstance(error, RedisTimeoutError):
-                self._start_stall()
-            elif isinstance(error, (RedisConnectionError, OSError)):
-                self._forget_server()  # a refused connection fails at once: no caller has to be spared
-            elif lacks_functions(error):
-                self._prepared = False
-            raise self.explain(error) from error
+            raise self._failed(error) from error
         self._stalled_until_s = 0.0
         return reply
+
+    def _failed(self, error: RedisError | OSError) -> ReplaybufError:
+        """Note what an error says of the server; return the translated one."""
+        if isinstance(error, RedisTimeoutError):
+            self._start_stall()
+        elif isinstance(error, (RedisConnectionError, OSError)):
+            self._forget_server()  # a refused connection fails at once: no caller has to be spared
+        elif lacks_functions(error):
+            self._prepared = False
+        return self.explain(error)
 
     def _forget_server(self) -> None:
         """Prepare the next server that answers: another one may have become the primary."""
@@ -390,10 +392,6 @@ class Connection:
             raise unavailable(self.url, f"does not answer; the next try is within {self.command_timeout_s} s")
         if self._stalled_until_s and claim:
             self._stalled_until_s = now_s + self.command_timeout_s
-
-
-async def _fail(error: ResponseError) -> None:
-    raise error
 
 
 def text(value: Any) -> str:
