@@ -68,6 +68,7 @@ DEFAULTS: dict[str, Any] = {
         "max_bytes_in_memory": None,
         "max_group_bytes": 67108864,
     },
+    "history": {"samples_per_step": 4},
     "adapters": {},
     "spill": None,
 }
