@@ -57,8 +57,10 @@ class Mix:
         self._restart()
 
 
-def interleave(open_pieces: Callable[[int], Pieces], shares: Sequence[float]) -> Pieces:
+def interleave(open_pieces: Callable[[int], Pieces], shares: Sequence[float], *, strict: bool = False) -> Pieces:
     """Merge one order per source into one, by the rule of `Mix`; a source without further groups is left out.
+
+    `strict`: the order ends there, because no other source may take its place.
 
     Pieces are read in the order of the places that need them, so that random orders draw the same groups as place
     after place.
@@ -73,6 +75,8 @@ def interleave(open_pieces: Callable[[int], Pieces], shares: Sequence[float]) ->
         if end:
             yield sources.take(order[place : place + end])
         place, length = place + end, 2 * length
+        if strict and short != _NOBODY:
+            return
         if short != _NOBODY:  # its place goes to the source that follows in the order of the mix
             if place or short not in following:
                 following = _rank(rest, left, order[:place])

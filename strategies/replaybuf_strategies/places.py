@@ -22,7 +22,8 @@ _ROUNDING = 1e-9
 class Composition:
     """A batch, place after place: `shares` of sources, least share of fresh groups, most groups per prompt.
 
-    `pieces(source, fresh)` opens an order of a source's groups: of those never used, or of all.
+    `pieces(source, fresh)` opens an order of a source's groups: of those never used, or of all. `strict`: no other
+    source takes the place of a source without further groups. `most`: groups of each source.
     """
 
     def __init__(
@@ -33,7 +34,11 @@ class Composition:
         shares: Sequence[float],
         fresh_fraction: float,
         groups_per_prompt: int | None,
+        strict: bool,
+        most: Sequence[int] | None,
     ) -> None:
+        self._strict = strict
+        self._left = None if most is None else list(most)
         self._groups = groups
         self._pieces = pieces
         self._fresh_fraction = fresh_fraction
@@ -62,10 +67,14 @@ class Composition:
 
     def _next(self, needs_fresh: bool) -> Candidate | None:
         """Assign one place to the source that gets the next one, or to the first after it that has a group."""
-        for source in self._mix.order():
-            candidate = self._candidate(source, needs_fresh)
+        for source in self._mix.order()[: 1 if self._strict else None]:
+            candidate = None
+            if self._left is None or self._left[source] > 0:
+                candidate = self._candidate(source, needs_fresh)
             if candidate is not None:
                 position, _, fresh, prompt = candidate
+                if self._left is not None:
+                    self._left[source] -= 1
                 self._taken.add(position)
                 self._of_prompt[prompt] += 1
                 self._fresh += fresh

@@ -30,7 +30,8 @@ from replaybuf_strategies.mixture import interleave
 from replaybuf_strategies.places import Composition
 from replaybuf_strategies.prompts import by_prompt, limit_prompts
 from replaybuf_strategies.replay_options import LOOK_AHEAD, ROUNDING, ReplayOptions
-from replaybuf_strategies.reuse import Limiter, reuse_capacity
+from replaybuf_strategies.reuse import Limiter, largest_window, reuse_capacity
+from replaybuf_strategies.strict_shares import BEYOND_SHARE, at_most, balanced, beyond, quotas
 
 _NEVER = -1
 _FOLLOWING = 64
@@ -48,7 +49,7 @@ class Replay(Strategy[ReplayOptions]):
 
     Waits with `reuse_exhausted` if rest or the share of fresh groups leaves too few, with `rate_limited` if uses are
     ahead of inserts, else with `too_few_groups` or `too_few_tokens`. A short source of the mix gives its places to the
-    others: while those fill the window no ticket is issued, so waiting for it would never end.
+    others, unless the shares are strict (`strict_shares`).
 
     `max_uses` is a bound, not the mean: with the defaults 2.4 uses per group were measured, and 42 % of a batch's
     groups generated per step. A group is about two versions old at its first use, in any order; random draws miss few.
@@ -82,15 +83,36 @@ class Replay(Strategy[ReplayOptions]):
         self.options.check(budget, steps_per_publish, max_tokens_live)
 
     def admit(self, buffer: BufferView, flow: Flow) -> int:
-        """Return the number of groups that may start now: `reuse_capacity`."""
+        """Return the number of groups that may start now: `reuse_capacity`, of what strict shares can use."""
+        if self.options.mix_strict:
+            buffer = balanced(self._shares, buffer)
         return reuse_capacity(self.options, self._limiter, buffer, flow)
 
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Sources whose live groups count: those of strict shares."""
+        return tuple(self._sources.tolist()) if self.options.mix_strict else ()
+
     def evict(self, groups: Groups, buffer: BufferView) -> Evictions:
-        """Return groups of other sources if the shares of the mix sum to 1."""
-        if len(self._shares) > len(self._sources):
-            return Evictions()
-        rows = groups.row[~np.isin(groups.source, self._sources)].tolist()
-        return Evictions(rows, ["not_in_mix"] * len(rows))
+        """Return groups of other sources if the shares of the mix sum to 1, and those beyond strict shares."""
+        rows: list[int] = []
+        reasons: list[str] = []
+        if len(self._shares) == len(self._sources):
+            rows = groups.row[~np.isin(groups.source, self._sources)].tolist()
+            reasons = ["not_in_mix"] * len(rows)
+        if self.options.mix_strict:
+            extra = self._beyond_shares(groups, buffer)
+            rows, reasons = rows + extra, reasons + [BEYOND_SHARE] * len(extra)
+        return Evictions(rows, reasons)
+
+    def _beyond_shares(self, groups: Groups, buffer: BufferView) -> list[int]:
+        """Return the newest unused groups of each source that holds more than its share of the buffer."""
+        window, rows = largest_window(self.options, buffer.steps_per_publish), list[int]()
+        for source, count in enumerate(beyond(self._shares, buffer, window)):
+            if count > 0:
+                own = groups.row[self._of_source(_is_unused, source, fresh=False)(groups)]
+                rows += own[-count:].tolist()
+        return rows
 
     def select(
         self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator
@@ -102,6 +124,9 @@ class Replay(Strategy[ReplayOptions]):
         found = self._compose(groups, buffer, budget, rng)
         chosen = groups.take(found.positions)
         if not found.full:
+            short = self._short_source(groups, buffer) if self.options.mix_strict else None
+            if short:
+                return Waiting(too_few(budget), *short)
             reason = self._waiting_reason(found, groups, buffer, budget)
             return Waiting(reason, len(chosen), int(chosen.tokens.sum(dtype=np.int64)))
         if self._limiter and self._limiter.blocks(buffer, len(chosen)):
@@ -150,22 +175,50 @@ class Replay(Strategy[ReplayOptions]):
             return by_prompt(groups, usable, pieces(), budget)
         rules = (bool(options.mix), options.fresh_fraction > 0, options.groups_per_prompt is not None)
         if sum(rules) > 1:
-            return self._place_by_place(groups, pieces, budget)
+            return self._place_by_place(groups, pieces, buffer, budget)
         if options.fresh_fraction:
             return with_fresh(groups, lambda fresh: pieces(0, fresh), budget, options.fresh_fraction)
-        order = interleave(pieces, self._shares) if options.mix else pieces()
+        order = self._mixed(pieces, buffer) if options.mix else pieces()
         if options.groups_per_prompt:
             order = limit_prompts(groups, order, options.groups_per_prompt)
         any_may_follow = budget.tokens is not None and not options.mix and options.order != "blocks"
         return prefix(groups, order, budget, _FOLLOWING if any_may_follow else 0)
 
-    def _place_by_place(self, groups: Groups, pieces: Callable[[int, bool], Pieces], budget: Budget) -> Composed:
+    def _short_source(self, groups: Groups, buffer: BufferView) -> tuple[int, int, str] | None:
+        """Return groups and tokens of a batch with empty places, and the source that is short; None = none is."""
+        usable = groups.take(np.flatnonzero(self._rested(groups, buffer.step)))
+        most = quotas(self._shares, buffer)
+        have = np.array([np.count_nonzero(self._of_source(_is_any, n, fresh=False)(usable)) for n in range(len(most))])
+        short = np.flatnonzero(have < most)
+        if not len(short):
+            return None
+        first, names = int(short[0]), list(self.options.mix)
+        name = f"source {names[first][:100]}" if first < len(names) else "every other source"
+        detail = f"{name} has {have[first]} of its {most[first]} groups in the batch"
+        count = int(np.minimum(have, most).sum())
+        return count, int(count * usable.tokens.mean()) if count else 0, detail
+
+    def _quotas(self, buffer: BufferView) -> list[int] | None:
+        """Return the most groups of each source in a short batch: a short source leaves its places empty."""
+        return quotas(self._shares, buffer).tolist() if self.options.mix_strict and buffer.overdue else None
+
+    def _mixed(self, pieces: Callable[[int], Pieces], buffer: BufferView) -> Pieces:
+        most = self._quotas(buffer)
+        if most:
+            return interleave(lambda source: at_most(pieces(source), most[source]), self._shares)
+        return interleave(pieces, self._shares, strict=self.options.mix_strict)
+
+    def _place_by_place(
+        self, groups: Groups, pieces: Callable[[int, bool], Pieces], buffer: BufferView, budget: Budget
+    ) -> Composed:
         rules = Composition(
             groups,
             pieces,
             shares=self._shares,
             fresh_fraction=self.options.fresh_fraction,
             groups_per_prompt=self.options.groups_per_prompt,
+            strict=self.options.mix_strict and not buffer.overdue,
+            most=self._quotas(buffer),
         )
         return rules.fill(budget)
 
@@ -221,6 +274,15 @@ class Replay(Strategy[ReplayOptions]):
         propensity = self._propensity.of(chosen)
         weights: npt.NDArray[np.float64] = (propensity.min() / propensity) ** self.options.importance
         return np.maximum(weights, np.finfo(np.float32).tiny).astype(np.float32)
+
+
+def _is_any(groups: Groups) -> npt.NDArray[np.bool_]:
+    return np.ones(len(groups), np.bool_)
+
+
+def _is_unused(groups: Groups) -> npt.NDArray[np.bool_]:
+    unused: npt.NDArray[np.bool_] = groups.times_sampled == 0
+    return unused
 
 
 def _rate_limited(limiter: Limiter, buffer: BufferView, batch_groups: float) -> Waiting:

@@ -78,6 +78,10 @@ class ReplayOptions(StrategyOptions, frozen=True):
         dict[str, PositiveShare],
         Meta(description="Shares of a batch's groups by source; other sources share the rest."),
     ] = field(default_factory=dict)
+    mix_strict: Annotated[
+        bool,
+        Meta(description="A batch waits until each source has its share; after batch.timeout_s it is short."),
+    ] = False
 
     def __post_init__(self) -> None:
         if self.max_uses is None and self.max_staleness is None:
@@ -132,6 +136,8 @@ class ReplayOptions(StrategyOptions, frozen=True):
             raise self._contradiction("error_buffer", f"at least {(1 + spi) / 2:g}", why)
 
     def _check_mix(self) -> None:
+        if self.mix_strict and not self.mix:
+            raise self._contradiction("mix_strict", "false without a mix", "there are no shares to keep")
         total = sum(self.mix.values())
         if total > 1 + ROUNDING:
             raise self._contradiction("mix", "shares that sum to at most 1", f"the shares sum to {total:.6g}")

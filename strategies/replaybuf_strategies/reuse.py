@@ -93,6 +93,13 @@ def _window(options: ReplayOptions, buffer: BufferView) -> int:
     """
     if options.max_staleness is not None:
         return (buffer.published_version + options.max_staleness + 1) * buffer.steps_per_publish - buffer.step
+    return largest_window(options, buffer.steps_per_publish)
+
+
+def largest_window(options: ReplayOptions, steps_per_publish: int) -> int:
+    """Return the largest W: that of a group of the version that is trained next."""
+    if options.max_staleness is not None:
+        return (options.max_staleness + 1) * steps_per_publish
     return LOOK_AHEAD + 1 + ((options.max_uses or 1) - 1) * (options.cooldown + 1)
 
 

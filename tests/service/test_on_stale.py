@@ -101,4 +101,4 @@ def test_a_dropped_prompt_is_issued_again_once_whenever_the_server_is_killed(
     groups = run.state()["groups"]
     assert (groups["live"], groups["evicted"]) == (1, {"lost_lineage": 1, "too_stale": 1})
     coverage = run.state()["coverage"]
-    assert (coverage["issued"], run.state()["tickets"]["awaiting_reissue"]) == (5, 0)
+    assert (coverage["issued"], "awaiting_reissue" in run.state()["tickets"]) == (5, False)

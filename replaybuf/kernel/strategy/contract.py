@@ -61,7 +61,7 @@ class BufferView:
 
     `tickets_due` counts the prompts whose ticket expired or came back and is issued again next. `awaited`: their
     indexes and those of `tickets_out`, ascending, at most as many as a batch has groups. `overdue`: the trainer has
-    waited for `batch.timeout_s`, so a short batch is wanted.
+    waited for `batch.timeout_s`, so a short batch is wanted. `sources_live`: live groups of each of `Strategy.sources`.
     """
 
     step: int
@@ -83,6 +83,7 @@ class BufferView:
     tickets_due: int = 0
     awaited: tuple[int, ...] = ()
     overdue: bool = False
+    sources_live: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,6 +175,11 @@ class Strategy(ABC, Generic[OptionsT]):
     @property
     def requires(self) -> tuple[str, ...]:
         """Return the columns that a group needs before it is usable, such as `ref_logprobs`."""
+        return ()
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Return the codes of sources whose live groups `BufferView.sources_live` counts, as `source_code` has them."""
         return ()
 
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:

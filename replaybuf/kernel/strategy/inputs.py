@@ -150,6 +150,7 @@ class StrategyInputs:
             tickets_due=self._book.due_of(adapter),
             awaited=self._book.first_awaited(adapter, groups_per_batch or 1),
             overdue=overdue,
+            sources_live=pool.live.count_sources(adapter, self.plugins.sources),
         )
 
     def prompts_issued(self, adapter: str) -> int:

@@ -146,7 +146,8 @@ class PluginSet:
 
     `required`: columns that the strategy requires, then those of each filter.
     `fault`: why a plug-in cannot be called (not installed any more, import or `observe` fails).
-    `observed`: feedback that the strategy observed, by step as msgpack; None if it observes none.
+    `observed`: feedback that the strategy observed, by step as msgpack; None if it observes none. `sources`: codes of
+    sources whose live groups the strategy wants to know.
     """
 
     config: RunConfig
@@ -156,6 +157,7 @@ class PluginSet:
     fault: str = ""
     observed: dict[int, bytes] | None = None
     required: tuple[tuple[str, ...], ...] = ((),)
+    sources: tuple[int, ...] = ()
 
     @property
     def all_required(self) -> tuple[str, ...]:
@@ -180,10 +182,12 @@ def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Pl
         strategy, bounds = build_with_bounds(name, options)
         filters = [build_filter(spec.name, spec.options) for spec in config.filters]
         required = _required(config, strategy, filters)
+        sources = configured(name, lambda: tuple(map(int, strategy.sources)))
     except Invalid as error:
         return PluginSet(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), [], None, error.detail)
+    found = PluginSet(config, bounds, filters, strategy, required=required, sources=sources)
     if type(strategy).observe is Strategy.observe:
-        return PluginSet(config, bounds, filters, strategy, required=required)
+        return found
 
     def observing() -> Strategy[Any]:
         """Build the strategy anew: `ask` may repeat the call, and feedback observed twice would count twice."""
@@ -193,9 +197,9 @@ def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Pl
         return built
 
     try:
-        return PluginSet(config, bounds, filters, ask("observe", observing), observed=feedback, required=required)
+        return dataclasses.replace(found, _strategy=ask("observe", observing), observed=feedback)
     except StrategyFault as fault:
-        return PluginSet(config, bounds, filters, None, fault.detail, feedback, required)
+        return dataclasses.replace(found, _strategy=None, fault=fault.detail, observed=feedback)
 
 
 def _required(

@@ -86,10 +86,11 @@ class GroupCounts(StoredCounts, frozen=True, kw_only=True):
     rejected: dict[str, int]
 
 
-class TicketCounts(Answer, frozen=True, kw_only=True):
+class TicketCounts(Answer, frozen=True, kw_only=True, omit_defaults=True):
     """Tickets since the run began; `out` counts those that are out now.
 
     `reissued`: prompts issued again because their group was too stale; `awaiting_reissue`: those without a new group.
+    Both are absent while they are 0.
     """
 
     issued: int
