@@ -18,6 +18,8 @@
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--fault older ranks"]
 #                                    hurt real processes under load (--fault KIND ... for some kinds, --topology sentinel
 #                                    for a Valkey that fails over); a checker judges it
+#   make simulate-faults [SEEDS=200] [SEED=n] [SECONDS=180]
+#                                    the service on a virtual clock with faults at every await; SEED replays one schedule
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (93 MB)
 #   make clean                       caches and build output; .venv, .venv-*, .trl and .replaybuf stay
@@ -46,7 +48,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-trl test-adapters check docs bench peers chaos fuzz schema packages browser screenshots vendor clean
+.PHONY: help install demo test coverage test-vllm test-trl test-adapters check docs bench peers chaos simulate-faults fuzz schema packages browser screenshots vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -134,6 +136,9 @@ peers:
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(or $(KILLS),20) --seed $(or $(SEED),0) $(ARGS)
+
+simulate-faults: $(STAMP)
+	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris

@@ -1,0 +1,94 @@
+"""Guarantees broken on purpose: how many schedules does the simulation need to find each?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from unittest import mock
+
+from replaybuf.kernel.state.pool import GroupPool
+from replaybuf.service.run.batches import Batches
+from replaybuf.service.run.journal import Journal
+from replaybuf.store.redis import connection
+from replaybuf.store.redis.server import LIBRARY_CODE
+from replaybuf.wire.ledger import AnyRecord
+from tests.simulation.schedule import Outcome, simulate
+
+UNFENCED = """
+local function unfenced(callback)
+  return function(keys, args)
+    args[1] = redis.call('GET', keys[1]) or ''
+    return callback(keys, args)
+  end
+end
+"""
+"""Calls a function with the newest token, whatever token the caller has."""
+
+
+def _library(before: str, after: str) -> AbstractContextManager[object]:
+    if before not in LIBRARY_CODE:
+        raise LookupError(f"library.lua lacks {before!r}, which is to be broken")
+    return mock.patch.object(connection, "LIBRARY_CODE", LIBRARY_CODE.replace(before, after))
+
+
+def _without_deduplication() -> AbstractContextManager[object]:
+    """Store a group again under an id that is stored."""
+    return _library("local number = redis.call('HGET', ids, id)", "local number = false")
+
+
+def _without_fencing() -> AbstractContextManager[object]:
+    """Let a former leader append to the ledger."""
+    registered = "register('rb_append', led(append))"
+    return _library(registered, UNFENCED + "register('rb_append', unfenced(led(append)))")
+
+
+@contextlib.contextmanager
+def _without_use_count() -> Iterator[None]:
+    """Forget that a batch has used its groups."""
+    count_use = GroupPool.use
+
+    def use(pool: GroupPool, numbers, record):  # type: ignore[no-untyped-def]
+        pool.index["times_sampled"][pool.index.rows_of(numbers)] -= 1
+        return count_use(pool, numbers, record)
+
+    with mock.patch.object(GroupPool, "use", use):
+        yield
+
+
+@contextlib.contextmanager
+def _apply_before_write() -> Iterator[None]:
+    """Apply a record before it is written."""
+    write_first = Journal._appending
+
+    @contextlib.contextmanager
+    def appending(journal: Journal, record: AnyRecord) -> Iterator[int]:
+        entry = journal.state.entries + 1
+        journal._apply(entry, record)
+        with mock.patch.object(journal, "_apply"), write_first(journal, record):
+            yield entry
+
+    with mock.patch.object(Journal, "_appending", appending):
+        yield
+
+
+def _serve_before_rewind() -> AbstractContextManager[object]:
+    """Let a follower serve a batch that a rewind behind the attach takes back, as until November 2026."""
+    return mock.patch.object(Batches, "_is_settled", lambda batches, step: step in batches._state.batches)
+
+
+BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "deduplication": _without_deduplication,
+    "fencing": _without_fencing,
+    "use-count": _without_use_count,
+    "journal-order": _apply_before_write,
+    "rewind-order": _serve_before_rewind,
+}
+"""By name: what breaks the guarantee during its body."""
+
+
+def simulate_broken(task: tuple[int, str | None]) -> Outcome:
+    """Run the schedule of a seed, with a broken guarantee if one is named."""
+    seed, broken = task
+    with BROKEN[broken]() if broken else contextlib.nullcontext():
+        return simulate(seed)

@@ -1,0 +1,43 @@
+"""How hostile the world of one schedule is: rates drawn from its seed, so that each seed has another mix."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
+"""Factors of a rate: a schedule with few kinds of faults goes deeper into each than one with all of them."""
+
+
+@dataclasses.dataclass(slots=True)
+class Faults:
+    """Rates of faults; `active` ends with the fault phase, and everything heals.
+
+    - `cut`: share of sends to Redis whose connection is cut, before, within or after their commands
+    - `late`: share of replies that are late by up to `LATEST_S`
+    - `lost_call`: share of calls of clients whose request or answer is lost
+    - `slow_sync`: share of syncs of the disk that take longer than writes wait
+    - `node_every_s`: mean time between two faults of a process; None = none
+    """
+
+    cut: float
+    late: float
+    lost_call: float
+    slow_sync: float
+    node_every_s: float | None
+    active: bool = False
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Faults:
+        """Draw a mix."""
+        return cls(
+            cut=0.004 * rng.choice(MIXES),
+            late=0.006 * rng.choice(MIXES),
+            lost_call=0.03 * rng.choice(MIXES),
+            slow_sync=0.03 * rng.choice(MIXES),
+            node_every_s=rng.choice((None, 1.0, 2.0, 2.0, 4.0)),
+        )
+
+    def happens(self, rate: float, rng: random.Random) -> bool:
+        """Draw whether a fault of this rate happens now."""
+        return self.active and rng.random() < rate

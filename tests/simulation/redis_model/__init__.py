@@ -1,0 +1,1 @@
+"""Model of a Redis server: commands, functions in Lua, durability, and connections that fail."""

@@ -1,0 +1,101 @@
+"""Functions of a modelled Redis: runs `library.lua` itself, on the Lua 5.1 that Redis has too.
+
+Each start of a server runs the library anew, because its local variables do not outlive the process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lupa import lua51
+from redis.exceptions import ResponseError
+
+Call = Callable[[Sequence[bytes]], Any]
+"""Runs one command of a function."""
+
+
+class _Bridge:
+    """What Lua calls. Lua never holds a server: nobody would free a cycle through both languages."""
+
+    def __init__(self) -> None:
+        self.lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
+        self.call: Call | None = None
+        self.registered: dict[bytes, Any] = {}
+        self.lua.globals()[b"redis"] = self.lua.table_from({b"call": self._call, b"register_function": self._register})
+
+    def _call(self, *words: Any) -> Any:
+        if self.call is None:
+            raise ResponseError("Script attempted to access a non local key while it was loaded")
+        return self._to_lua(self.call([_word(word) for word in words]))
+
+    def _register(self, first: Any, callback: Any = None) -> None:
+        name = first if callback is not None else first[b"function_name"]
+        self.registered[name] = callback if callback is not None else first[b"callback"]
+
+    def _to_lua(self, reply: Any) -> Any:
+        if reply is None:
+            return False
+        if isinstance(reply, list):
+            return self.lua.table_from([self._to_lua(part) for part in reply])
+        return self.lua.table_from({b"ok": reply}) if reply == b"OK" else reply
+
+
+@functools.cache
+def _bridge() -> _Bridge:
+    # One for all schedules: a new runtime takes longer than running the library.
+    return _Bridge()
+
+
+class Functions:
+    """The functions of a library, as it registered them. `call` runs their commands."""
+
+    def __init__(self, code: str, call: Call) -> None:
+        head, _, body = code.partition("\n")
+        if not head.startswith("#!lua name="):
+            raise ResponseError("Missing library metadata")
+        self._bridge = _bridge()
+        self._bridge.registered = {}
+        self._bridge.lua.execute(body.encode())
+        self._functions = self._bridge.registered
+        self._call = call
+
+    def run(self, name: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> Any:
+        """Call a function; return its reply as a RESP client gets it."""
+        function, bridge = self._functions.get(name), self._bridge
+        if function is None:
+            raise ResponseError("Function not found")
+        bridge.call = self._call
+        try:
+            return _from_lua(function(bridge.lua.table_from(keys), bridge.lua.table_from(arguments)))
+        finally:
+            bridge.call = None
+
+
+def _word(word: Any) -> bytes:
+    if isinstance(word, bytes):
+        return word
+    return b"%d" % word if word == int(word) else b"%.17g" % word
+
+
+def _from_lua(value: Any) -> Any:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return 1
+    if isinstance(value, float):
+        return int(value)
+    if not isinstance(value, (bytes, int)):
+        return _of_table(value)
+    return value
+
+
+def _of_table(table: Any) -> Any:
+    status = table[b"ok"]
+    if status is not None:
+        return status
+    found: list[Any] = []
+    while (item := table[len(found) + 1]) is not None:
+        found.append(_from_lua(item))
+    return found

@@ -1,0 +1,161 @@
+"""One connection to the modelled Redis: commands and replies keep their order, and it may be cut anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from tests.simulation.loop import NODE, WORLD
+from tests.simulation.world import LATEST_S
+
+if TYPE_CHECKING:
+    from tests.simulation.redis_model.server import RedisServer
+
+END = object()
+"""Instead of a reply: the connection ends."""
+WAITS = object()
+"""Instead of a reply: the command blocks its connection, and answers later."""
+PAUSES = 0.05
+"""Share of commands of a pipeline before which other connections get a turn."""
+RECORDS = (b"rb_append", b"rb_columns")
+
+
+class Link:
+    """A connection of a client to a server. `closed`: the server knows its end; `broken`: the client does too."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.server, self.world = server, server.world
+        self.closed = self.broken = False
+        self.client = NODE.get()
+        self._arrives_s = self._answers_s = 0.0
+        self._sent: deque[tuple[Sequence[Sequence[bytes]], int | None]] = deque()
+        self._commands: deque[tuple[Sequence[bytes], bool]] = deque()
+        self._answered: deque[Any] = deque()
+        self._busy = False
+        self.replies: deque[Any] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        server.links.append(self)
+
+    # ------------------------------------------------------------------ the client
+
+    def send(self, commands: Sequence[Sequence[bytes]]) -> None:
+        """Send commands. A cut may come before, between or after them. Raises `RedisConnectionError` after an end."""
+        if self.broken:
+            raise RedisConnectionError("the connection was closed by the server")
+        world = self.world
+        cut_at = None
+        if world.faults.happens(world.faults.cut, world.rng):
+            cut_at = world.rng.randint(0, len(commands))
+        self._arrives_s = max(self._arrives_s, world.now_s() + world.way_s())
+        self._sent.append((commands, cut_at))  # a queue: timers of one moment have no order
+        world.at(self.server.node, self._arrives_s, self._arrive)
+
+    async def receive(self) -> Any:
+        """Return the next reply; errors are returned too. Raises `RedisConnectionError` after an end."""
+        while not self.replies:
+            if self.broken:
+                raise RedisConnectionError("Connection closed by server.")
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self.replies.popleft()
+
+    def close(self) -> None:
+        """Close the connection at the client; what it sent still arrives."""
+        self.broken = True
+        self.world.at(WORLD, self.world.now_s() + self.world.way_s(), self._forget)
+
+    # ------------------------------------------------------------------ the server
+
+    def _arrive(self) -> None:
+        commands, cut_at = self._sent.popleft()
+        if not self.closed:
+            self._commands.extend((words, at == cut_at) for at, words in enumerate(commands))
+            if cut_at == len(commands):
+                self._commands.append(((), True))
+            if not self._busy:
+                self._work()
+
+    def _work(self) -> None:
+        self._busy = False
+        while self._commands and not self.closed:
+            words, cut = self._commands.popleft()
+            if cut:
+                self.world.note(f"the connection of {self.client} is cut before {_name(words)}")
+                self.cut()
+                return
+            self._busy = True
+            reply = self.server.execute(self, words)
+            self.world.note(f"{self.client}: {_name(words)} -> {_short(reply)}")
+            if reply is WAITS:
+                return
+            self._busy = False
+            self._reply(reply)
+            if self._commands and self.world.rng.random() < PAUSES:
+                self._busy = True
+                self.world.at(self.server.node, self.world.now_s() + self.world.way_s(), self._work)
+                return
+
+    def answer(self, reply: Any) -> None:
+        """Answer the command that blocks the connection, and go on with the next."""
+        if not self.closed:
+            self._reply(reply)
+            self._work()
+
+    def _reply(self, reply: Any) -> None:
+        world = self.world
+        late_s = world.rng.uniform(0.0, LATEST_S) if world.faults.happens(world.faults.late, world.rng) else 0.0
+        if late_s:
+            world.note(f"a reply to {self.client} is {late_s:.1f} s late")
+        self._answer_in(world.way_s() + late_s, reply)
+
+    def cut(self) -> None:
+        """End the connection; the client notices a little later."""
+        self._forget()
+        self._answer_in(self.world.way_s(), END)
+
+    def _forget(self) -> None:
+        self.closed = True
+        if self in self.server.links:
+            self.server.links.remove(self)
+
+    # ------------------------------------------------------------------ replies on their way
+
+    def _answer_in(self, after_s: float, reply: Any) -> None:
+        self._answers_s = max(self._answers_s, self.world.now_s() + after_s)
+        self._answered.append(reply)
+        self.world.at(WORLD, self._answers_s, self._deliver)
+
+    def _deliver(self) -> None:
+        reply = self._answered.popleft()
+        if self.broken:
+            return
+        if reply is END:
+            self.broken = True
+        else:
+            self.replies.append(reply)
+        if self._reader and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _name(words: Sequence[bytes]) -> str:
+    """Name a command for the trace: its key or its run, and a ledger record."""
+    if not words:
+        return "its end"
+    if words[0] == b"FCALL":
+        shown = [words[1], *words[3:4]]
+        if words[1] in RECORDS:
+            arguments = words[3 + int(words[2]) + 6 :]
+            shown += arguments[:2]
+    else:
+        shown = list(words[:2])
+    return " ".join(repr(bytes(word[:60]))[2:-1] for word in shown)
+
+
+def _short(reply: Any) -> str:
+    if isinstance(reply, (list, int, bytes, str, Exception)) or reply is None:
+        return repr(reply)[:60]
+    return type(reply).__name__

@@ -1,0 +1,155 @@
+"""A modelled Redis server: runs commands, syncs its disk, crashes, and comes back with what was on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from tests.simulation.loop import Node
+from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
+from tests.simulation.redis_model.functions import Functions
+from tests.simulation.redis_model.link import WAITS, Link
+from tests.simulation.redis_model.values import Values
+from tests.simulation.world import EPOCH_S, World
+
+SYNC_EVERY_S = 1.0
+LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
+INFO = (
+    "# Server\r\nredis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n"
+    "redis_mode:standalone\r\n# Replication\r\nrole:master\r\nconnected_slaves:0\r\nmaster_replid:{id}\r\n"
+    "# Memory\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\naof_enabled:1\r\n"
+)
+SETTINGS = {b"appendonly": b"yes", b"no-appendfsync-on-rewrite": b"no", b"maxmemory-policy": b"noeviction"}
+
+
+class RedisServer:
+    """One server. `fsync`: its `appendfsync`, `always` or `everysec`. `damage` changes the library as it is loaded."""
+
+    def __init__(self, world: World, *, fsync: str) -> None:
+        self.world, self.fsync = world, fsync
+        self.wall_ahead_s = 0.0
+        self.values = Values(self._now_ms)
+        self.links: list[Link] = []
+        self._code = ""
+        self._blocked: list[tuple[Link, Sequence[bytes]]] = []
+        self._starts = 0
+        self.start()
+
+    def _now_ms(self) -> int:
+        return int(1000 * (EPOCH_S + self.world.now_s() + self.wall_ahead_s))
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start a process on what is on the disk."""
+        self._starts += 1
+        self.node = Node(f"redis{self._starts}")
+        self._id = b"%040x" % self._starts
+        self._functions = Functions(self._code, self._call) if self._code else None
+        self._blocked = []
+        if self.fsync == "everysec":
+            self.world.at(self.node, self.world.now_s() + SYNC_EVERY_S, self._sync_again)
+
+    def crash(self) -> None:
+        """End the process at once: unsynced writes may be lost, from some point on."""
+        lost = self.world.rng.randint(0, self.values.unsynced)
+        self.world.note(f"crash, {lost} of {self.values.unsynced} unsynced writes are lost", self.node)
+        self.node.dead = True
+        self.values.lose(lost)
+        for link in list(self.links):
+            link.cut()
+
+    # ------------------------------------------------------------------ commands
+
+    def execute(self, link: Link, words: Sequence[bytes]) -> Any:
+        """Run a command of a connection; return its reply, an error to send, or `WAITS`."""
+        name = words[0].upper()
+        try:
+            if name == b"FCALL":
+                reply = self._fcall(words)
+            elif name == b"XREAD":
+                reply = self._read(link, words)
+            elif name == b"WAITAOF":
+                reply = self._wait(link, int(words[1]), int(words[3]))
+            else:
+                reply = self._call(words)
+        except ResponseError as error:
+            reply = error
+        if self.values.commit():
+            if self.fsync == "always":
+                self.values.synced(self.values.written)
+            self._wake()
+        return reply
+
+    def _call(self, words: Sequence[bytes]) -> Any:
+        name = words[0].upper()
+        if command := COMMANDS.get(name):
+            return command(self.values, words[1:])
+        if name == b"INFO":
+            return INFO.format(id=self._id.decode()).encode()
+        if name == b"CONFIG" and words[1].upper() == b"GET":
+            settings = SETTINGS | {b"appendfsync": self.fsync.encode()}
+            return {word: settings[word] for word in words[2:] if word in settings}
+        if name == b"FUNCTION" and words[1].upper() == b"LIST":
+            return [{b"library_name": b"replaybuf1", b"library_code": self._code.encode()}] if self._code else []
+        if name == b"FUNCTION" and words[1].upper() == b"LOAD":
+            self._code = words[-1].decode()
+            self._functions = Functions(self._code, self._call)
+            return b"replaybuf1"
+        raise NoModel(f"the model of Redis lacks the command {b' '.join(words[:2]).decode(errors='replace')}")
+
+    def _fcall(self, words: Sequence[bytes]) -> Any:
+        if self._functions is None:
+            raise ResponseError("Function not found")
+        count = int(words[2])
+        return self._functions.run(words[1], words[3 : 3 + count], words[3 + count :])
+
+    # ------------------------------------------------------------------ blocking commands
+
+    def _read(self, link: Link, words: Sequence[bytes]) -> Any:
+        found = read_new(self.values, words[1:])
+        upper = [word.upper() for word in words]
+        if found or b"BLOCK" not in upper:
+            return found
+        entry = (link, words)
+        self._blocked.append(entry)
+        after_s = int(words[upper.index(b"BLOCK") + 1]) / 1000
+        self.world.at(self.node, self.world.now_s() + after_s, self._give_up, entry)
+        return WAITS
+
+    def _give_up(self, entry: tuple[Link, Sequence[bytes]]) -> None:
+        for at, blocked in enumerate(self._blocked):
+            if blocked is entry:
+                del self._blocked[at]
+                entry[0].answer(None)
+
+    def _wake(self) -> None:
+        """Answer blocked reads that have something to read now."""
+        for entry in list(self._blocked):
+            link, words = entry
+            if link.closed:
+                self._blocked.remove(entry)
+            elif found := read_new(self.values, words[1:]):
+                self._blocked.remove(entry)
+                link.answer(found)
+
+    # ------------------------------------------------------------------ the disk
+
+    def _wait(self, link: Link, local: int, timeout_ms: int) -> Any:
+        self.values.commit()
+        if not local or not self.values.unsynced:
+            return [1, 0]
+        world, through = self.world, self.values.written
+        slow = world.faults.happens(world.faults.slow_sync, world.rng)
+        takes_s = world.rng.uniform(0.0, SLOWEST_SYNC_S if slow else LONGEST_SYNC_S)
+        world.at(self.node, world.now_s() + takes_s, self.values.synced, through)
+        in_time = not timeout_ms or takes_s <= timeout_ms / 1000
+        after_s = takes_s if in_time else timeout_ms / 1000
+        world.at(self.node, world.now_s() + after_s, link.answer, [int(in_time), 0])
+        return WAITS
+
+    def _sync_again(self) -> None:
+        self.values.synced(self.values.written)
+        self.world.at(self.node, self.world.now_s() + SYNC_EVERY_S, self._sync_again)

@@ -1,0 +1,180 @@
+"""Values of a modelled Redis: keys, lifetimes, and an undo log of what is not on the disk yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+
+
+class Stream(list[tuple[tuple[int, int], list[bytes]]]):
+    """Entries of a stream: id, fields and values in turn. `last`: the highest id ever."""
+
+    def __init__(self, entries: Any = (), last: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(entries)
+        self.last = last
+
+    def copy(self) -> Stream:
+        """Copy the list; entries never change."""
+        return Stream(self, self.last)
+
+
+class SortedSet(dict[bytes, float]):
+    """Members with their scores."""
+
+    def copy(self) -> SortedSet:
+        """Copy all members."""
+        return SortedSet(self)
+
+
+Value = bytes | dict[bytes, bytes] | set[bytes] | Stream | SortedSet
+Saved = dict[bytes, tuple[Any, int | None]]
+"""Values with their ends of life in ms of the server's clock."""
+
+
+class Values:
+    """All keys of a server. `write` must be called before a value changes.
+
+    `_transactions`: for each write that is not on the disk, what the keys held before. A transaction is a command or a
+    function with all its commands, as in an append-only file.
+    """
+
+    def __init__(self, now_ms: Callable[[], int]) -> None:
+        self.now_ms = now_ms
+        self._values: dict[bytes, Any] = {}
+        self._ends_ms: dict[bytes, int] = {}
+        self._transactions: list[list[tuple[bytes, Any, int | None]]] = []
+        self._open: list[tuple[bytes, Any, int | None]] = []
+        self.written = 0
+        """Transactions since the start."""
+
+    # ------------------------------------------------------------------ keys
+
+    def get(self, key: bytes, kind: type[Any]) -> Any:
+        """Return the value of a key, None without one. Raises `ResponseError` for another type."""
+        self._expire(key)
+        value = self._values.get(key)
+        if value is not None and type(value) is not kind:
+            raise ResponseError(WRONG_TYPE)
+        return value
+
+    def peek(self, key: bytes) -> Any:
+        """Return the value of a key, whatever it is."""
+        self._expire(key)
+        return self._values.get(key)
+
+    def write(self, key: bytes, kind: type[Any]) -> Any:
+        """Return the value of a key to change it, a new empty one without a value."""
+        value = self.get(key, kind)
+        self._save(key)
+        if value is None:
+            value = self._values[key] = kind()
+        elif not isinstance(value, bytes):
+            value = self._values[key] = value.copy()  # the saved one stays as it is
+        return value
+
+    def put(self, key: bytes, value: Any, ends_ms: int | None) -> None:
+        """Replace a value and its lifetime."""
+        self._save(key)
+        self._values[key] = value
+        self.set_end(key, ends_ms)
+
+    def keep_end(self, key: bytes, value: Any) -> None:
+        """Replace a value, but not its lifetime."""
+        self.put(key, value, self.end_of(key))
+
+    def drop_empty(self, key: bytes) -> None:
+        """Delete a container without content, as Redis does."""
+        if not self._values.get(key):
+            self._remove(key)
+
+    def delete(self, key: bytes) -> bool:
+        """Delete a key; return whether it was there."""
+        if self.peek(key) is None:
+            return False
+        self._save(key)
+        self._remove(key)
+        return True
+
+    def end_of(self, key: bytes) -> int | None:
+        """Return when a key ends, in ms; None = never."""
+        return self._ends_ms.get(key)
+
+    def set_end(self, key: bytes, ends_ms: int | None) -> None:
+        """Set or remove the end of a key. Call `write` or `touch` before."""
+        if ends_ms is None:
+            self._ends_ms.pop(key, None)
+        else:
+            self._ends_ms[key] = ends_ms
+
+    def touch(self, key: bytes) -> None:
+        """Note that the lifetime of a key changes."""
+        self._save(key)
+
+    def count(self) -> int:
+        """Count the keys."""
+        for key in list(self._ends_ms):
+            self._expire(key)
+        return len(self._values)
+
+    def _expire(self, key: bytes) -> None:
+        end_ms = self._ends_ms.get(key)
+        if end_ms is not None and end_ms <= self.now_ms():
+            self._save(key)
+            self._remove(key)
+
+    def _remove(self, key: bytes) -> None:
+        self._values.pop(key, None)
+        self._ends_ms.pop(key, None)
+
+    # ------------------------------------------------------------------ durability
+
+    def _save(self, key: bytes) -> None:
+        self._open.append((key, self._values.get(key), self._ends_ms.get(key)))
+
+    def commit(self) -> bool:
+        """End a transaction; return whether it wrote."""
+        if not self._open:
+            return False
+        self._transactions.append(self._open)
+        self._open = []
+        self.written += 1
+        return True
+
+    def synced(self, through: int) -> None:
+        """Record that the first `through` transactions since the start are on the disk."""
+        unsynced = self.written - through
+        if unsynced < len(self._transactions):
+            del self._transactions[: len(self._transactions) - unsynced]
+
+    @property
+    def unsynced(self) -> int:
+        """Count transactions that a crash may lose."""
+        return len(self._transactions)
+
+    def lose(self, count: int) -> None:
+        """Undo the last `count` transactions."""
+        for _ in range(count):
+            for key, value, ends_ms in reversed(self._transactions.pop()):
+                if value is None:
+                    self._remove(key)
+                else:
+                    self._values[key] = value
+                    self.set_end(key, ends_ms)
+
+    def copy(self) -> Saved:
+        """Copy everything."""
+        return {key: (_copy(value), self._ends_ms.get(key)) for key, value in self._values.items()}
+
+    def load(self, saved: Saved) -> None:
+        """Replace everything."""
+        self._values = {key: _copy(value) for key, (value, _) in saved.items()}
+        self._ends_ms = {key: end for key, (_, end) in saved.items() if end is not None}
+        self._transactions, self._open = [], []
+
+
+def _copy(value: Any) -> Any:
+    return value if isinstance(value, bytes) else value.copy()

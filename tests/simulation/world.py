@@ -1,0 +1,106 @@
+"""The world of one schedule: loop, randomness, clocks, faults, and the trace of what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+from unittest import mock
+
+from tests.simulation.faults import Faults
+from tests.simulation.loop import NODE, WORLD, Node, SimulatedLoop
+
+T = TypeVar("T")
+
+EPOCH_S = 1_800_000_000.0
+"""Wall clock at the start of each schedule."""
+SHORTEST_WAY_S, LONGEST_WAY_S = 0.0001, 0.002
+LATEST_S = 4.0
+
+
+class World:
+    """Everything that a schedule takes from outside comes from here, and from `seed` alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(f"schedule {seed}")
+        self.faults = Faults.draw(self.rng)
+        self.loop = SimulatedLoop(self.rng)
+        self.trace: list[str] = []
+        self._hash = hashlib.sha256()
+
+    # ------------------------------------------------------------------ time
+
+    def now_s(self) -> float:
+        """Return the true time since the start."""
+        return self.loop.time()
+
+    def wall_s(self) -> float:
+        """Return the wall clock of the running node."""
+        return EPOCH_S + self.loop.time() + NODE.get().wall_ahead_s
+
+    def way_s(self) -> float:
+        """Draw how long a message takes."""
+        return self.rng.uniform(SHORTEST_WAY_S, LONGEST_WAY_S)
+
+    def at(self, node: Node, when_s: float, call: Callable[..., object], *arguments: Any) -> None:
+        """Call a function on a node at a time."""
+        context = contextvars.copy_context()
+        context.run(NODE.set, node)
+        self.loop.call_at(when_s, call, *arguments, context=context)
+
+    def on(self, node: Node, call: Callable[..., T], *arguments: Any) -> T:
+        """Call a function now, as work of a node."""
+        context = contextvars.copy_context()
+        context.run(NODE.set, node)
+        return context.run(call, *arguments)
+
+    # ------------------------------------------------------------------ trace
+
+    def note(self, what: str, node: Node | None = None) -> None:
+        """Record what happened, and where."""
+        line = f"{self.loop.time():10.6f} {node or NODE.get()} {what}"
+        self._hash.update(line.encode(errors="replace"))
+        self.trace.append(line)
+
+    def digest(self) -> str:
+        """Return the hash of the trace: the same for each run of a seed."""
+        return self._hash.hexdigest()
+
+    # ------------------------------------------------------------------ Python
+
+    @contextlib.contextmanager
+    def instead_of_python(self) -> Iterator[None]:
+        """Replace the clocks, the random sources and the network of this process during the body."""
+        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            (time, "time", self.wall_s),
+            (time, "time_ns", lambda: int(1e9 * self.wall_s())),
+            (time, "monotonic", self.now_s),
+            (time, "perf_counter", self.now_s),
+            (time, "sleep", _refuse("time.sleep")),
+            (secrets, "token_hex", lambda size: self.rng.randbytes(size).hex()),
+            (socket, "create_connection", _refuse("socket.create_connection")),
+            (socket.socket, "connect", _refuse("socket.connect")),
+        ]
+        with contextlib.ExitStack() as stack:
+            state = random.getstate()
+            stack.callback(random.setstate, state)
+            random.seed(self.seed)
+            token = NODE.set(WORLD)
+            stack.callback(NODE.reset, token)
+            for owner, name, double in replaced:
+                stack.enter_context(mock.patch.object(owner, name, double))
+            yield
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refuse(*arguments: Any, **options: Any) -> NoReturn:
+        raise RuntimeError(f"{name} would leave the simulation: use the event loop")
+
+    return refuse
