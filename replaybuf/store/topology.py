@@ -23,7 +23,8 @@ from redis.sentinel import Sentinel
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.faults import without_password
-from replaybuf.store.redis.sentinel import Address, SentinelPrimary
+from replaybuf.store.redis.sentinel import SentinelPrimary
+from replaybuf.store.redis.sentinel_answers import Address
 
 _SENTINEL_FORM = "redis+sentinel://HOST:PORT[,HOST:PORT...]/NAME[/DB]"
 URL_FORMS = f"redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH or {_SENTINEL_FORM}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.errors import Invalid
-from replaybuf.store.redis.sentinel import Answer, View, agreed, combine
+from replaybuf.store.redis.sentinel_answers import Answer, View, agreed, combine
 from replaybuf.store.topology import SentinelUrl, is_redis_url, parse_topology
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)

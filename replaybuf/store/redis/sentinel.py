@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,8 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from replaybuf.errors import Invalid, counted
+from replaybuf.errors import Invalid
+from replaybuf.store.redis.sentinel_answers import Address, Answer, View, agreed, as_text, combine, read_answer
 
 ASK_TIMEOUT_S = 1.0
 GRACE_S = 0.05
@@ -40,81 +41,10 @@ FRESH_S = 0.1
 WATCH_PERIOD_S = 0.5
 ALERT_S = 10.0
 """How long to ask often after a sign of trouble. A failover promotes a replica 0.2 s after its begin."""
+LISTEN_S = 10.0
+"""After so long without a sign, subscribe again: the sentinel may have gone without a word."""
 _SIGNS = ("+sdown", "+odown", "+try-failover", "+switch-master")
 """What sentinels publish."""
-
-Address = tuple[str, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """What one sentinel says of a name.
-
-    - `primary`: its address; None if the sentinel does not know the name, but `names`, or refused to answer (`refusal`)
-    - `epoch`: of the configuration that names it
-    - `down`, `failing_over`: this sentinel misses the primary; a failover has begun
-    - `sentinels`: so many watch it, this one included; `quorum`: so many must agree that it is down
-    """
-
-    primary: Address | None
-    epoch: int = 0
-    down: bool = False
-    failing_over: bool = False
-    sentinels: int = 1
-    quorum: int = 1
-    names: tuple[str, ...] = ()
-    refusal: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class View:
-    """What all answers mean.
-
-    - `primary`: None if no sentinel named it
-    - `trouble`: what keeps it from answering, if it does not; None = nothing
-    - `down`: no call is tried: most sentinels report it down, or a failover has begun
-    """
-
-    primary: Address | None
-    trouble: str | None = None
-    down: bool = False
-
-
-def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
-    """Find the primary in the answers of `asked` sentinels: a minority may not have heard of the last failover."""
-    known = [answer for answer in answers if answer.primary]
-    if not answers:
-        return View(None, f"none of {counted(asked, 'sentinel')} answers")
-    if not known:
-        if refusals := sorted({answer.refusal for answer in answers if answer.refusal}):
-            return View(None, f"these are not sentinels, or they refuse to answer: {'; '.join(refusals)}")
-        names = sorted({other for answer in answers for other in answer.names})
-        return View(None, f"Sentinel does not know the name {name!r}; it knows {', '.join(names) or 'no name'}")
-    newest = max(known, key=lambda answer: (answer.epoch, [other.primary for other in known].count(answer.primary)))
-    same = [answer for answer in known if answer.primary == newest.primary]
-    missed, failing_over = sum(answer.down for answer in same), any(answer.failing_over for answer in same)
-    if missed <= len(same) // 2 and not failing_over:
-        return View(newest.primary)
-    host, port = newest.primary or ("", 0)
-    watching = max(answer.sentinels for answer in same)
-    if failing_over:
-        what = "a failover has begun"
-    elif len(answers) <= watching // 2 or len(answers) < newest.quorum:
-        what = (
-            f"no failover is possible: {len(answers)} of {counted(watching, 'sentinel')} answer, the quorum is "
-            f"{newest.quorum}"
-        )
-    else:
-        what = "a failover has not begun yet"
-    trouble = f"Sentinel reports the primary {host}:{port} of {name!r} down; {what}"
-    return View(newest.primary, trouble, failing_over or missed > asked // 2)
-
-
-def agreed(answers: Sequence[Answer], asked: int) -> bool:
-    """Check whether most sentinels name the same primary, and miss it not: the others need not be waited for."""
-    calm = [answer for answer in answers if answer.primary and not answer.down and not answer.failing_over]
-    votes = [(answer.primary, answer.epoch) for answer in calm]
-    return any(votes.count(vote) > asked // 2 for vote in votes)
 
 
 class SentinelPrimary:
@@ -157,6 +87,7 @@ class SentinelPrimary:
         self._watching: list[asyncio.Task[None]] = []
         self._alert_until_s = -float("inf")
         self._signs = asyncio.Event()
+        self._joining = threading.Lock()
         self._connections: weakref.WeakSet[ToPrimary] = weakref.WeakSet()
 
     def open_client(self, **options: Any) -> aioredis.Redis:
@@ -196,9 +127,19 @@ class SentinelPrimary:
 
     # ------------------------------------------------------------------ connections
 
-    def join(self, connection: ToPrimary) -> None:
-        """Note a connection that is to be cut when another server becomes the primary."""
-        self._connections.add(connection)
+    def join(self, connection: ToPrimary, switches: int) -> None:
+        """Note a connection that is to be cut at the next switch. Raises if one came while it was made."""
+        with self._joining:  # also from threads
+            if switches == self.switches:
+                self._connections.add(connection)
+                return
+        raise RedisConnectionError("another server became the primary while this one was connected to")
+
+    def current(self) -> Address:
+        """Return the address that was found last. Raises redis-py's `ConnectionError` while there is none."""
+        if self.address is None or self._view.down:
+            raise RedisConnectionError(self._view.trouble)
+        return self.address
 
     async def find(self) -> Address:
         """Return the address of the primary. Raises redis-py's `ConnectionError` while there is none."""
@@ -212,9 +153,7 @@ class SentinelPrimary:
         async with self._asking:
             if time.monotonic() >= self._asked_s + FRESH_S:
                 await self._look()
-        if self.address is None or self._view.down:
-            raise RedisConnectionError(self._view.trouble)
-        return self.address
+        return self.current()
 
     async def _watch(self) -> None:
         while True:
@@ -232,12 +171,14 @@ class SentinelPrimary:
     async def _listen(self, sentinel: aioredis.Redis) -> None:
         """Wait for signs of trouble that a sentinel publishes."""
         while True:
-            with contextlib.suppress(RedisError, OSError):  # this sentinel is away; the others are asked as before
+            try:
                 async with sentinel.pubsub() as events:
                     await events.subscribe(*_SIGNS)
-                    async for _ in events.listen():
-                        self._signs.set()
-            await asyncio.sleep(WATCH_PERIOD_S)
+                    while (event := await events.get_message(timeout=LISTEN_S)) is not None:
+                        if event["type"] == "message":
+                            self._signs.set()
+            except (RedisError, OSError):  # this sentinel is away; all are asked as before
+                await asyncio.sleep(WATCH_PERIOD_S)
 
     async def _look(self) -> None:
         before, self._view = self._view, combine(await self._ask_all(), len(self._sentinels), self._name)
@@ -249,10 +190,11 @@ class SentinelPrimary:
             self._cut()
 
     def _cut(self) -> None:
-        for connection in list(self._connections):
+        with self._joining:
+            connections, self._connections = self._connections, weakref.WeakSet()
+            self.switches += 1
+        for connection in connections:
             connection.cut()
-        self._connections.clear()
-        self.switches += 1
         self._on_switch()
 
     # ------------------------------------------------------------------ sentinels
@@ -283,31 +225,13 @@ class SentinelPrimary:
             pipe.execute_command("SENTINEL", "MASTER", self._name)
             address, facts = await pipe.execute(raise_on_error=False)
             if address is not None and isinstance(facts, dict):
-                return _read_answer(address, facts)
+                return read_answer(address, facts)
             watched = await sentinel.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
         except (ResponseError, AuthenticationError) as error:
             return Answer(None, refusal=str(error))
         except (RedisError, OSError):
             return None
-        return Answer(None, names=tuple(_text(facts[b"name"]) for facts in watched))
-
-
-def _read_answer(address: Sequence[bytes], facts: Mapping[bytes, bytes]) -> Answer:
-    primary = (_text(address[0]), int(address[1]))
-    moved = primary != (_text(facts[b"ip"]), int(facts[b"port"]))  # promoted; the flags are still those of the old one
-    flags = [] if moved else _text(facts[b"flags"]).split(",")
-    return Answer(
-        primary=primary,
-        epoch=int(facts[b"config-epoch"]),
-        down="s_down" in flags or "o_down" in flags,
-        failing_over="failover_in_progress" in flags,
-        sentinels=1 + int(facts[b"num-other-sentinels"]),
-        quorum=int(facts[b"quorum"]),
-    )
-
-
-def _text(value: bytes) -> str:
-    return value.decode(errors="replace")
+        return Answer(None, names=tuple(as_text(facts[b"name"]) for facts in watched))
 
 
 # ---------------------------------------------------------------------- connections
@@ -318,28 +242,25 @@ class ToPrimary:
 
     def __init__(self, *, primary: SentinelPrimary, **options: Any) -> None:
         self._primary = primary
+        self._switches = 0
         super().__init__(**options)
 
     def cut(self) -> None:
         """End what waits for an answer on this connection, with an error; the next use connects again."""
         raise NotImplementedError
 
-    def _check_address(self, address: Address) -> None:
-        if self._primary.address != address:
-            raise RedisConnectionError("another server became the primary while this one was connected to")
-        self._primary.join(self)
-
 
 class AsyncConnection(ToPrimary, aioredis.Connection):
     """A connection of the event loop."""
 
     async def _connect(self) -> None:
-        self.host, self.port = address = await self._primary.find()
+        self.host, self.port = await self._primary.find()
+        self._switches = self._primary.switches
         await super()._connect()  # type: ignore[no-untyped-call]
-        self._check_address(address)
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""
+        self._primary.join(self, self._switches)
         await super().on_connect_check_health(check_health=check_health)
         await self.send_command("ROLE", check_health=False)
         _check_role(await self.read_response(), self)
@@ -358,16 +279,14 @@ class BlockingConnection(ToPrimary, redis.Connection):
     """A connection of a thread."""
 
     def _connect(self) -> socket.socket:
-        address = self._primary.address
-        if address is None:
-            raise RedisConnectionError("no primary is known yet")
-        self.host, self.port = address
+        self._switches = self._primary.switches
+        self.host, self.port = self._primary.current()
         connected: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
-        self._check_address(address)
         return connected
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""
+        self._primary.join(self, self._switches)
         super().on_connect_check_health(check_health=check_health)
         self.send_command("ROLE", check_health=False)  # type: ignore[no-untyped-call]
         _check_role(self.read_response(), self)
@@ -384,7 +303,7 @@ class BlockingTlsConnection(BlockingConnection, redis.SSLConnection):
 
 
 def _check_role(reply: Sequence[Any], connection: AsyncConnection | BlockingConnection) -> None:
-    role = _text(reply[0])
+    role = as_text(reply[0])
     if role != "master":
         where = f"{connection.host}:{connection.port}"
         raise RedisConnectionError(f"{where}, which Sentinel names as the primary, has the role {role!r}")
