@@ -15,14 +15,12 @@ import numpy.typing as npt
 
 from replaybuf.errors import NotFound
 from replaybuf.lab.demo.changes import Change, paired_change, window_change
+from replaybuf.lab.demo.session_log import KILLED, SESSION_EVERY_S, Session
 from replaybuf.launch.progress import (
-    KILLED,
-    SESSION_EVERY_S,
     Evaluation,
     GeneratorLine,
     GroupCounts,
     Progress,
-    Session,
     Staleness,
     StalenessLine,
     TrainerLine,
