@@ -197,12 +197,12 @@ class Progress:
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation; it replaces an earlier one of the same step."""
         others = [other for other in self.evaluations if other.step != evaluation.step]
-        self.evaluations = sorted([*others, evaluation], key=lambda one: one.step)
+        self.evaluations = sorted([*others, evaluation], key=lambda entry: entry.step)
 
-    def add_processes(self, found: Sequence[ProcessState]) -> None:
+    def add_processes(self, states: Sequence[ProcessState]) -> None:
         """Replace the processes; their peaks and processor times stay after they have ended."""
-        self.processes = list(found)
-        for process in found:
+        self.processes = list(states)
+        for process in states:
             if process.cpu_s is not None:
                 self.cpu_s[process.name] = process.cpu_s
             if process.peak_bytes is not None:
