@@ -67,8 +67,8 @@ class DemoOptions:
 
     def as_words(self) -> list[str]:
         """Return seed and steps as they were typed."""
-        given = (("--seed", self.seed), ("--steps", self.steps))
-        return [word for name, value in given if value is not None for word in (name, str(value))]
+        options = (("--seed", self.seed), ("--steps", self.steps))
+        return [word for name, value in options if value is not None for word in (name, str(value))]
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -161,12 +161,12 @@ def _resumed_request(folder: Folder, options: DemoOptions) -> Request:
         detail = f"{folder.root} holds no demo to resume; start one without --resume"
         raise Invalid(detail, name="--data-dir", value=str(folder.root), bound="a folder with demo.json")
     request = _read_request(folder)
-    for name, asked, stored in (("--seed", options.seed, request.seed), ("--steps", options.steps, request.steps)):
-        if asked is not None and asked != stored:
+    for name, value, stored in (("--seed", options.seed, request.seed), ("--steps", options.steps, request.steps)):
+        if value is not None and value != stored:
             raise Invalid(
-                f"{name} is {asked}; the demo in {folder.root} was started with {stored}, and a resume keeps it",
+                f"{name} is {value}; the demo in {folder.root} was started with {stored}, and a resume keeps it",
                 name=name,
-                value=asked,
+                value=value,
                 bound=stored,
             )
     return request

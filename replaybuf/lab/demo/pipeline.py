@@ -170,8 +170,8 @@ class Demo(sessions.Session):
         """Show the warm start, and record the session."""
         if self._warm_up is not None and (line := self._warm_up.last_line()):
             self.progress.note = line
-            if found := CHECKED.search(line):
-                self.progress.share = min(1.0, float(found[1]) / TARGET_ACCURACY)
+            if match := CHECKED.search(line):
+                self.progress.share = min(1.0, float(match[1]) / TARGET_ACCURACY)
         if time.monotonic() >= self._session_due_s:
             self._write_session(KILLED)
 
