@@ -189,21 +189,22 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def _decode_manifest(path: Path, raw: bytes) -> Manifest:
     try:
-        found = msgspec.json.decode(raw, type=Manifest)
+        manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _broken(path, f"its manifest does not decode: {error}") from error
-    if found.format > FORMAT:
+    if manifest.format > FORMAT:
         raise Invalid(
-            f"{path} has format {found.format}, of replaybuf {found.summary.release}; the newest known is {FORMAT}",
+            f"{path} has format {manifest.format}, of replaybuf {manifest.summary.release}; "
+            f"the newest known is {FORMAT}",
             name="format",
-            value=found.format,
+            value=manifest.format,
             bound=FORMAT,
         )
-    sealed = found.sealed()
-    if (found.digest or found.format > 1) and found.digest != sealed.digest:
-        raise _broken(path, f"the digest of {MANIFEST} is {sealed.digest}; it has {found.digest or 'none'}")
+    sealed = manifest.sealed()
+    if (manifest.digest or manifest.format > 1) and manifest.digest != sealed.digest:
+        raise _broken(path, f"the digest of {MANIFEST} is {sealed.digest}; it has {manifest.digest or 'none'}")
     try:
-        check_run_name(found.summary.run)
+        check_run_name(manifest.summary.run)
     except Invalid as error:
         raise _broken(path, error.detail) from error
     return sealed

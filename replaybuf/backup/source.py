@@ -138,19 +138,19 @@ class Source:
         store, run = self._store, self._run
         # Keys of other runs are in malformed entries, which hold no payload.
         names = {key: name for key in held if (name := keys.payload_name(run, key))}
-        wanted = {key: held[key] for key in names if key not in self._copied}
+        sizes = {key: held[key] for key in names if key not in self._copied}
         gone: set[str] = set()
         files = store.groups.spilled.open(run, text(spill_url)) if spill_url else None
         try:
-            for chunk in split_chunks(wanted, wanted.__getitem__):
+            for chunk in split_chunks(sizes, sizes.__getitem__):
                 self._report(len(self._copied), len(held))
-                frames = await store.groups.read_frames(run, {key: wanted[key] for key in chunk})
-                found = {key: frame for key, frame in zip(chunk, frames, strict=True) if frame is not None}
-                gone |= set(chunk) - found.keys()
-                if found:
-                    await self._sink.add(PayloadsSection({names[key]: frame for key, frame in found.items()}))
-                self._copied |= found.keys()
-                self._payload_bytes += sum(map(len, found.values()))
+                frames = await store.groups.read_frames(run, {key: sizes[key] for key in chunk})
+                present = {key: frame for key, frame in zip(chunk, frames, strict=True) if frame is not None}
+                gone |= set(chunk) - present.keys()
+                if present:
+                    await self._sink.add(PayloadsSection({names[key]: frame for key, frame in present.items()}))
+                self._copied |= present.keys()
+                self._payload_bytes += sum(map(len, present.values()))
         finally:
             if files:
                 store.groups.spilled.close(run, files)
@@ -200,13 +200,13 @@ class _Fold:
 
     def finish(self) -> dict[str, int]:
         """Return payload keys and frame sizes of groups that are not freed. Raises `DataLost` for a gap."""
-        found, expected = (self._state.entries, self._state.stored), (self._moment.entries, self._moment.stored)
-        if found != expected:
+        end, expected = (self._state.entries, self._state.stored), (self._moment.entries, self._moment.stored)
+        if end != expected:
             raise DataLost(
-                f"the streams end at ledger entry {found[0]} and group {found[1]}; {expected[0]} and {expected[1]} "
+                f"the streams end at ledger entry {end[0]} and group {end[1]}; {expected[0]} and {expected[1]} "
                 "were stored",
                 name="entries",
-                value=list(found),
+                value=list(end),
                 bound=list(expected),
             )
         index = self._state.index

@@ -205,10 +205,10 @@ def _summary(path: str) -> str | None:
     """Read the first docstring line of MODULE:FUNCTION without importing or parsing the module, which takes longer."""
     module, _, function = path.partition(":")
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except ImportError:  # a plug-in with a missing dependency; its command reports that when it runs
         return None
-    source = found.loader.get_source(module) if found and isinstance(found.loader, InspectLoader) else None
+    source = spec.loader.get_source(module) if spec and isinstance(spec.loader, InspectLoader) else None
     start = re.search(rf'^def {function}\(.*?^    """(.*?)(?:"""|$)', source or "", re.MULTILINE | re.DOTALL)
     return start and start[1]
 

@@ -85,7 +85,7 @@ def _reject(file: Path, problems: Sequence[str], options: UpOptions) -> int:
         print(msgspec.json.encode({"problems": problems}).decode())
     else:
         count = "1 problem" if len(problems) == 1 else counted(len(problems), "problem")
-        lines = [f"replaybuf: {file} has {count}, and nothing was started", *(f"  - {one}" for one in problems)]
+        lines = [f"replaybuf: {file} has {count}, and nothing was started", *(f"  - {problem}" for problem in problems)]
         print("\n".join(lines), file=sys.stderr)
     return WRONG_FILE_EXIT_CODE
 

@@ -191,7 +191,10 @@ class Daemon:
                     self._follow_load(),
                     self._report(),
                     self._follow_stop(stop),
-                    *(each.follow(inflight, self._engine, lambda: delivery.published) for each in self._followers),
+                    *(
+                        follower.follow(inflight, self._engine, lambda: delivery.published)
+                        for follower in self._followers
+                    ),
                 ]
                 background = [self._tasks.create_task(loop) for loop in loops]
                 await inflight.until(lambda: inflight.stopping or inflight.done)
@@ -351,11 +354,11 @@ class Daemon:
         groups = [job.group for job in window.groups if job.group is not None]
         columns = await stages.compute(window, max(group.policy_version for group in groups))
         completed: list[Job] = []
-        for job, group, made in zip(window.groups, groups, columns, strict=True):
-            if isinstance(made, EngineFault):
-                await self._fail(job, made)
+        for job, group, outcome in zip(window.groups, groups, columns, strict=True):
+            if isinstance(outcome, EngineFault):
+                await self._fail(job, outcome)
             else:
-                job.group = with_columns(group, made)
+                job.group = with_columns(group, outcome)
                 completed.append(job)
                 self._failures.record_success()
         await self._delivery.put(completed)

@@ -92,8 +92,8 @@ class HeldOut:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(outcome(prompt)) for prompt in self.prompts]
         outcomes = [task.result() for task in running]
-        scored = [each for each in outcomes if isinstance(each, tuple)]
-        faults = [each for each in outcomes if not isinstance(each, tuple)]
+        scored = [result for result in outcomes if isinstance(result, tuple)]
+        faults = [result for result in outcomes if not isinstance(result, tuple)]
         unfit = next((fault for fault in faults if isinstance(fault, EngineUnfit)), None)
         if unfit is not None or not scored:
             raise unfit or faults[-1]

@@ -161,11 +161,11 @@ class GenerateOptions(SamplingOptions):
         self.length_penalty.penalty(self.max_tokens)
         Bounds(self.min_inflight_groups, self.max_inflight_groups)
 
-    def live_changes(self, new: GenerateOptions) -> dict[str, Any]:
-        """Return the options that differ in `new`, by name. Raises `Invalid` where one of them is not in `LIVE`."""
+    def live_changes(self, options: GenerateOptions) -> dict[str, Any]:
+        """Return the `options` that differ from these, by name. Raises `Invalid` where one of them is not in `LIVE`."""
         changed: dict[str, Any] = {}
         for field in dataclasses.fields(self):
-            value = getattr(new, field.name)
+            value = getattr(options, field.name)
             if value == getattr(self, field.name):
                 continue
             if field.name not in LIVE:

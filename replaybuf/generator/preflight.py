@@ -162,7 +162,7 @@ async def check_tokenizer(servers: Sequence[Server], tokenizer: Tokenizer, promp
 def warn_of_overlap(held_out: Iterable[Prompt], training: Iterable[Prompt]) -> None:
     """Log how many held-out prompts are also training prompts."""
     trained = {prompt.token_ids.tobytes() for prompt in training}
-    both = [prompt.where for prompt in held_out if prompt.token_ids.tobytes() in trained]
-    if both:
-        prompts = counted(len(both), "held-out prompt")
-        logger.warning("also used for training: %s; the first: %s", prompts, both[0])
+    overlap = [prompt.where for prompt in held_out if prompt.token_ids.tobytes() in trained]
+    if overlap:
+        prompts = counted(len(overlap), "held-out prompt")
+        logger.warning("also used for training: %s; the first: %s", prompts, overlap[0])

@@ -98,7 +98,7 @@ def _token_problems(clients: Clients, *, has_token: bool) -> Iterator[str]:
         yield "service.tokens_file is set, so give --token or REPLAYBUF_UP_TOKEN with the role operator"
     for where, section in clients.items():
         variable = f"REPLAYBUF_{section.subcommand.upper()}_TOKEN"
-        own = isinstance(section, TrainerSection) and bool(section.command)
-        if not own and "token" not in section.options and variable not in {*os.environ, *section.env}:
+        custom_trainer = isinstance(section, TrainerSection) and bool(section.command)
+        if not custom_trainer and "token" not in section.options and variable not in {*os.environ, *section.env}:
             role = "trainer" if isinstance(section, TrainerSection) else "producer"
             yield f"{where}.token is missing: service.tokens_file is set. Set {variable} with the role {role}"

@@ -82,9 +82,9 @@ class _Decoder:
                 text = known.description.split(". ")[0].rstrip(".")
                 self._reject(f"{where}.{key}" if where else key, f" is missing: {text}")
         if issubclass(shape, Section):
-            own = {key: values.pop(key) for key in shape.__struct_fields__ if key in values}
+            fields = {key: values.pop(key) for key in shape.__struct_fields__ if key in values}
             # Options stay as the file has them: 1 instead of 1.0, as in the command that a person reads.
-            return {**own, "options": {key: table[key] for key in values}}
+            return {**fields, "options": {key: table[key] for key in values}}
         return values
 
     def _struct(self, where: str, table: Mapping[str, Any], shape: type[StructT]) -> StructT | object:

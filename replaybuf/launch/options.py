@@ -64,9 +64,9 @@ def secrets(command: str, values: Mapping[str, Any]) -> dict[str, str]:
 
 def check(command: str, values: Mapping[str, Any]) -> None:
     """Check values as the command itself does. Raises `Invalid`."""
-    given = [word for key, value in values.items() for word in _flags(options_of(command)[key], value)]
+    arguments = [word for key, value in values.items() for word in _flags(options_of(command)[key], value)]
     try:
-        _, bound, _ = _app(command).parse_args(given, print_error=False, exit_on_error=False)
+        _, bound, _ = _app(command).parse_args(arguments, print_error=False, exit_on_error=False)
     except CycloptsError as error:
         raise Invalid(str(error), name=command) from error
     options = bound.arguments["options"]
@@ -78,8 +78,8 @@ def _flags(option: Option, value: Any) -> Iterator[str]:
     if isinstance(value, bool):
         yield option.flag if value else option.no_flag
         return
-    for one in value if isinstance(value, list) else [value]:
-        text = str(one)
+    for item in value if isinstance(value, list) else [value]:
+        text = str(item)
         yield from (f"{option.flag}={text}",) if text.startswith("-") else (option.flag, text)
 
 
@@ -115,7 +115,7 @@ def _toml_type(hint: Any) -> Any:
         return str
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return Union[tuple(_toml_type(one) for one in arguments if one is not type(None))]  # noqa: UP007 - a value
+        return Union[tuple(_toml_type(part) for part in arguments if part is not type(None))]  # noqa: UP007 - a value
     if origin in (tuple, list):
         return list[_toml_type(arguments[0])]  # type: ignore[misc]
     return hint

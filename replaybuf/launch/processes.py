@@ -26,8 +26,8 @@ def process_states(name: str, pid: int) -> list[ProcessState]:
     """Return the state of a process and of its children, each child by its program's name; empty if it is gone."""
     if not PROC.is_dir():
         return [ProcessState(name, pid, "not known")]
-    own = _read(name, pid)
-    return [own, *(state for child in _children(pid) if (state := _read(None, child)))] if own else []
+    parent = _read(name, pid)
+    return [parent, *(state for child in _children(pid) if (state := _read(None, child)))] if parent else []
 
 
 def _read(name: str | None, pid: int) -> ProcessState | None:
@@ -51,14 +51,14 @@ def _read(name: str | None, pid: int) -> ProcessState | None:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     try:
         paths = sorted((PROC / str(pid) / "task").glob("*/children"))
     except (FileNotFoundError, ProcessLookupError):  # race: the process ended before its folder was read
         return []
     for path in paths:
         try:
-            found += map(int, path.read_text().split())
+            pids += map(int, path.read_text().split())
         except (FileNotFoundError, ProcessLookupError):  # race: the thread ended before the read
             continue
-    return found
+    return pids

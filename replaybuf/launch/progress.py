@@ -17,10 +17,6 @@ import msgspec
 
 from replaybuf.launch.processes import ProcessState
 
-KILLED = "killed"
-"""Outcome of a session that wrote no other outcome."""
-SESSION_EVERY_S = 5.0
-"""Maximum time of a session that `kill -9` leaves out of the report."""
 RECENT_STEPS = 40
 RECENT_LINES = 4
 LONGEST_LINE_BYTES = 1 << 20
@@ -93,20 +89,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     examples: list[Example] = []
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of a session, at `started` (seconds since the epoch), and its outcome.
-
-    It is written repeatedly and the last line counts. `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and
-    processor seconds by process.
-    """
-
-    started: float
-    phases: dict[str, float]
-    peaks: dict[str, int]
-    outcome: str
-    cpu_s: dict[str, float] = {}
-
-
 class Staleness(msgspec.Struct, frozen=True):
     """Staleness of the rollouts at use, in policy versions, over all steps."""
 
@@ -157,17 +139,6 @@ class LineReader(Generic[StructT]):
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     continue
         return lines
-
-
-def append_line(path: Path, line: msgspec.Struct) -> None:
-    """Append one JSON line to a file."""
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(line) + b"\n")
-
-
-def read_sessions(path: Path) -> list[Session]:
-    """Read the last line of each session."""
-    return list({line.started: line for line in LineReader(path, Session).new_lines()}.values())
 
 
 class Phases:
@@ -226,12 +197,12 @@ class Progress:
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation; it replaces an earlier one of the same step."""
         others = [other for other in self.evaluations if other.step != evaluation.step]
-        self.evaluations = sorted([*others, evaluation], key=lambda one: one.step)
+        self.evaluations = sorted([*others, evaluation], key=lambda entry: entry.step)
 
-    def add_processes(self, found: Sequence[ProcessState]) -> None:
+    def add_processes(self, states: Sequence[ProcessState]) -> None:
         """Replace the processes; their peaks and processor times stay after they have ended."""
-        self.processes = list(found)
-        for process in found:
+        self.processes = list(states)
+        for process in states:
             if process.cpu_s is not None:
                 self.cpu_s[process.name] = process.cpu_s
             if process.peak_bytes is not None:

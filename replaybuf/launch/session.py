@@ -251,8 +251,8 @@ class Session:
 
     def _read_processes(self, supervisor: Supervisor) -> None:
         alive = [child for child in supervisor.children if not child.exited.done()]
-        found = [state for child in alive for state in process_states(child.name, child.pid)]
-        self.progress.add_processes([*found, *process_states(self.command, os.getpid())[:1]])
+        states = [state for child in alive for state in process_states(child.name, child.pid)]
+        self.progress.add_processes([*states, *process_states(self.command, os.getpid())[:1]])
 
     def enter(self, phase: str, note: str = "") -> None:
         """Begin a phase, and show it."""

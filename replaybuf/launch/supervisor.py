@@ -199,12 +199,12 @@ class Supervisor:
         """Wait until the child prints its address; return the URL. Raises `ServiceUnavailable` after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not (found := LISTENING.search(child.output())):  # noqa: ASYNC110 - another process writes the file
+                while not (match := LISTENING.search(child.output())):  # noqa: ASYNC110 - another process writes the file
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             detail = f"{child.name} did not listen within {timeout_s:g} s; its log: {child.log}"
             raise ServiceUnavailable(detail, name=child.name, value=None, bound=timeout_s) from None
-        return found[1]
+        return match[1]
 
     async def finished(self, child: Child) -> None:
         """Wait until a process of this program has exited with code 0."""

@@ -109,12 +109,12 @@ def _held_out(evaluations: Sequence[Evaluation]) -> Iterable[Chart]:
     for name, by_version in sorted(by_set.items()):
         results = [by_version[version] for version in sorted(by_version)]
         upper, lower = (
-            [None if one.standard_error is None else one.reward_mean + sign * one.standard_error for one in results]
+            [None if row.standard_error is None else row.reward_mean + sign * row.standard_error for row in results]
             for sign in (1, -1)
         )
-        means = [one.reward_mean for one in results]
+        means = [row.reward_mean for row in results]
         lines = [Line("mean + error", upper), Line("mean − error", lower), Line("mean", means)]
-        versions = [float(one.version) for one in results]
+        versions = [float(row.version) for row in results]
         yield Chart(f"Held-out: {name}", "mean reward ± standard error", "version", versions, lines, band=True)
 
 

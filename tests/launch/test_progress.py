@@ -13,7 +13,6 @@ from replaybuf.launch.progress import (
     Phases,
     Progress,
     TrainerLine,
-    append_line,
 )
 
 
@@ -41,13 +40,6 @@ def test_unknown_fields_and_broken_lines_are_ignored(tmp_path: Path) -> None:
     broken = b'{"step": 1, "lo{"step": 1}\n{"step": 1, "wait_reasons": {"\xff": 1}}\n'
     path.write_bytes(b'{"step": 0, "mood": "good"}\n' + broken + b'{"step": 2}\n')
     assert [line.step for line in LineReader(path, TrainerLine).new_lines()] == [0, 2]
-
-
-def test_appended_lines_are_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "evaluations.jsonl"
-    append_line(path, evaluation(0, greedy=0.9))
-    append_line(path, evaluation(5))
-    assert LineReader(path, Evaluation).new_lines() == [evaluation(0, greedy=0.9), evaluation(5)]
 
 
 def test_a_resumed_trainer_replaces_the_steps_after_its_checkpoint() -> None:

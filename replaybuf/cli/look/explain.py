@@ -37,40 +37,41 @@ def explain(
 ) -> None:
     """Show why the batch of a step has its groups, or why the next one is not there."""
     with client(run, options) as service:
-        found = service.explain_batch(step, options.generation, options.limit)
+        explanation = service.explain_batch(step, options.generation, options.limit)
     if options.json:
-        print_json(found)
+        print_json(explanation)
     else:
-        show_explanation(found, Console())
+        show_explanation(explanation, Console())
 
 
-def show_explanation(found: BatchExplanation, console: Console) -> None:
+def show_explanation(explanation: BatchExplanation, console: Console) -> None:
     """Print an explanation: head, what came before, funnel, order, packing, what is unknown."""
-    for line in _head(found):
+    for line in _head(explanation):
         console.print(Text(printable(line)))
-    if found.since_last_batch:
-        console.print(Text(printable(f"since the last batch: {_arrivals(found.since_last_batch)}")))
-    for adapter, candidates in found.candidates.items():
+    if explanation.since_last_batch:
+        console.print(Text(printable(f"since the last batch: {_arrivals(explanation.since_last_batch)}")))
+    for adapter, candidates in explanation.candidates.items():
         console.print()
-        chosen = found.choice.adapters.get(adapter, 0) if found.choice else None
+        chosen = explanation.choice.adapters.get(adapter, 0) if explanation.choice else None
         console.print(_funnel(adapter, candidates, chosen, console))
-    if found.choice:
+    if explanation.choice:
         console.print()
-        _print_order(found.choice, console)
-    if found.packing:
-        console.print(_packing(found.packing, console))
-    for line in found.unknown:
+        _print_order(explanation.choice, console)
+    if explanation.packing:
+        console.print(_packing(explanation.packing, console))
+    for line in explanation.unknown:
         console.print(Text(printable(f"unknown: {line}")))
 
 
-def _head(found: BatchExplanation) -> Iterator[str]:
-    version = "" if found.version is None else f", trains version {found.version}"
-    short = f", short because of its {found.short}" if found.short else ""
-    yield f"step {found.step} of {found.run}: {found.state}{version}{short}"
-    options = ", ".join(f"{name} {value}" for name, value in found.options.items())
-    yield f"strategy {found.strategy} ({options}); filters {', '.join(found.filters) or 'none'}; seed {found.seed}"
-    if found.waiting:
-        waits = found.waiting
+def _head(explanation: BatchExplanation) -> Iterator[str]:
+    version = "" if explanation.version is None else f", trains version {explanation.version}"
+    short = f", short because of its {explanation.short}" if explanation.short else ""
+    yield f"step {explanation.step} of {explanation.run}: {explanation.state}{version}{short}"
+    options = ", ".join(f"{name} {value}" for name, value in explanation.options.items())
+    filters = ", ".join(explanation.filters) or "none"
+    yield f"strategy {explanation.strategy} ({options}); filters {filters}; seed {explanation.seed}"
+    if explanation.waiting:
+        waits = explanation.waiting
         yield f"waits: {waits.reason}, blocked on {waits.blocked_on}; has {_amount(waits.have)}{_needs(waits.need)}"
         if waits.detail:
             yield f"  {waits.detail}"

@@ -99,8 +99,9 @@ class LedgerOptions(ServiceOptions):
 
 def list_(run: RunName, /, options: Annotated[QueryOptions, Parameter(name="*")] = QueryOptions()) -> None:
     """List groups of a run, newest first, by state, step, reward, staleness, version, prompt, source or adapter."""
-    own = {field.name for field in dataclasses.fields(ServiceOptions)}
-    query: dict[str, Any] = {name: value for name, value in dataclasses.asdict(options).items() if name not in own}
+    query: dict[str, Any] = dataclasses.asdict(options)
+    for field in dataclasses.fields(ServiceOptions):
+        del query[field.name]
     with client(run, options) as service:
         page = service.list_groups(**query)
     if options.json:

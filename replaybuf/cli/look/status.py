@@ -90,8 +90,8 @@ def _first_runs(addresses: Sequence[str], run: str, token: str | None) -> tuple[
     if run:
         address, status = fetch_first(addresses, f"/v1/runs/{run}", token, RunStatus)
         return address, [status]
-    address, found = fetch_first(addresses, "/v1/runs", token, RunList)
-    return address, found.runs
+    address, listing = fetch_first(addresses, "/v1/runs", token, RunList)
+    return address, listing.runs
 
 
 def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluation]) -> Table:

@@ -152,14 +152,14 @@ def _read(path: Path) -> dict[str, Any]:
     """Read a configuration. Raises `Invalid`; the service checks what is in it."""
     try:
         raw = read_bounded(path, CONFIG_BYTES)
-        found = tomllib.loads(raw.decode()) if path.suffix == ".toml" else msgspec.json.decode(raw)
+        config = tomllib.loads(raw.decode()) if path.suffix == ".toml" else msgspec.json.decode(raw)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise Invalid(f"{path} cannot be read: {error}", name="from", value=str(path)) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise Invalid(
-            f"{path} holds {type(found).__name__}; a configuration is an object", name="from", value=str(path)
+            f"{path} holds {type(config).__name__}; a configuration is an object", name="from", value=str(path)
         )
-    return found
+    return config
 
 
 def _parse_changes(changes: list[str]) -> dict[str, Any]:

@@ -120,8 +120,8 @@ def _date(at_s: float | None) -> str:
 
 
 def _seconds(text: str) -> float:
-    found = _DURATION.fullmatch(text)
-    if not found:
+    match = _DURATION.fullmatch(text)
+    if not match:
         bound = "a whole number with m, h or d, such as 30d"
         raise Invalid(f"expires_in is {text!r}; it must be {bound}", name="expires_in", value=text, bound=bound)
-    return int(found[1]) * _UNITS_S[found[2]]
+    return int(match[1]) * _UNITS_S[match[2]]

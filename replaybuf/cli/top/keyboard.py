@@ -51,9 +51,9 @@ class Keyboard:
 
 def split_keys(text: str) -> list[str]:
     """Split what a terminal sent at once into names of keys: an arrow is three characters."""
-    found: list[str] = []
+    keys: list[str] = []
     while text:
         size = 3 if text[:3] in KEYS else 1
-        found.append(KEYS.get(text[:size], text[:size]))
+        keys.append(KEYS.get(text[:size], text[:size]))
         text = text[size:]
-    return found
+    return keys

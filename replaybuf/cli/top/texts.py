@@ -31,8 +31,8 @@ def waits(row: RunRow) -> str:
         return f"paused: {row.paused_reason}"
     if row.waiting is None:
         return "ready"
-    found = row.waiting
-    return f"{found.reason}{amount(found)}{since(row)} <- {found.blocked_on}"
+    waiting = row.waiting
+    return f"{waiting.reason}{amount(waiting)}{since(row)} <- {waiting.blocked_on}"
 
 
 def since(row: RunRow) -> str:
@@ -40,8 +40,8 @@ def since(row: RunRow) -> str:
     return "" if row.waiting_s is None else f" for {age(row.waiting_s)}"
 
 
-def amount(found: WaitingAnswer) -> str:
+def amount(waiting: WaitingAnswer) -> str:
     """Write what is there of what is needed: groups, else tokens."""
-    if found.need.groups:
-        return f" {found.have.groups}/{found.need.groups}"
-    return f" {count(found.have.tokens)}/{count(found.need.tokens)}" if found.need.tokens else ""
+    if waiting.need.groups:
+        return f" {waiting.have.groups}/{waiting.need.groups}"
+    return f" {count(waiting.have.tokens)}/{count(waiting.need.tokens)}" if waiting.need.tokens else ""

@@ -98,11 +98,11 @@ def fitting(width: int, longest_name: int) -> list[tuple[Column, int]]:
     """Return the columns that fit, in their order, with their widths; the reason of a wait gets the rest."""
     widths: dict[str, int] = {}
     left = width
-    for column in sorted(COLUMNS, key=lambda one: one.rank):
-        wanted = min(longest_name, LONGEST_NAME) if column is COLUMNS[0] else column.width
-        if left >= wanted + 1 or not widths:
-            widths[column.title] = wanted
-            left -= wanted + 1
+    for column in sorted(COLUMNS, key=lambda column: column.rank):
+        column_width = min(longest_name, LONGEST_NAME) if column is COLUMNS[0] else column.width
+        if left >= column_width + 1 or not widths:
+            widths[column.title] = column_width
+            left -= column_width + 1
     if NEXT_BATCH in widths:
         widths[NEXT_BATCH] += max(0, left)
     return [(column, widths[column.title]) for column in COLUMNS if column.title in widths]
@@ -191,12 +191,12 @@ def _stages(flow: Flow, console: Console) -> list[tuple[str, list[str]]]:
 
 def _versions(flow: Flow, console: Console) -> list[str]:
     shown = flow.versions[:MOST_VERSIONS]
-    most = max((one.live + one.in_batches for one in shown), default=0)
+    most = max((counts.live + counts.in_batches for counts in shown), default=0)
     lines = []
-    for one in shown:
-        name = "older" if one.version is None else f"v{one.version}"
-        bar = draw_bar((one.live + one.in_batches) / max(1, most), BAR_WIDTH, console)
-        lines.append(f"{name:>7} {bar} {one.live} live, {one.in_batches} in batches")
+    for counts in shown:
+        name = "older" if counts.version is None else f"v{counts.version}"
+        bar = draw_bar((counts.live + counts.in_batches) / max(1, most), BAR_WIDTH, console)
+        lines.append(f"{name:>7} {bar} {counts.live} live, {counts.in_batches} in batches")
     return lines
 
 
@@ -207,16 +207,18 @@ def _waiting(flow: Flow) -> list[RenderableType]:
     if row.paused_reason:
         lines.append(Text(printable(f"paused: {row.paused_reason}"), style="bold red"))
     if row.waiting:
-        found = row.waiting
+        waiting = row.waiting
         idle = "" if row.idle_s is None else f"; no batch and no ack for {age(row.idle_s)}"
-        text = f"next batch: {found.reason}{amount(found)}{since(row)}, blocked on {found.blocked_on}{idle}"
-        text += f"; {found.detail}" if found.detail else ""
-        text += "".join(f"; {one.name} was last seen {_ago(one.last_seen_s)}" for one in found.missing[:3])
+        text = f"next batch: {waiting.reason}{amount(waiting)}{since(row)}, blocked on {waiting.blocked_on}{idle}"
+        text += f"; {waiting.detail}" if waiting.detail else ""
+        text += "".join(
+            f"; {producer.name} was last seen {_ago(producer.last_seen_s)}" for producer in waiting.missing[:3]
+        )
         lines.append(Text(printable(text), style=STYLES[attention(row)]))
     elif row.state == "running":
         lines.append(Text("next batch: ready"))
     if flow.waited_s:
-        waited = sorted(flow.waited_s.items(), key=lambda one: -one[1])
+        waited = sorted(flow.waited_s.items(), key=lambda pair: -pair[1])
         lines.append(Text("waited so far: " + ", ".join(f"{name} {age(s)}" for name, s in waited), style="dim"))
     return [*lines]
 
@@ -227,10 +229,16 @@ def _producer_table(producers: Sequence[ProducerStatus], console: Console) -> Ta
     titles = ("producer", "seen", "tickets", "groups/min", "faults", *(("held back by",) if wide else ()))
     for name in titles:
         table.add_column(name, justify="left" if name in ("producer", "held back by") else "right", overflow="ellipsis")
-    for one in sorted(producers, key=lambda one: (not one.gone, one.name))[:MOST_PRODUCERS]:
-        facts = [one.name, age(one.last_seen_s), str(one.tickets_out), f"{one.groups_per_min:.3g}", str(one.faults)]
-        facts += [one.held_back_by or "-"] if wide else []
-        table.add_row(*(Text(printable(fact)) for fact in facts), style="bold red" if one.gone else "")
+    for producer in sorted(producers, key=lambda producer: (not producer.gone, producer.name))[:MOST_PRODUCERS]:
+        facts = [
+            producer.name,
+            age(producer.last_seen_s),
+            str(producer.tickets_out),
+            f"{producer.groups_per_min:.3g}",
+            str(producer.faults),
+        ]
+        facts += [producer.held_back_by or "-"] if wide else []
+        table.add_row(*(Text(printable(fact)) for fact in facts), style="bold red" if producer.gone else "")
     if len(producers) > MOST_PRODUCERS:
         table.caption = counted(len(producers) - MOST_PRODUCERS, "more producer")
     return table

@@ -151,16 +151,16 @@ class HttpEngine(abc.ABC):
     async def prepare(self) -> None:
         """Read the model's name and longest context; see `Server.prepare`."""
         models = (await self._connection.ask("GET", "/v1/models", _Models)).data
-        found = next((model for model in models if self.model in (None, model.id)), None)
-        if found is None:
+        own_model = next((model for model in models if self.model in (None, model.id)), None)
+        if own_model is None:
             served = [model.id for model in models]
             detail = f"engine {self.url} serves {served}; the requested model is {self.model!r}"
             raise EngineUnfit("engine_unfit", detail, name="model", value=self.model, bound=served)
-        self.model = found.id
+        self.model = own_model.id
         # vLLM gives the context of its models only, not that of their adapters.
         lengths = {model.id: model.max_model_len for model in models}
-        self.max_model_len = found.max_model_len or lengths.get(found.parent or "")
-        self._is_adapter = found.parent is not None
+        self.max_model_len = own_model.max_model_len or lengths.get(own_model.parent or "")
+        self._is_adapter = own_model.parent is not None
         self._reports_spans = False
 
     async def aclose(self) -> None:
@@ -235,8 +235,8 @@ def read_load(exposition: str, running: str, waiting: str) -> Load | None:
     A server with several data-parallel engines has one sample per engine. Raises `ValueError` for an invalid sample.
     """
     # Parsing only these lines keeps the event loop free: a whole exposition of vLLM takes tens of milliseconds.
-    wanted = tuple(f"{name}{end}" for name in (running, waiting) for end in ("{", " "))
-    lines = "".join(f"{line}\n" for line in exposition.splitlines() if line.startswith(wanted))
+    starts = tuple(f"{name}{end}" for name in (running, waiting) for end in ("{", " "))
+    lines = "".join(f"{line}\n" for line in exposition.splitlines() if line.startswith(starts))
     totals: dict[str, int] = {}
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:

@@ -151,8 +151,8 @@ class VllmEngine(HttpEngine):
             raise self._connection.bad_answer(
                 f"{counted(len(entries), 'prompt_logprob')} for {counted(len(ids), 'token')}"
             )
-        found = [(entry or {}).get(token) for token, entry in zip(ids.tolist(), entries, strict=True)]
-        values = np.array([np.nan if one is None else one.logprob for one in found], np.float64)
+        sampled = [(entry or {}).get(token) for token, entry in zip(ids.tolist(), entries, strict=True)]
+        values = np.array([np.nan if entry is None else entry.logprob for entry in sampled], np.float64)
         usable = (values > ABSENT_LOGPROB) & (values <= LOGPROB_TOLERANCE)
         return np.where(usable, values, np.nan).astype(np.float32)
 
@@ -167,8 +167,8 @@ class VllmEngine(HttpEngine):
 
     async def _weight_label(self) -> int | str | None:
         # vLLM has one label per server and ignores the parameter; the engine of replaybuf has one per adapter.
-        asked = f"?model={quote(self.model or '', safe='')}" if self._is_adapter else ""
-        reply = await self._connection.send("GET", f"/weight_info{asked}", accepted=(NOT_FOUND,))
+        query = f"?model={quote(self.model or '', safe='')}" if self._is_adapter else ""
+        reply = await self._connection.send("GET", f"/weight_info{query}", accepted=(NOT_FOUND,))
         return None if reply.status == NOT_FOUND else self._connection.decode(reply, _WeightInfo).weight_version
 
     async def _by_tokens(self, prompt: list[int], sampling: Sampling) -> Answer:

@@ -106,18 +106,18 @@ def check_prompts(environment: Environment | Sequence[Reward], prompts: Iterable
             raise invalid_row(prompt.where, str(error)) from None
 
 
-def _environment_of(found: Any, path: str) -> Environment:
+def _environment_of(plugin: Any, path: str) -> Environment:
     """Return the environment of an object of the user: a class, an object with `score` or `start`, or a function."""
     with plugins.reported(path):
-        made = found() if isinstance(found, type) else found
-    method = next((method for method in ("score", "start") if hasattr(made, method)), None)
-    if method is None and callable(made):
-        return FunctionReward(made)
+        instance = plugin() if isinstance(plugin, type) else plugin
+    method = next((method for method in ("score", "start") if hasattr(instance, method)), None)
+    if method is None and callable(instance):
+        return FunctionReward(instance)
     if method is None:
-        what = f"{path!r} is of type {type(made).__name__}; it must be a function or a class"
-    elif not hasattr(made, "check"):
+        what = f"{path!r} is of type {type(instance).__name__}; it must be a function or a class"
+    elif not hasattr(instance, "check"):
         what = f"{path!r} has {method} but no check(prompt)"
     else:
-        environment: Environment = made
+        environment: Environment = instance
         return environment
     raise Invalid(what, name="environment", value=path)

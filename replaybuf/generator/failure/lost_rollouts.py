@@ -51,16 +51,16 @@ class Losses:
         Raises a fault if the group may not lose them, or if nothing is left; then none of them is counted, because the
         caller loses all rollouts. The other works are cancelled at once.
         """
-        own = Losses(self._left)
+        part = Losses(self._left)
         try:
             async with asyncio.TaskGroup() as tasks:
-                kept = [tasks.create_task(own._keep(*one)) for one in zip(works, sizes, strict=True)]
+                running = [tasks.create_task(part._keep(*work)) for work in zip(works, sizes, strict=True)]
         except BaseExceptionGroup as group:
             error = first_error(group)
             raise error from error.__cause__  # its traceback is shown to people
-        results = [result for task in kept for result in task.result()]
-        if own._last is not None:
-            self._add(own, own._last, nothing_left=not results)
+        results = [result for task in running for result in task.result()]
+        if part._last is not None:
+            self._add(part, part._last, nothing_left=not results)
         return results
 
     async def _keep(self, work: Callable[[], Awaitable[T]], rollouts: int) -> list[T]:

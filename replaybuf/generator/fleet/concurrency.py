@@ -52,12 +52,12 @@ def next_limit(limit: int, load: Load | None, bounds: Bounds, *, sampling: int, 
     """
     if load is None:
         return bounds.most
-    wanted = limit
+    target = limit
     if load.waiting and load.running:
-        wanted = min(limit, scoring + sampling * load.running // (load.running + load.waiting))
+        target = min(limit, scoring + sampling * load.running // (load.running + load.waiting))
     elif not load.waiting and sampling + scoring >= limit:
-        wanted = limit + max(1, limit // 2)
-    return max(bounds.least, min(wanted, bounds.most))
+        target = limit + max(1, limit // 2)
+    return max(bounds.least, min(target, bounds.most))
 
 
 def total(loads: Iterable[Load | None]) -> Load | None:

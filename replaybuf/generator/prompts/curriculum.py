@@ -177,19 +177,25 @@ class Supply:
     @property
     def finite(self) -> bool:
         """Whether `loaded` holds all prompts."""
-        return not any(isinstance(found, Endless) for found in self._sources.values())
+        return not any(isinstance(source, Endless) for source in self._sources.values())
 
     @property
     def loaded(self) -> list[Prompt]:
         """All prompts of finite sources, and the first of endless ones."""
-        found = self._sources.values()
-        return [prompt for one in found for prompt in (one.first_prompts() if isinstance(one, Endless) else one)]
+        sources = self._sources.values()
+        return [
+            prompt
+            for source in sources
+            for prompt in (source.first_prompts() if isinstance(source, Endless) else source)
+        ]
 
     def ordered(self, *, seed: int, shuffle: bool, check: Callable[[Prompt], None]) -> PromptOrder:
         """Return the order of the prompts. `check` raises `Invalid` for unusable prompts of endless sources."""
         orders: dict[str, PromptOrder] = {
-            name: found.checked_by(check) if isinstance(found, Endless) else Prompts(found, seed=seed, shuffle=shuffle)
-            for name, found in self._sources.items()
+            name: source.checked_by(check)
+            if isinstance(source, Endless)
+            else Prompts(source, seed=seed, shuffle=shuffle)
+            for name, source in self._sources.items()
         }
         if self._file is None:
             return next(iter(orders.values()))
@@ -197,7 +203,7 @@ class Supply:
 
     def _check_ids(self) -> None:
         first: dict[str, Prompt] = {}
-        for prompt in (prompt for found in self._sources.values() if isinstance(found, list) for prompt in found):
+        for prompt in (prompt for source in self._sources.values() if isinstance(source, list) for prompt in source):
             if first.setdefault(prompt.prompt_id, prompt) is not prompt:
                 raise duplicate_id(prompt, first[prompt.prompt_id])
 

@@ -130,18 +130,18 @@ def invalid_row(where: str, what: str) -> Invalid:
 
 def duplicate_id(prompt: Prompt, first: Prompt, *, generated: bool = False) -> Invalid:
     """Describe two rows with one `prompt_id`; `generated`: made from the content, which is then the same."""
-    made = ", made from its content," if generated else ""
+    origin = ", made from its content," if generated else ""
     remedy = "; --drop-duplicate-prompts keeps the first" if generated else ""
-    return invalid_row(prompt.where, f"prompt_id {prompt.prompt_id!r}{made} is already used in {first.where}{remedy}")
+    return invalid_row(prompt.where, f"prompt_id {prompt.prompt_id!r}{origin} is already used in {first.where}{remedy}")
 
 
 def _check_form(line: PromptLine) -> None:
     forms = ("prompt", "messages", "prompt_ids")
-    given = [name for name in forms if getattr(line, name) is not None]
-    if len(given) != 1:
-        raise Invalid(f"has {' and '.join(given) or 'none'} of {', '.join(forms)}; exactly one is needed")
-    if not getattr(line, given[0]):
-        raise Invalid(f"{given[0]} is empty")
+    present = [name for name in forms if getattr(line, name) is not None]
+    if len(present) != 1:
+        raise Invalid(f"has {' and '.join(present) or 'none'} of {', '.join(forms)}; exactly one is needed")
+    if not getattr(line, present[0]):
+        raise Invalid(f"{present[0]} is empty")
     if line.prompt is not None and not line.prompt.strip():
         raise Invalid("prompt is only white space")
     if line.prompt_id == "":

@@ -109,15 +109,15 @@ class _Replay:
 
 def _call(path: str, options: dict[str, Any]) -> Iterable[Any]:
     try:
-        made: Iterable[Any] = load_object(path)(**options)
+        rows: Iterable[Any] = load_object(path)(**options)
     except Invalid:
         raise
     except Exception as error:  # a function of the user may raise anything
         raise Invalid(f"prompts {path} raised {error!r}", name="prompts", value=path) from error
-    if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
-        detail = f"prompts {path} returned {type(made).__name__}; it must return an iterable"
+    if not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
+        detail = f"prompts {path} returned {type(rows).__name__}; it must return an iterable"
         raise Invalid(detail, name="prompts", value=path)
-    return made
+    return rows
 
 
 class _DataFile(msgspec.Struct):
@@ -140,11 +140,11 @@ def _files_of(folder: Path) -> list[Path]:
         splits = described.splits
         detail = f"prompts folder {folder} holds the splits {', '.join(splits)}; name one: {folder / splits[0]}"
         raise Invalid(detail, name="prompts", value=str(folder))
-    found = sorted(folder.rglob("*.parquet"))
-    if not found:
+    files = sorted(folder.rglob("*.parquet"))
+    if not files:
         detail = f"prompts folder {folder} holds neither state.json of datasets.save_to_disk nor a .parquet file"
         raise Invalid(detail, name="prompts", value=str(folder))
-    return found
+    return files
 
 
 def _described(file: Path, kind: type[_Described]) -> _Described | None:

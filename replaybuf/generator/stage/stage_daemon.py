@@ -109,12 +109,12 @@ class StageDaemon:
         if window is None:
             return
         self._waiting.difference_update(window.groups)
-        for group_id, made in zip(window.groups, await self._stages.compute(window), strict=True):
-            if isinstance(made, EngineFault):
-                await self._fail(group_id, made)
+        for group_id, outcome in zip(window.groups, await self._stages.compute(window), strict=True):
+            if isinstance(outcome, EngineFault):
+                await self._fail(group_id, outcome)
                 continue
             try:
-                added = await self._client.add_columns(group_id, {self._column: made[self._column].values})
+                added = await self._client.add_columns(group_id, {self._column: outcome[self._column].values})
             except (Conflict, Gone, NotFound) as error:
                 self._pass_over(group_id, error.detail)
             except Invalid as error:

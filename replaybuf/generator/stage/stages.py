@@ -137,9 +137,9 @@ class Stages(Aggregator[G, Rollout]):
 
 def with_columns(group: Group, columns: Columns) -> Group:
     """Return the group with logprobs of stages, and the versions that computed them in its metadata."""
-    versions = {name: made.policy_version for name, made in columns.items() if made.policy_version is not None}
+    versions = {name: column.policy_version for name, column in columns.items() if column.policy_version is not None}
     records = {name: group.metadata.get(name, {}) | {"policy_version": version} for name, version in versions.items()}
-    fields: dict[str, Any] = {name: np.concatenate(made.values) for name, made in columns.items()}
+    fields: dict[str, Any] = {name: np.concatenate(column.values) for name, column in columns.items()}
     return msgspec.structs.replace(group, **fields, metadata=group.metadata | records)
 
 
@@ -169,8 +169,8 @@ async def _compute_by_one_version(
     late: Sequence[int] = range(len(micro_batches))
     for _ in range(TRIES):
         async with asyncio.TaskGroup() as tasks:
-            asked = {at: tasks.create_task(_compute(stage, micro_batches[at], least_version)) for at in late}
-        parts |= {at: task.result() for at, task in asked.items()}
+            computing = {at: tasks.create_task(_compute(stage, micro_batches[at], least_version)) for at in late}
+        parts |= {at: task.result() for at, task in computing.items()}
         versions = {
             at: part.policy_version
             for at, part in parts.items()

@@ -104,8 +104,8 @@ class HeldOutProblems:
 
     def _examples(self, samples: Recorder, answers: Recorder) -> list[Example]:
         """Return what was completed for the first problems that both samplings scored."""
-        both = samples.scores.keys() & answers.scores.keys()
-        scored = [prompt for prompt in self._held_out.prompts if prompt.prompt_id in both]
+        prompt_ids = samples.scores.keys() & answers.scores.keys()
+        scored = [prompt for prompt in self._held_out.prompts if prompt.prompt_id in prompt_ids]
         return [
             Example(
                 prompt=prompt.text,

@@ -13,9 +13,10 @@ from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw
 from replaybuf.lab.demo.report import Report, build_report
 from replaybuf.lab.demo.run_file import list_hyperparameters
+from replaybuf.lab.demo.session_log import read_sessions
 from replaybuf.lab.demo.summary import print_report
 from replaybuf.launch.plan import Plan
-from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, read_sessions
+from replaybuf.launch.progress import GeneratorLine, LineReader, Progress
 from replaybuf.launch.view import print_line
 
 

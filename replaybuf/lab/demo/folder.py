@@ -200,17 +200,17 @@ def _resumed_request(folder: Folder, options: DemoOptions) -> Request:
         detail = f"{folder.root} holds no demo to resume; start one without --resume"
         raise Invalid(detail, name="--data-dir", value=str(folder.root), bound="a folder with demo.json")
     request = _read_request(folder)
-    for name, asked, stored in (
+    for name, value, stored in (
         ("--seed", options.seed, request.seed),
         ("--steps", options.steps, request.steps),
         ("--strategy", options.strategy, request.strategy),
         ("--strategy-options", options.read_strategy_options(), request.strategy_options),
     ):
-        if asked is not None and asked != stored:
+        if value is not None and value != stored:
             raise Invalid(
-                f"{name} is {asked}; the demo in {folder.root} was started with {stored}, and a resume keeps it",
+                f"{name} is {value}; the demo in {folder.root} was started with {stored}, and a resume keeps it",
                 name=name,
-                value=asked,
+                value=value,
                 bound=stored,
             )
     return request

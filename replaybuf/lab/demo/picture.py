@@ -94,8 +94,12 @@ def _reward(axis: Any, report: Report) -> None:
 
 def _accuracy(axis: Any, report: Report) -> None:
     axis.set_title("Accuracy on held-out problems, ± standard error")
-    sampled = [(one.step, one.sampled, one.sampled_error or 0.0) for one in report.evaluations]
-    greedy = [(one.step, one.greedy, one.greedy_error or 0.0) for one in report.evaluations if one.greedy is not None]
+    sampled = [(point.step, point.sampled, point.sampled_error or 0.0) for point in report.evaluations]
+    greedy = [
+        (point.step, point.greedy, point.greedy_error or 0.0)
+        for point in report.evaluations
+        if point.greedy is not None
+    ]
     # the label of the first point is below a rising line, so that they do not overlap
     _line(axis, sampled, first_label_y=-24, color=BLUE, marker="o", label="sampled, T = 1")
     _line(axis, greedy, first_label_y=15, color=ORANGE, marker="s", label="greedy")

@@ -23,9 +23,10 @@ from replaybuf.errors import ReplaybufError, counted
 from replaybuf.lab.demo.accuracy import HeldOutProblems
 from replaybuf.lab.demo.folder import Folder, Request
 from replaybuf.lab.demo.run_file import CHILD_ENVIRONMENT, TARGET_ACCURACY, TASK
+from replaybuf.lab.demo.session_log import KILLED, SESSION_EVERY_S, Session, append_line
 from replaybuf.launch import session as sessions
 from replaybuf.launch.plan import QUIET, Plan
-from replaybuf.launch.progress import KILLED, SESSION_EVERY_S, Evaluation, LineReader, Session, append_line
+from replaybuf.launch.progress import Evaluation, LineReader
 from replaybuf.launch.session import HTTP_TIMEOUT_S, POLL_S
 from replaybuf.launch.supervisor import Child, Program, Stop, Supervisor
 from replaybuf.launch.view import View, percent
@@ -169,8 +170,8 @@ class Demo(sessions.Session):
         """Show the warm start, and record the session."""
         if self._warm_up is not None and (line := self._warm_up.last_line()):
             self.progress.note = line
-            if found := CHECKED.search(line):
-                self.progress.share = min(1.0, float(found[1]) / TARGET_ACCURACY)
+            if match := CHECKED.search(line):
+                self.progress.share = min(1.0, float(match[1]) / TARGET_ACCURACY)
         if time.monotonic() >= self._session_due_s:
             self._write_session(KILLED)
 

@@ -15,14 +15,12 @@ import numpy.typing as npt
 
 from replaybuf.errors import NotFound
 from replaybuf.lab.demo.changes import Change, paired_change, window_change
+from replaybuf.lab.demo.session_log import KILLED, SESSION_EVERY_S, Session
 from replaybuf.launch.progress import (
-    KILLED,
-    SESSION_EVERY_S,
     Evaluation,
     GeneratorLine,
     GroupCounts,
     Progress,
-    Session,
     Staleness,
     StalenessLine,
     TrainerLine,
@@ -150,21 +148,21 @@ def _changes(before: Evaluation, after: Evaluation, rewards: Sequence[float]) ->
     """Return the changes that could be computed, by name."""
     gains = [
         {name: score - greedy[name] for name, score in sampled.items() if name in greedy}
-        for sampled, greedy in ((one.sampled_by_problem, one.greedy_by_problem) for one in (before, after))
+        for sampled, greedy in ((point.sampled_by_problem, point.greedy_by_problem) for point in (before, after))
     ]
-    found = {
+    changes = {
         "sampled": paired_change(before.sampled_by_problem, after.sampled_by_problem),
         "greedy": paired_change(before.greedy_by_problem, after.greedy_by_problem),
         "sampled - greedy": paired_change(*gains),
         "reward": window_change(rewards),
     }
-    return {name: change for name, change in found.items() if change is not None}
+    return {name: change for name, change in changes.items() if change is not None}
 
 
 def _staleness_shares(lines: Sequence[TrainerLine]) -> dict[str, float]:
     tokens = Counter[str]()
     for line in lines:
-        tokens.update({age: one.loss_tokens for age, one in line.by_staleness.items()})
+        tokens.update({age: share.loss_tokens for age, share in line.by_staleness.items()})
     return {age: count / tokens.total() for age, count in sorted(tokens.items())}
 
 
@@ -175,7 +173,7 @@ def _generator_waiting(progress: Progress) -> GeneratorWaiting:
 
 
 def _curve(lines: Sequence[TrainerLine], generated: Sequence[GeneratorLine]) -> Curve:
-    totals = [sum(one.loss_tokens for one in line.by_staleness.values()) or 1.0 for line in lines]
+    totals = [sum(share.loss_tokens for share in line.by_staleness.values()) or 1.0 for line in lines]
     ages = sorted({age for line in lines for age in line.by_staleness}, key=int)
     return Curve(
         step=[line.step for line in lines],
@@ -203,9 +201,9 @@ def _generated_rates(lines: Sequence[TrainerLine], generated: Sequence[Generator
     if len(generated) < 2:
         return [None] * len(lines)
     counts = np.array([line.generated_tokens for line in generated], np.float64)
-    made = np.concatenate([[0.0], np.cumsum(np.maximum(np.diff(counts), 0))])  # a restarted generator counts from 0
+    totals = np.concatenate([[0.0], np.cumsum(np.maximum(np.diff(counts), 0))])  # a restarted generator counts from 0
     reported = [line.time for line in generated]
-    rates = rates_at(times.tolist(), np.interp(times, reported, made))
+    rates = rates_at(times.tolist(), np.interp(times, reported, totals))
     return [rate if reported[0] <= time <= reported[-1] else None for rate, time in zip(rates, times, strict=True)]
 
 
@@ -218,11 +216,13 @@ def rates_at(times: Sequence[float], totals: npt.NDArray[Any]) -> list[float | N
 def accuracy_rows(report: Report) -> list[list[str]]:
     """Return the accuracy with its errors as rows of cells, heading first, with one column for each evaluation."""
     last = report.steps
-    when = {one.step: f"step {one.step}" if one.step < last else "after" for one in report.evaluations} | {0: "before"}
+    when = {point.step: f"step {point.step}" if point.step < last else "after" for point in report.evaluations} | {
+        0: "before"
+    }
     return [
-        ["held-out accuracy", *(when[one.step] for one in report.evaluations)],
-        ["sampled, T = 1", *(_with_error(one.sampled, one.sampled_error) for one in report.evaluations)],
-        ["greedy", *(_with_error(one.greedy, one.greedy_error) for one in report.evaluations)],
+        ["held-out accuracy", *(when[point.step] for point in report.evaluations)],
+        ["sampled, T = 1", *(_with_error(point.sampled, point.sampled_error) for point in report.evaluations)],
+        ["greedy", *(_with_error(point.greedy, point.greedy_error) for point in report.evaluations)],
     ]
 
 

@@ -19,7 +19,7 @@ RIGHT, WRONG = "\N{NO-BREAK SPACE}✓", "\N{NO-BREAK SPACE}✗"
 
 def example_rows(report: Report) -> list[list[str]]:
     """Return the examples before and after as rows of cells; ✓ and ✗ mark right and wrong completions."""
-    before, after = report.evaluations[0].examples, {one.prompt: one for one in report.evaluations[-1].examples}
+    before, after = report.evaluations[0].examples, {late.prompt: late for late in report.evaluations[-1].examples}
     return [_example_row(early, after[early.prompt]) for early in before if early.prompt in after]
 
 
@@ -48,8 +48,8 @@ def _example_row(early: Example, late: Example) -> list[str]:
         _marked(text, right) for text, right in ((early.greedy, early.greedy_right), (late.greedy, late.greedy_right))
     ]
     sampled = [
-        ", ".join(_marked(text, right) for text, right in zip(one.sampled, one.sampled_right, strict=True))
-        for one in (early, late)
+        ", ".join(_marked(text, right) for text, right in zip(pair.sampled, pair.sampled_right, strict=True))
+        for pair in (early, late)
     ]
     return [early.prompt, early.answer or "-", *marked, *sampled]
 

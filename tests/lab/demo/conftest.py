@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from replaybuf.lab.demo.report import Report, build_report
-from replaybuf.launch.progress import Progress, Session
+from replaybuf.lab.demo.session_log import Session
+from replaybuf.launch.progress import Progress
 from tests.launch.recorded import recorded_progress
 
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {

@@ -16,8 +16,9 @@ from replaybuf.lab.demo.findings import findings
 from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw, rolling
 from replaybuf.lab.demo.report import Report, build_report, figure_rows
+from replaybuf.lab.demo.session_log import KILLED, Session, append_line, read_sessions
 from replaybuf.lab.demo.summary import print_report
-from replaybuf.launch.progress import KILLED, Progress, Session, append_line, read_sessions
+from replaybuf.launch.progress import Evaluation, LineReader, Progress
 
 
 def test_report_json_has_the_names_others_read(report: Report) -> None:
@@ -92,6 +93,16 @@ def test_the_number_of_steps_comes_from_the_service_if_a_line_is_lost(
     del progress.steps[4]
     report = build_report(progress, sessions, {})
     assert (report.steps, len(report.curve.step)) == (10, 9)
+
+
+def test_appended_lines_are_read_back(tmp_path: Path) -> None:
+    lines = [
+        Evaluation(step=step, problems=200, samples=4, sampled=0.5, greedy=greedy)
+        for step, greedy in ((0, 0.9), (5, None))
+    ]
+    for line in lines:
+        append_line(tmp_path / "evaluations.jsonl", line)
+    assert LineReader(tmp_path / "evaluations.jsonl", Evaluation).new_lines() == lines
 
 
 def test_a_demo_without_measured_accuracy_has_no_report(progress: Progress, sessions: list[Session]) -> None:
