@@ -77,7 +77,7 @@ def check_strategy(build: BuildStrategy, examples: int = 60) -> None:
     build = _time_limited(build)
     strategy = build()
     _check_bounds(strategy)
-    _check_rules(_STRATEGY_RULES, build, scenes(strategy.max_staleness, strategy.max_uses), examples)
+    _check_rules(_STRATEGY_RULES, build, scenes(strategy.max_staleness, strategy.max_uses, strategy.sources), examples)
 
 
 def check_filter(build: BuildFilter, examples: int = 60) -> None:

@@ -169,6 +169,9 @@ class ClosedLoop:
             groups_fresh=int((uses[live] == 0).sum()),
             uses_live=int(uses[live].sum()),
             steps_done=self._step,
+            sources_live=tuple(
+                int(np.count_nonzero(live & (self._columns["source"] == code))) for code in self._strategy.sources
+            ),
         )
 
     def _evict(self) -> None:

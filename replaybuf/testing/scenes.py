@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,15 @@ def _awaited(seed: int, out: int, budget: Budget, stored: npt.NDArray[np.int64])
     return due, tuple(sorted(rng.choice(free, min(out + due, len(free)), replace=False).tolist())[: budget.groups or 1])
 
 
-def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: int, huge: bool, budget: Budget) -> Scene:
+def _scene(
+    max_staleness: int | None,
+    max_uses: int | None,
+    sources: Sequence[int],
+    seed: int,
+    count: int,
+    huge: bool,
+    budget: Budget,
+) -> Scene:
     """Draw a buffer from few numbers, so that Hypothesis can shrink it."""
     rng = np.random.default_rng(seed)
     version = _LARGEST_INT32 - 100 if huge else int(rng.integers(0, 20))
@@ -109,6 +118,7 @@ def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: in
         tickets_due=due,
         awaited=awaited,
         overdue=seed % 4 == 0,
+        sources_live=tuple(int(np.count_nonzero(columns["source"] == code)) for code in sources),
     )
     flow = Flow(
         now_s=1e9,
@@ -123,8 +133,8 @@ def _scene(max_staleness: int | None, max_uses: int | None, seed: int, count: in
     return Scene(seed, huge, view, flow, columns)
 
 
-def scenes(max_staleness: int | None, max_uses: int | None) -> st.SearchStrategy[Scene]:
-    """Return the buffers that a strategy with these bounds may see."""
+def scenes(max_staleness: int | None, max_uses: int | None, sources: Sequence[int] = ()) -> st.SearchStrategy[Scene]:
+    """Return the buffers that a strategy with these bounds may see; `sources`: those whose groups it wants counted."""
     budgets = st.builds(
         Budget, tokens=st.none() | st.integers(2, 4000), groups=st.none() | st.integers(1, 24), seq_len=st.just(4096)
     ).filter(lambda budget: budget.tokens is not None or budget.groups is not None)
@@ -132,6 +142,7 @@ def scenes(max_staleness: int | None, max_uses: int | None) -> st.SearchStrategy
         _scene,
         st.just(max_staleness),
         st.just(max_uses),
+        st.just(sources),
         seed=st.integers(0, 2**32 - 1),
         count=st.integers(0, 40),
         huge=st.booleans(),
