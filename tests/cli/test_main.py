@@ -48,6 +48,7 @@ def test_help_lists_every_command_with_a_summary() -> None:
         "eval",
         "simulate",
         "size",
+        "study",
         "demo",
     }
     commands |= {

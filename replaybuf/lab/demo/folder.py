@@ -35,6 +35,8 @@ from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 DEFAULT_DATA_DIR = Path(".replaybuf/demo")
 CHARACTERS = Path(__file__).with_name("characters")
 """Folder with the tokenizer of the demo's model, for a console that is open before there is a model."""
+PROMPTS, HELD_OUT = "prompts.jsonl", "held_out.jsonl"
+"""Training prompts and held-out problems in the folder of a model."""
 DEFAULT_SEED, DEFAULT_STEPS = 0, 300
 DEFAULT_STRATEGY, DEFAULT_STRATEGY_OPTIONS = "one-step-off-policy", {"max_staleness": 1}
 
@@ -128,8 +130,8 @@ class Folder:
         self.run_file = root / "run.toml"
         self.lock = root / "lock"
         self.model = root / "model"
-        self.prompts = self.model / "prompts.jsonl"
-        self.held_out = self.model / "held_out.jsonl"
+        self.prompts = self.model / PROMPTS
+        self.held_out = self.model / HELD_OUT
         self.service = root / "service"
         self.checkpoints = root / "checkpoints"
         self.weights = root / "weights"

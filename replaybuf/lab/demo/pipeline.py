@@ -22,13 +22,13 @@ import msgspec
 from replaybuf.errors import ReplaybufError, counted
 from replaybuf.lab.demo.accuracy import HeldOutProblems
 from replaybuf.lab.demo.folder import Folder, Request
-from replaybuf.lab.demo.run_file import CHILD_ENVIRONMENT, TARGET_ACCURACY, TASK
+from replaybuf.lab.demo.run_file import TARGET_ACCURACY, warm_start_program
 from replaybuf.lab.demo.session_log import KILLED, SESSION_EVERY_S, Session, append_line
 from replaybuf.launch import session as sessions
-from replaybuf.launch.plan import QUIET, Plan
+from replaybuf.launch.plan import Plan
 from replaybuf.launch.progress import Evaluation, LineReader
 from replaybuf.launch.session import HTTP_TIMEOUT_S, POLL_S
-from replaybuf.launch.supervisor import Child, Program, Stop, Supervisor
+from replaybuf.launch.supervisor import Child, Stop, Supervisor
 from replaybuf.launch.view import View, percent
 from replaybuf.wire.answer.run_status import RunStatus
 
@@ -107,10 +107,7 @@ class Demo(sessions.Session):
     async def _warm_start(self, supervisor: Supervisor) -> None:
         self.enter("warm start", "importing torch and reasoning-gym")
         self._view.event(f"warm start: supervised training to {TARGET_ACCURACY:.0%} sampled accuracy; this is not RL")
-        options = ["--task", TASK, "--seed", str(self._request.seed), "--target-accuracy", str(TARGET_ACCURACY)]
-        command = [*self._program, "init-model", "--out", str(self._folder.model), *options]
-        environment = {**QUIET, **CHILD_ENVIRONMENT}
-        program = Program(name="init-model", command=command, environment=environment, may_finish=True)
+        program = warm_start_program(self._program, self._folder.model, self._request.seed, TARGET_ACCURACY)
         self._warm_up = supervisor.start(program)
         await supervisor.finished(self._warm_up)
         self._warm_up = None

@@ -200,11 +200,19 @@ def _generated_rates(lines: Sequence[TrainerLine], generated: Sequence[Generator
     times = np.array([line.time for line in lines])
     if len(generated) < 2:
         return [None] * len(lines)
-    counts = np.array([line.generated_tokens for line in generated], np.float64)
-    totals = np.concatenate([[0.0], np.cumsum(np.maximum(np.diff(counts), 0))])  # a restarted generator counts from 0
     reported = [line.time for line in generated]
-    rates = rates_at(times.tolist(), np.interp(times, reported, totals))
+    rates = rates_at(times.tolist(), generated_until(times, generated))
     return [rate if reported[0] <= time <= reported[-1] else None for rate, time in zip(rates, times, strict=True)]
+
+
+def generated_until(times: npt.NDArray[np.float64], generated: Sequence[GeneratorLine]) -> npt.NDArray[np.float64]:
+    """Return the tokens generated until each of these times, between lines by interpolation."""
+    counts = np.array([line.generated_tokens for line in generated], np.float64)
+    # A restarted generator counts from 0: its first line is what it has generated since.
+    grown = np.where(np.diff(counts) >= 0, np.diff(counts), counts[1:])
+    totals = np.concatenate([counts[:1], counts[0] + np.cumsum(grown)])
+    at_times: npt.NDArray[np.float64] = np.interp(times, [line.time for line in generated], totals)
+    return at_times
 
 
 def rates_at(times: Sequence[float], totals: npt.NDArray[Any]) -> list[float | None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -13,12 +15,13 @@ from safetensors import safe_open
 
 from replaybuf.errors import Invalid
 from replaybuf.kernel.strategy.plugin_set import resolve_config
-from replaybuf.lab.demo.folder import CHARACTERS, Folder, Request
+from replaybuf.lab.demo.folder import CHARACTERS, PROMPTS, Folder, Request
 from replaybuf.launch.file import decode_file, read_file
 from replaybuf.launch.machine import port_problems
 from replaybuf.launch.options import options_of
-from replaybuf.launch.plan import Plan
+from replaybuf.launch.plan import QUIET, Plan
 from replaybuf.launch.planning import Planner
+from replaybuf.launch.supervisor import Program
 from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
 
 RUN = "demo"
@@ -60,7 +63,7 @@ data_dir = "."                       # everything that the run writes
 stop_timeout_s = 2
 
 [run]
-name = "$run"
+name = $run
 group_size = $group_size                       # completions per problem
 max_steps = $steps
 seed = $seed
@@ -77,20 +80,22 @@ env = $env
 [[engines]]
 name = "engine"
 port = 0
-model = "model"
+model = $model
 threads = 1
 env = $env
 
 [generator]
-environment = "$environment"
-prompts = "model/prompts.jsonl"
+environment = $environment
+prompts = $prompts
 max_tokens = $max_tokens
 seed_requests = true
 report_every_s = 1.0
 env = $env
 
 [trainer]
-model = "model"
+model = $model
+checkpoint_every_steps = $checkpoint_every_steps
+keep_checkpoints = $keep_checkpoints
 learning_rate = $learning_rate
 wait_ms = $wait_ms
 seed = $seed
@@ -102,34 +107,65 @@ first_pause_s = 0.2
 """)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the run of a study may have otherwise than the demo. `model`: folder with the model and its problems."""
+
+    model: str = "model"
+    environment: str = ENVIRONMENT
+    groups_per_batch: int = GROUPS_PER_BATCH
+    learning_rate: float = LEARNING_RATE
+    checkpoint_every_steps: int = 20
+    keep_checkpoints: int = 2
+
+
+DEMO = Settings()
+
+
 def write_run_file(folder: Folder, request: Request) -> None:
     """Write the file of a new demo. Raises `Invalid` for options that a file cannot hold."""
     folder.run_file.write_text(run_text(request))
 
 
-def check_request(request: Request) -> None:
+def check_request(request: Request, settings: Settings = DEMO) -> None:
     """Raise `Invalid` for a strategy that is not installed, and for options out of bounds or for another batch."""
-    resolve_config(decode_file(tomllib.loads(run_text(request))).sections.run.config)
+    resolve_config(decode_file(tomllib.loads(run_text(request, settings))).sections.run.config)
 
 
-def run_text(request: Request) -> str:
-    """Return the file of a run."""
-    return FILE.substitute(
-        run=RUN,
-        seed=request.seed,
-        steps=request.steps,
-        group_size=GROUP_SIZE,
-        groups=GROUPS_PER_BATCH,
-        tokens=GROUPS_PER_BATCH * GROUP_SIZE * SEQ_LEN,
-        seq_len=SEQ_LEN,
-        strategy=inline_toml(request.strategy),
-        options=inline_toml(request.strategy_options),
-        environment=ENVIRONMENT,
-        max_tokens=MAX_NEW_TOKENS,
-        learning_rate=LEARNING_RATE,
-        wait_ms=LONG_POLL_MS,
-        characters=inline_toml(str(CHARACTERS)),
-        env=inline_toml(CHILD_ENVIRONMENT),
+def run_text(request: Request, settings: Settings = DEMO) -> str:
+    """Return the file of a run. Raises `Invalid` for options that a file cannot hold."""
+    values = {
+        "run": RUN,
+        "seed": request.seed,
+        "steps": request.steps,
+        "group_size": GROUP_SIZE,
+        "groups": settings.groups_per_batch,
+        "tokens": settings.groups_per_batch * GROUP_SIZE * SEQ_LEN,
+        "seq_len": SEQ_LEN,
+        "strategy": request.strategy,
+        "options": request.strategy_options,
+        "environment": settings.environment,
+        "model": settings.model,
+        "prompts": f"{settings.model}/{PROMPTS}",
+        "max_tokens": MAX_NEW_TOKENS,
+        "checkpoint_every_steps": settings.checkpoint_every_steps,
+        "keep_checkpoints": settings.keep_checkpoints,
+        "learning_rate": settings.learning_rate,
+        "wait_ms": LONG_POLL_MS,
+        "characters": str(CHARACTERS),
+        "env": CHILD_ENVIRONMENT,
+    }
+    return FILE.substitute({name: inline_toml(value) for name, value in values.items()})
+
+
+def warm_start_program(words: Sequence[str], model: Path, seed: int, target_accuracy: float) -> Program:
+    """Return the program that makes the initial model with its problems. `words`: run a command of replaybuf."""
+    options = ["--task", TASK, "--seed", str(seed), "--target-accuracy", str(target_accuracy)]
+    return Program(
+        name="init-model",
+        command=[*words, "init-model", "--out", str(model), *options],
+        environment={**QUIET, **CHILD_ENVIRONMENT},
+        may_finish=True,
     )
 
 
