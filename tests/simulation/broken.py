@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
@@ -37,10 +38,10 @@ def _without_deduplication() -> AbstractContextManager[object]:
     return _library("local number = redis.call('HGET', ids, id)", "local number = false")
 
 
-def _without_fencing() -> AbstractContextManager[object]:
-    """Let a former leader append to the ledger."""
-    registered = "register('rb_append', led(append))"
-    return _library(registered, UNFENCED + "register('rb_append', unfenced(led(append)))")
+def _unfence(name: str) -> AbstractContextManager[object]:
+    """Let a former leader call one function, `rb_{name}`."""
+    registered = f"register('rb_{name}', led({name}))"
+    return _library(registered, UNFENCED + f"register('rb_{name}', unfenced(led({name})))")
 
 
 @contextlib.contextmanager
@@ -64,8 +65,14 @@ def _apply_before_write() -> Iterator[None]:
     @contextlib.contextmanager
     def appending(journal: Journal, record: AnyRecord) -> Iterator[int]:
         entry = journal.state.entries + 1
-        journal._apply(entry, record)
-        with mock.patch.object(journal, "_apply"), write_first(journal, record):
+        freed = journal.state.apply(entry, record)
+
+        def note(entry: int, record: AnyRecord) -> None:
+            journal._record_ends()
+            if len(freed):
+                journal._to_free.append((entry, freed))
+
+        with mock.patch.object(journal, "_apply", note), write_first(journal, record):
             yield entry
 
     with mock.patch.object(Journal, "_appending", appending):
@@ -79,7 +86,8 @@ def _serve_before_rewind() -> AbstractContextManager[object]:
 
 BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
-    "fencing": _without_fencing,
+    "fencing": functools.partial(_unfence, "tickets"),
+    "ledger-fencing": functools.partial(_unfence, "append"),
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,

@@ -8,6 +8,10 @@ import random
 MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 """Factors of a rate: a schedule with few kinds of faults goes deeper into each than one with all of them."""
 
+KINDS = ("kill", "stop", "end", "jump", "crash", "pause", "cut", "lease")
+"""Faults of processes: a server is killed, stopped, ended in order, or its clock jumps; Redis crashes, stands still,
+loses connections or a lease."""
+
 
 @dataclasses.dataclass(slots=True)
 class Faults:
@@ -17,7 +21,7 @@ class Faults:
     - `late`: share of replies that are late by up to `LATEST_S`
     - `lost_call`: share of calls of clients whose request or answer is lost
     - `slow_sync`: share of syncs of the disk that take longer than writes wait
-    - `node_every_s`: mean time between two faults of a process; None = none
+    - `node_every_s`: mean time between two faults of a process, each of one of the `kinds`; None = none
     """
 
     cut: float
@@ -25,6 +29,7 @@ class Faults:
     lost_call: float
     slow_sync: float
     node_every_s: float | None
+    kinds: list[str]
     active: bool = False
 
     @classmethod
@@ -35,7 +40,8 @@ class Faults:
             late=0.006 * rng.choice(MIXES),
             lost_call=0.03 * rng.choice(MIXES),
             slow_sync=0.03 * rng.choice(MIXES),
-            node_every_s=rng.choice((None, 1.0, 2.0, 2.0, 4.0)),
+            node_every_s=rng.choice((None, 0.7, 1.0, 1.0, 2.0, 2.0, 4.0)),
+            kinds=rng.sample(KINDS, rng.randint(1, 4)),
         )
 
     def happens(self, rate: float, rng: random.Random) -> bool:

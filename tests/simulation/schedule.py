@@ -91,7 +91,7 @@ class Schedule:
                 world.loop.run_until_complete(self._run(places))
             except Exception as error:  # noqa: BLE001 - a failed schedule is a result
                 self.wrong.append(f"the schedule ended with {error!r}")
-            self.wrong += world.loop.errors
+            self.wrong += [*world.wrong, *world.loop.errors]
             for server in self._servers:
                 self.wrong += server.crashes
             self.wrong += self._judge(of_history(self.history))
@@ -209,7 +209,7 @@ class Disturber:
     async def _hurt(self) -> None:
         server = self._rng.choice(self._servers)
         led = server.leads
-        kind = self._rng.choice(("kill", "kill", "stop", "stop", "end", "jump", "crash", "pause", "cut", "lease"))
+        kind = self._rng.choice(self._world.faults.kinds)
         self._world.note(f"fault: {kind} {server.name}", WORLD)
         self._schedule.counts[kind] = self._schedule.counts.get(kind, 0) + 1
         name, role = server.name, "leader" if led else "standby"

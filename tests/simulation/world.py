@@ -33,6 +33,8 @@ class World:
         self.faults = Faults.draw(self.rng)
         self.loop = SimulatedLoop(self.rng)
         self.trace: list[str] = []
+        self.wrong: list[str] = []
+        """What the world itself has seen go wrong."""
         self._hash = hashlib.sha256()
 
     # ------------------------------------------------------------------ time

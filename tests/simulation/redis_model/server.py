@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from redis.exceptions import ResponseError
 
+from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
 from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
 from tests.simulation.redis_model.functions import Functions
@@ -14,6 +16,8 @@ from tests.simulation.redis_model.link import WAITS, Link
 from tests.simulation.redis_model.values import Values
 from tests.simulation.world import EPOCH_S, World
 
+LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
+"""Functions that only the newest leader may call."""
 SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
 INFO = (
@@ -104,7 +108,11 @@ class RedisServer:
         if self._functions is None:
             raise ResponseError("Function not found")
         count = int(words[2])
-        return self._functions.run(words[1], words[3 : 3 + count], words[3 + count :])
+        names, arguments = words[3 : 3 + count], words[3 + count :]
+        reply = self._functions.run(words[1], names, arguments)
+        if words[1] in LED and reply[0] == b"ok" and arguments[0] != self.values.get(names[0], bytes):
+            self.world.wrong.append(f"{words[1].decode()} of a former leader, {arguments[0].decode()}, was executed")
+        return reply
 
     # ------------------------------------------------------------------ blocking commands
 
