@@ -256,6 +256,22 @@ def test_a_repeat_of_an_unconfirmed_write_waits_for_the_first_try(tmp_path: Path
         on(server, work, WritePolicy("relaxed", replicas=1, timeout_s=LONGEST_WAIT_S))
 
 
+def test_a_write_that_began_before_a_switch_of_the_primary_is_not_confirmed(everysec: Valkey) -> None:
+    """The old primary and a replica that still follows it have confirmed it, and the new one may lack it."""
+
+    async def work(store: Store) -> None:
+        everysec.signal(signal.SIGSTOP)
+        write = asyncio.create_task(store.groups.append("r", [to_append("a")], {"": 0}, time.time()))
+        await asyncio.wait({write}, timeout=0.2)
+        store.connection._topology.switches += 1
+        everysec.signal(signal.SIGCONT)
+        with pytest.raises(ServiceUnavailable, match="another primary since the write began"):
+            await write
+        assert not (await store.groups.append("r", [to_append("a")], {"": 0}, time.time()))[0].stored
+
+    on(everysec, work)
+
+
 def test_a_full_server_keeps_no_payload_of_a_rejected_group(tmp_path: Path) -> None:
     """Some groups of an append fit: each payload that is kept belongs to a stored group, and a repeat names them."""
 
