@@ -30,7 +30,7 @@ export function waysToKeepMore(run) {
     { class: "quiet" },
     "To keep more: ",
     h("code", {}, "history.samples_per_step"),
-    " of the run configuration keeps up to 64 rollouts of each trained step. A cursor keeps whole groups until its reader has them. ",
+    ", which is set when the run is created, keeps up to 64 rollouts of each trained step. A cursor keeps whole groups until its reader has them. ",
     h("code", {}, `replaybuf export ${run} --to FOLDER`),
     " writes all groups to files.",
   );

@@ -16,7 +16,7 @@ def test_samples_are_shown_newest_step_first_and_with_their_freed_group(run: Run
         run.append(group(f"g{step}", step, metadata={"answer": "7"}))
         run.train(epoch, range(step, step + 1))
     run.post("checkpoints", epoch=epoch, step=2, keep=1)
-    eventually(lambda: run.get("groups/g1").json()["rollouts"] is None, within_s=20.0)
+    eventually(lambda: run.get("groups/g1").json()["rollouts"] is None, within_s=60.0)
     shown = terminal("groups", "samples", run.run, "--limit", "1")
     assert "step 1, best, group g1: reward 1" in shown and "4 4 4" in shown and "more: --before 1" in shown
     assert terminal.json("groups", "samples", run.run, "--step", 0)["samples"][0]["group_id"] == "g0"

@@ -128,6 +128,13 @@ def test_the_rollouts_of_a_group_begin_with_the_worst(written: RunClient, open_p
     assert "Right answer: 42" in page.locator("main").inner_text()
 
 
+def test_the_number_of_samples_is_chosen_where_a_run_is_created(written: RunClient, open_page: OpenPage) -> None:
+    page = open_page(str(written.http.base_url), "/new")
+    page.get_by_text("Samples", exact=True).click()
+    page.get_by_label("samples_per_step").fill("65")
+    page.get_by_text("This must be 0 or more, at most 64.").wait_for()
+
+
 @pytest.mark.parametrize("address", ["rollouts", "rollouts?list=samples", "groups/live", "groups/g0-0"])
 def test_texts_fit_the_page_are_accessible_and_harmless(written: RunClient, open_page: OpenPage, address: str) -> None:
     """No element scrolls sideways at 1280 pixels, a text of 20,000 letters is cut, and markup stays text."""

@@ -25,7 +25,7 @@ from tests.waiting import eventually
 
 def samples_of(run: RunClient, steps: int, **query: Any) -> list[dict[str, Any]]:
     """Wait until so many steps have samples, and list them."""
-    eventually(lambda: run.get("samples").json()["steps"] == steps, within_s=20.0)
+    eventually(lambda: run.get("samples").json()["steps"] == steps, within_s=60.0)
     found: list[dict[str, Any]] = run.get("samples", **query).json()["samples"]
     return found
 
@@ -45,7 +45,7 @@ def test_the_best_the_worst_and_two_by_chance_outlive_the_checkpoint_that_frees_
     run.append(scored("mixed", 0.0, 1.0), scored("good", 1.0, 0.5), scored("bad", -1.0, 0.5), scored("flat", 0.5, 0.5))
     run.train(epoch, range(1))
     assert run.post("checkpoints", epoch=epoch, step=1, keep=1).status_code == 200
-    eventually(lambda: run.get("groups/good").json()["rollouts"] is None, within_s=20.0)
+    eventually(lambda: run.get("groups/good").json()["rollouts"] is None, within_s=60.0)
     best, worst, *chance = samples_of(run, 1)
     assert (best["why"], best["group_id"], best["place"], best["reward"]) == ("best", "good", 0, 1.0)
     assert (worst["why"], worst["group_id"], worst["place"], worst["reward"]) == ("worst", "bad", 0, -1.0)
@@ -64,7 +64,7 @@ def test_a_page_of_groups_previews_the_rollout_that_its_order_asks_for(run: RunC
     run.train(epoch, range(1))
     assert run.post("checkpoints", epoch=epoch, step=1, keep=1).status_code == 200
     run.append(scored("new", 0.5, 1.0, -1.0, version=1))
-    eventually(lambda: run.get("groups/old").json()["rollouts"] is None, within_s=20.0)
+    eventually(lambda: run.get("groups/old").json()["rollouts"] is None, within_s=60.0)
 
     def rewards(**query: Any) -> dict[str, float]:
         page = run.get("groups", preview="true", **query).json()["groups"]
@@ -96,7 +96,7 @@ def test_a_run_may_keep_no_samples(run: RunClient) -> None:
     run.append(group("g"))
     run.train(epoch, range(1))
     assert run.post("checkpoints", epoch=epoch, step=1, keep=1).status_code == 200
-    eventually(lambda: run.get("groups/g").json()["rollouts"] is None, within_s=20.0)
+    eventually(lambda: run.get("groups/g").json()["rollouts"] is None, within_s=60.0)
     assert run.get("samples").json() == {"samples": [], "next": None, "steps": 0, "samples_per_step": 0}
 
 

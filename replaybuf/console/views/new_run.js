@@ -12,6 +12,7 @@ const PARTS = [
   ["Groups and steps", "", true, RUN],
   ["Tickets", "tickets", false],
   ["Limits", "limits", false],
+  ["Samples", "history", false],
 ];
 
 export function openNewRun() {
