@@ -54,6 +54,8 @@ class SimulateOptions:
     """File to save the recorded run to; later simulations read it with --from."""
     report_dir: Path | None = None
     """Folder for report.json and report.png."""
+    json: Annotated[bool, Parameter(negative="")] = False
+    """Print JSON: the content of report.json."""
     workload: Annotated[Workload, Parameter(name="*")] = dataclasses.field(default_factory=Workload)
     """Speeds and shape of the work."""
 
@@ -64,18 +66,22 @@ def simulate(options: Annotated[SimulateOptions, Parameter(name="*")] = Simulate
     The simulation calls the service's own selection code with a simulated clock. Durations and groups are random, or
     come from a recorded run.
     """
-    console = Console()
+    console = Console(stderr=options.json)
     if options.from_ is None:
-        for name, given in (("--run", options.run), ("--save-recording", options.save_recording)):
-            if given is not None:
-                raise Invalid(f"{name} is {str(given)!r}; it needs --from", name=name, value=str(given), bound="--from")
+        for name, value in (("--run", options.run), ("--save-recording", options.save_recording)):
+            if value is not None:
+                raise Invalid(f"{name} is {str(value)!r}; it needs --from", name=name, value=str(value), bound="--from")
     if options.report_dir:
         _make(options.report_dir)
     recording = _recording(options)
     if recording and options.save_recording:
         save(recording, options.save_recording)
     study = run_study(options, _run_config(options.config_run, recording), recording)
-    print_study(console, study, _write(study, options.report_dir, console) if options.report_dir else [])
+    paths = _write(study, options.report_dir, console) if options.report_dir else []
+    if options.json:
+        print(msgspec.json.encode(study).decode())
+    else:
+        print_study(console, study, paths)
 
 
 def run_study(options: SimulateOptions, config: RunConfig, recording: Recording | None = None) -> Study:
@@ -91,17 +97,19 @@ def run_study(options: SimulateOptions, config: RunConfig, recording: Recording 
     specs = [_spec(text, changes) for text in options.strategy]
     specs = specs or [StrategySpec(name=config.strategy.name, options=config.strategy.options | changes)]
     configs = [msgspec.structs.replace(config, strategy=spec, max_steps=None) for spec in specs]
-    for one in configs:
-        resolve_config(one)
+    for variant in configs:
+        resolve_config(variant)
     check_workload(workload)
     if recording is None:
         check_prompts(workload, config)
     runs: list[Figures] = []
     with work_bar("simulating") as report:
-        for one in configs:
-            supply = RecordedSupply(recording, workload, one, seed) if recording else Supply(workload, one, seed)
+        for variant in configs:
+            supply = (
+                RecordedSupply(recording, workload, variant, seed) if recording else Supply(workload, variant, seed)
+            )
             on_step = functools.partial(_report_step, report, len(runs) * steps, len(configs) * steps)
-            runs.append(run_simulation(one, supply, steps, on_step))
+            runs.append(run_simulation(variant, supply, steps, on_step))
     return Study(
         seed=seed,
         steps=steps,
@@ -141,8 +149,8 @@ def _run_config(path: Path | None, recording: Recording | None) -> RunConfig:
 
 
 def _spec(text: str, options: dict[str, Any]) -> StrategySpec:
-    name, _, own = text.partition(":")
-    return StrategySpec(name=name, options=options | option_pairs(own.split(",") if own else []))
+    name, _, changes = text.partition(":")
+    return StrategySpec(name=name, options=options | option_pairs(changes.split(",") if changes else []))
 
 
 def _make(folder: Path) -> None:

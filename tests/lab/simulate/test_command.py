@@ -46,6 +46,13 @@ def test_several_strategies_are_shown_side_by_side(
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_json_is_the_content_of_the_report(
+    run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["simulate", "--json", "--config-run", str(run_config), "--report-dir", str(tmp_path), *SMALL])
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "report.json").read_bytes())
+
+
 def test_the_progress_bar_counts_the_steps_of_all_strategies(
     run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
