@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,19 @@ from rich.console import Console
 
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.kernel.strategy.plugin_set import resolve_config
+from replaybuf.lab.simulate.advice import (
+    CANDIDATES,
+    Advice,
+    FleetOptions,
+    advise,
+    from_numbers,
+    most_simulations,
+)
 from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.loop import simulate as run_simulation
 from replaybuf.lab.simulate.picture import draw
 from replaybuf.lab.simulate.recording import RecordedSupply, Recording, derive, read_file, read_service, save
-from replaybuf.lab.simulate.report import Study, print_study
+from replaybuf.lab.simulate.report import Study, print_advice, print_study
 from replaybuf.lab.simulate.workload import DEFAULT_GROUP_SIZE, Supply, Workload, check_prompts, check_workload
 from replaybuf.launch.view import Report, work_bar
 from replaybuf.plugins.entry_points import option_pairs
@@ -26,6 +35,10 @@ from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 DEFAULT_GROUPS_PER_BATCH = 64
+ADVISED_STEPS = 100
+"""Most steps of each simulation of an advice."""
+DEFAULT_TOKENS_PER_S = 2000.0
+"""Of one generating GPU."""
 MOST_STEPS = 10_000_000
 
 
@@ -39,7 +52,7 @@ class SimulateOptions:
     option: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = ()
     """KEY=VALUE: option of every simulated strategy. Repeat it for several options."""
     steps: int = 1000
-    """Number of training steps."""
+    """Number of training steps; with --advise at most 100 per simulation."""
     seed: int = 0
     """Seed of lengths, rewards and failures; they are the same for all strategies."""
     config_run: Path | None = None
@@ -54,8 +67,13 @@ class SimulateOptions:
     """File to save the recorded run to; later simulations read it with --from."""
     report_dir: Path | None = None
     """Folder for report.json and report.png."""
+    advise: Annotated[bool, Parameter(negative="")] = False
+    """Propose strategy, staleness, slots and share of the engines, by a small grid of simulations. With --strategy,
+    choose among those."""
     json: Annotated[bool, Parameter(negative="")] = False
-    """Print JSON: the content of report.json."""
+    """Print JSON: the content of report.json, or the advice."""
+    fleet: Annotated[FleetOptions, Parameter(name="*")] = dataclasses.field(default_factory=FleetOptions)
+    """Machines of the run."""
     workload: Annotated[Workload, Parameter(name="*")] = dataclasses.field(default_factory=Workload)
     """Speeds and shape of the work."""
 
@@ -67,6 +85,7 @@ def simulate(options: Annotated[SimulateOptions, Parameter(name="*")] = Simulate
     come from a recorded run.
     """
     console = Console(stderr=options.json)
+    _check_advise(options)
     if options.from_ is None:
         for name, value in (("--run", options.run), ("--save-recording", options.save_recording)):
             if value is not None:
@@ -76,6 +95,9 @@ def simulate(options: Annotated[SimulateOptions, Parameter(name="*")] = Simulate
     recording = _recording(options)
     if recording and options.save_recording:
         save(recording, options.save_recording)
+    if options.advise:
+        print_advice(console, run_advice(options, _run_config(options.config_run, recording), recording), options.json)
+        return
     study = run_study(options, _run_config(options.config_run, recording), recording)
     paths = _write(study, options.report_dir, console) if options.report_dir else []
     if options.json:
@@ -84,14 +106,19 @@ def simulate(options: Annotated[SimulateOptions, Parameter(name="*")] = Simulate
         print_study(console, study, paths)
 
 
-def run_study(options: SimulateOptions, config: RunConfig, recording: Recording | None = None) -> Study:
-    """Simulate every strategy. Raises `Invalid` before the first one starts, `StrategyFault`."""
-    steps, seed = options.steps, options.seed
-    for name, value, low in (("steps", steps, 1), ("seed", seed, 0)):
+def check_steps(options: SimulateOptions) -> None:
+    """Raise `Invalid` for a number of steps or a seed out of bounds."""
+    for name, value, low in (("steps", options.steps, 1), ("seed", options.seed, 0)):
         if not low <= value <= MOST_STEPS:
             raise Invalid(
                 f"{name} is {value}; it must be in {low}..{MOST_STEPS}", name=name, value=value, bound=[low, MOST_STEPS]
             )
+
+
+def run_study(options: SimulateOptions, config: RunConfig, recording: Recording | None = None) -> Study:
+    """Simulate every strategy. Raises `Invalid` before the first one starts, `StrategyFault`."""
+    steps, seed = options.steps, options.seed
+    check_steps(options)
     workload = derive(recording, options.workload) if recording else options.workload
     changes = option_pairs(list(options.option))
     specs = [_spec(text, changes) for text in options.strategy]
@@ -118,6 +145,40 @@ def run_study(options: SimulateOptions, config: RunConfig, recording: Recording 
         recorded=recording.run if recording else None,
         runs=runs,
     )
+
+
+def run_advice(options: SimulateOptions, config: RunConfig, recording: Recording | None = None) -> Advice:
+    """Simulate the grid of `--advise`. Raises as `run_study`, and `Invalid` for a fleet that cannot be split."""
+    check_steps(options)
+    workload = derive(recording, options.workload) if recording else options.workload
+    check_workload(workload)
+    fleet = options.fleet
+    if recording is None or fleet.tokens_per_s is not None:
+        check_prompts(workload, config)
+        workload = from_numbers(workload, config, fleet, fleet.tokens_per_s or DEFAULT_TOKENS_PER_S)
+    changes = option_pairs(list(options.option))
+    specs = [_spec(text, changes) for text in options.strategy] or list(CANDIDATES)
+    for spec in specs:
+        resolve_config(msgspec.structs.replace(config, strategy=spec, max_steps=None))
+    count, steps = most_simulations(fleet, specs), min(options.steps, ADVISED_STEPS)
+    with work_bar("simulating") as report:
+        runs = itertools.count()
+
+        def run(one: RunConfig, at: Workload) -> Figures:
+            supply = RecordedSupply(recording, at, one, options.seed) if recording else Supply(at, one, options.seed)
+            on_step = functools.partial(_report_step, report, next(runs) * steps, count * steps)
+            return run_simulation(one, supply, steps, on_step)
+
+        return advise(workload, config, fleet, specs, run)
+
+
+def _check_advise(options: SimulateOptions) -> None:
+    if options.advise:
+        return
+    for field in dataclasses.fields(FleetOptions):
+        if getattr(options.fleet, field.name) != field.default:
+            name = f"--{field.name.replace('_', '-')}"
+            raise Invalid(f"{name} needs --advise", name=name, value=getattr(options.fleet, field.name))
 
 
 def _report_step(report: Report, before: int, total: int, step: int) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf.errors import counted
+from replaybuf.lab.simulate.advice import Advice
 from replaybuf.lab.simulate.figures import Figures, Lengths
 from replaybuf.lab.simulate.workload import Workload
 
@@ -117,6 +118,40 @@ def print_study(console: Console, study: Study, paths: Sequence[str]) -> None:
     console.print(table)
     for path in paths:
         console.print(path, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_advice(console: Console, advice: Advice, as_json: bool) -> None:
+    """Print the proposal, a table of what the other choices cost, and how sure the simulator is; or all as JSON."""
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(advice)).decode())
+        return
+    proposal = advice.proposal
+    waits = f", the trainer waits {percent(proposal.wait_share)}"
+    waits += f" ({proposal.wait_reason})" if proposal.wait_reason and proposal.wait_share >= _SHOWN else ""
+    line = (
+        f"proposal: {proposal.title}, {proposal.generating:.0%} of the GPUs generate, "
+        f"{counted(proposal.slots, 'slot', f'{proposal.slots:,}')}: {proposal.steps_per_hour:,.1f} steps per hour"
+        f"{waits}, staleness {proposal.staleness_mean:.2f}, {percent(proposal.waste_share)} of tokens wasted"
+    )
+    console.print(line, highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for heading in ("another choice", "steps per hour", "trainer waits", "staleness", "uses", "wasted", "idle slots"):
+        table.add_column(heading, justify="left" if heading == "another choice" else "right", overflow="fold")
+    for cost in advice.costs:
+        choice = cost.choice
+        table.add_row(
+            Text(cost.what),
+            f"{cost.steps_change:+.0%}",
+            percent(choice.wait_share),
+            f"{choice.staleness_mean:.2f}",
+            f"{choice.uses_mean:.2f}",
+            percent(choice.waste_share),
+            percent(choice.idle_share),
+        )
+    console.print(table)
+    if any(cost.choice.reuses for cost in advice.costs):
+        console.print("With more than one use a step has fewer new groups; `replaybuf study` measures what it teaches.")
+    console.print(advice.sure, highlight=False, markup=False)
 
 
 def _figure(value: Any) -> str:
