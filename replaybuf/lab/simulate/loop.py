@@ -167,8 +167,8 @@ class Simulation:
 
     def _end_s(self, duration_s: float) -> float:
         """Return the round nearest to now + `duration_s`, so that no length is favoured, but later than now."""
-        now, each = self.run.now_s, self._round_s
-        return max(round((now + duration_s) / each), math.floor(now / each) + 1) * each
+        now, round_s = self.run.now_s, self._round_s
+        return max(round((now + duration_s) / round_s), math.floor(now / round_s) + 1) * round_s
 
     def _finish(self, jobs: list[Job]) -> None:
         """Store generated groups; give back the tickets of failed and rejected ones."""
@@ -203,19 +203,19 @@ class Simulation:
 
     def _store(self, jobs: list[Job]) -> None:
         """Store groups as far as there is room; the others occupy their slots until then."""
-        new: dict[int, Job] = {}
+        jobs_by_prompt: dict[int, Job] = {}
         for job in jobs:
             prompt = job.attempt.prompt_index
-            if prompt in new or self.run.has_group(prompt):
+            if prompt in jobs_by_prompt or self.run.has_group(prompt):
                 self.meter.wasted_group("duplicate", job.attempt.tokens, self._group_size)
             else:
-                new[prompt] = job
-        if not new:
+                jobs_by_prompt[prompt] = job
+        if not jobs_by_prompt:
             return
-        entries = self._supply.entries([job.attempt for job in new.values()])
+        entries = self._supply.entries([job.attempt for job in jobs_by_prompt.values()])
         sizes = zip(entries["tokens"].tolist(), entries["frame_bytes"].tolist(), strict=True)
         fits = self.run.fitting([Load(1, *size) for size in sizes])
-        jobs = list(new.values())
+        jobs = list(jobs_by_prompt.values())
         self._held += jobs[fits:]
         self._free -= len(jobs) - fits
         self.meter.held.update(job.attempt.prompt_index for job in jobs[fits:])

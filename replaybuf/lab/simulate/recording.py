@@ -148,7 +148,7 @@ def derive(recording: Recording, workload: Workload) -> Workload:
         for version, at in times.published.items()
         if version * steps_per_publish - 1 in times.acks
     ]
-    found: dict[str, Any] = {
+    recorded: dict[str, Any] = {
         "slots": max(1, round(rate * latency_s)),
         "group_s": 0.0,
         "token_s": latency_s / longest,
@@ -158,7 +158,9 @@ def derive(recording: Recording, workload: Workload) -> Workload:
         "train_token_s": train_token_s,
         "publish_s": float(np.median(publishing)) if publishing else workload.publish_s,
     }
-    return dataclasses.replace(workload, **{name: value for name, value in found.items() if name not in workload.given})
+    return dataclasses.replace(
+        workload, **{name: value for name, value in recorded.items() if name not in workload.given}
+    )
 
 
 def _times(records: list[dict[str, Any]]) -> _Times:

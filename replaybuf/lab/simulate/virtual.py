@@ -143,8 +143,8 @@ class VirtualRun:
 
     def take_evicted(self) -> list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
         """Return what was evicted unused since the last call: reason, tokens and rollouts of each group."""
-        taken, self._evicted = self._evicted, []
-        return taken
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     # ------------------------------------------------------------------ trainer
 

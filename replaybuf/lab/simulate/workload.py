@@ -213,20 +213,20 @@ class Supply:
     def _draw(self, block: int, number: int) -> Block:
         """Draw a block: one stream for the prompts, one more for each attempt."""
         w, size = self.workload, self._group_size
-        common, own = self._rng(block, _COMMON), self._rng(block, number)
+        common, own_rng = self._rng(block, _COMMON), self._rng(block, number)
         of_prompt = common.standard_normal((BLOCK, 1))
         solved = _solved(common, w)
-        of_rollout = own.standard_normal((BLOCK, size))
+        of_rollout = own_rng.standard_normal((BLOCK, size))
         z = math.sqrt(w.length_shared) * of_prompt + math.sqrt(1 - w.length_shared) * of_rollout
         drawn = np.rint(np.exp(math.log(w.length_mean) - w.length_sigma**2 / 2 + w.length_sigma * z))
         completions = np.clip(drawn, 1, w.length_max).astype(np.int32)
-        right = (own.random((BLOCK, size)) < solved[:, None]).sum(axis=1)
+        right = (own_rng.random((BLOCK, size)) < solved[:, None]).sum(axis=1)
         entries = np.zeros(BLOCK, ENTRY)
         entries["truncated"] = (drawn > w.length_max).sum(axis=1)
         scores = np.array([self._score(count) for count in right.tolist()])
         for column, name in enumerate(("reward_mean", "reward_std", "advantage_abs_mean")):
             entries[name] = scores[:, column]
-        return self._finish(block, number, entries, w.prompt_tokens + completions, completions.max(axis=1), own)
+        return self._finish(block, number, entries, w.prompt_tokens + completions, completions.max(axis=1), own_rng)
 
     def _finish(
         self,
