@@ -20,9 +20,9 @@ from tests.conftest import group as json_group
 from tests.kernel.test_state import Run
 
 FRAMES = "5807bb3b57de99ef"
-SNAPSHOT = "78210c72ea366132"
-BODIES = "ba09aaf1c6021a75"
-LEDGER = "9eb9d2640bc7ce66"
+SNAPSHOT = "56db5ae3a35a1080"
+BODIES = "3dba128fc7516a4e"
+LEDGER = "c65e2e52bbeed117"
 HEADER_BYTES = len(MAGIC) + 20
 
 
