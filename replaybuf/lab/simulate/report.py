@@ -134,9 +134,10 @@ def print_advice(console: Console, advice: Advice, as_json: bool) -> None:
         f"{waits}, staleness {proposal.staleness_mean:.2f}, {percent(proposal.waste_share)} of tokens wasted"
     )
     console.print(line, highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for heading in ("another choice", "steps per hour", "trainer waits", "staleness", "uses", "wasted", "idle slots"):
-        table.add_column(heading, justify="left" if heading == "another choice" else "right", overflow="fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("another choice", min_width=26, overflow="fold")
+    for heading in ("steps/h", "waits", "staleness", "uses", "wasted", "idle"):
+        table.add_column(heading, justify="right")
     for cost in advice.costs:
         choice = cost.choice
         table.add_row(

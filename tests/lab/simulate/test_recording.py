@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from replaybuf.cli.main import main
+from replaybuf.lab.simulate.advice import FleetOptions
+from replaybuf.lab.simulate.command import SimulateOptions, run_advice
 from replaybuf.lab.simulate.recording import RecordedGroup, Recording, derive, save
 from replaybuf.lab.simulate.workload import Workload
 from replaybuf.wire.ledger import AckRecord, BatchRecord, PolicyRecord
@@ -61,3 +63,13 @@ def test_an_option_equal_to_its_default_counts_on_the_command_line(recording: Re
     workload = json.loads((report / "report.json").read_bytes())["workload"]
     assert workload["slots"] == DEFAULTS.slots
     assert workload["train_s"] != DEFAULTS.train_s, "the recording gives the others"
+
+
+def test_an_advice_keeps_the_speed_of_the_recording_unless_another_is_given(recording: Recording) -> None:
+    """Its slots are those of the recording at the recorded share of engines, and follow the engines."""
+    options = SimulateOptions(steps=3, strategy=("one-step-off-policy",), fleet=FleetOptions(gpus=2, generating=0.5))
+    advice = run_advice(options, recording.config, recording)
+    slots = derive(recording, Workload()).slots
+    assert {choice.slots for choice in (advice.proposal, *(cost.choice for cost in advice.costs))} <= {
+        max(1, round(slots * factor)) for factor in (0.5, 1, 2)
+    }
