@@ -31,7 +31,7 @@ from tests.chaos.history import (
 )
 from tests.chaos.run_history import RunHistory
 from tests.simulation.producing import Sent, send, take
-from tests.simulation.redis_model.commands import zcard
+from tests.simulation.redis_model.commands import getbit, hmget, zrange
 from tests.simulation.redis_model.connections import use_model
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import Client, Gone, Server
@@ -39,6 +39,7 @@ from tests.simulation.training import ask, attach
 from tests.simulation.world import World
 
 PERIOD_S = 0.7
+ALL = (b"0", b"-1", b"WITHSCORES")
 PAGE = 1000
 DRAIN_S = 60.0
 WORLD_SIZE = 2
@@ -139,7 +140,12 @@ class Rest:
         self._history.append(Drained(at_s=self._world.now_s(), run=self._run, drained=not left, stood=stood))
 
     def _tickets_left(self) -> int:
-        return zcard(self._redis.values, [keys.tickets(self._run).encode()])
+        """Count tickets of prompts without a group: a crash may bring back those whose removal was not durable."""
+        values, ids, done = self._redis.values, keys.group_ids(self._run), keys.prompts_done(self._run, "")
+        prompts = [ticket.split(b"-")[1] for ticket, _ in zrange(values, [keys.tickets(self._run).encode(), *ALL])]
+        in_table = hmget(values, [ids.encode(), *(b"p" + prompt for prompt in prompts)])
+        in_bits = [getbit(values, [done.encode(), prompt]) for prompt in prompts]
+        return sum(number is None and not bit for number, bit in zip(in_table, in_bits, strict=True))
 
     async def attach(self) -> None:
         """Attach at the current step, to ask for a batch before and after the restart."""

@@ -42,6 +42,8 @@ LONGEST_AWAY_S = 2.0
 JUMP_S = 3600.0
 SETTLED_S = 2.5
 """By then no call of a client that has left is served any more, and followers have read the leader's tickets."""
+RESTARTED_S = 8.0
+"""By then the leases of the killed servers have ended, and the next leader has cleaned up."""
 RUN = "run"
 KEEP = 2
 
@@ -153,7 +155,7 @@ class Schedule:
         await rest.look(last, "before")
         for server in self._servers:
             server.kill()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(RESTARTED_S)
         await rest.look(last, "after")
         await rest.fold()
 
