@@ -35,7 +35,7 @@ TTL u|DBSIZE
 """
 HASHES = """
 HSET h a 1 b 2|HSET h a 3 c 4|HGET h a|HGET h z|HGET absent a|HMGET h a z b|HMGET absent a|HGETALL h
-HGETALL absent|HKEYS h|HVALS h|HLEN h|HLEN absent|HDEL h a z|HDEL h b c|EXISTS h|HDEL absent a|HINCRBY h n 5
+HGETALL absent|HKEYS h|HVALS h|HLEN h|HLEN absent|HSTRLEN h a|HSTRLEN absent a|HDEL h a z|HDEL h b c|EXISTS h|HDEL absent a|HINCRBY h n 5
 HINCRBY h n -7|HGETALL h|GET h|HGET absent x|XLEN h|SADD h x|ZADD h 1 x|INCR h
 """
 SETS = """
@@ -193,6 +193,10 @@ CALLS: list[list[object]] = [
     function("rb_snapshot", [SNAP, OLD, keys.candidates(RUN)], b"rbs4" + b"%020d" % 2, 2, 2),
     function("rb_drop", [OLD], 1),
     function("rb_evaluate", [keys.evaluations(RUN)], 2, b"result"),
+    function("rb_sample", [keys.samples(RUN)], 1, 2, b"first", 9000),
+    function("rb_sample", [keys.samples(RUN)], 2, 3, b"second", 9000),
+    function("rb_sample", [keys.samples(RUN)], 1, 4, b"again", 9000),
+    function("rb_sample", [keys.samples(RUN)], 2, 5, b"oldest goes", 1),
     function("rb_cursor", [keys.cursors(RUN)], "reader", b"position"),
     function("rb_cursor", [keys.cursors(RUN)], "reader", ""),
     function("rb_ends", [], entry=9, group=9, payload_key="lost"),

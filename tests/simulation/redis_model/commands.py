@@ -190,6 +190,10 @@ def hlen(values: Values, words: Words) -> int:
     return len(_hash(values, words[0]))
 
 
+def hstrlen(values: Values, words: Words) -> int:
+    return len(_hash(values, words[0]).get(words[1], b""))
+
+
 def hdel(values: Values, words: Words) -> int:
     if values.get(words[0], dict) is None:
         return 0
@@ -398,6 +402,7 @@ COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"HKEYS": hkeys,
     b"HVALS": hvals,
     b"HLEN": hlen,
+    b"HSTRLEN": hstrlen,
     b"HDEL": hdel,
     b"HINCRBY": hincrby,
     b"SADD": sadd,
