@@ -35,8 +35,8 @@ TTL u|DBSIZE
 """
 HASHES = """
 HSET h a 1 b 2|HSET h a 3 c 4|HGET h a|HGET h z|HGET absent a|HMGET h a z b|HMGET absent a|HGETALL h
-HGETALL absent|HKEYS h|HVALS h|HLEN h|HLEN absent|HSTRLEN h a|HSTRLEN absent a|HDEL h a z|HDEL h b c|EXISTS h|HDEL absent a|HINCRBY h n 5
-HINCRBY h n -7|HGETALL h|GET h|HGET absent x|XLEN h|SADD h x|ZADD h 1 x|INCR h
+HGETALL absent|HKEYS h|HVALS h|HLEN h|HLEN absent|HDEL h a z|HDEL h b c|EXISTS h|HDEL absent a|HINCRBY h n 5
+HINCRBY h n -7|HSTRLEN h n|HSTRLEN no n|HGETALL h|GET h|HGET absent x|XLEN h|SADD h x|ZADD h 1 x|INCR h
 """
 SETS = """
 SADD s a b|SADD s b c|SISMEMBER s a|SISMEMBER s z|SMEMBERS s|SMEMBERS absent|SREM s a z|SREM s b c|EXISTS s
