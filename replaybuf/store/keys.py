@@ -33,7 +33,7 @@ A late column is written under a key with a nonce of its own too, and renamed wh
 from __future__ import annotations
 
 import functools
-import os
+import secrets
 from collections.abc import Iterable
 
 RUNS = "rb:runs"
@@ -148,7 +148,7 @@ def all_of(run: str, adapters: Iterable[str]) -> list[str]:
 def payload(run: str, group_id: str) -> str:
     """Build a new key for the frame of one append attempt."""
     tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
-    return f"rb:p:{{{tag}}}:{os.urandom(8).hex()}"
+    return f"rb:p:{{{tag}}}:{secrets.token_hex(8)}"
 
 
 def payload_name(run: str, key: str) -> str | None:
@@ -169,4 +169,4 @@ def late_column(payload_key: str, column: str) -> str:
 
 def late_attempt(payload_key: str, column: str) -> str:
     """Build a new key for the frame of one attempt to add a late column."""
-    return f"{late_column(payload_key, column)}:{os.urandom(8).hex()}"
+    return f"{late_column(payload_key, column)}:{secrets.token_hex(8)}"

@@ -124,7 +124,8 @@ def test_a_click_on_a_chart_opens_the_step(run: RunClient, open_page: OpenPage) 
     page.get_by_role("link", name="its worst rewards").click()
     page.locator("tbody tr").first.wait_for()
     assert page.get_by_label("Step").input_value() == "4"
-    rewards = [float(cell.split(" ")[0]) for cell in page.locator("tbody tr td:nth-child(5)").all_inner_texts()]
+    cells = page.locator("tbody tr td:nth-child(4)").all_inner_texts()
+    rewards = [float(cell.partition("group ")[2].split(" ")[0].replace("−", "-")) for cell in cells]
     assert len(rewards) == 4 and rewards == sorted(rewards)
 
 

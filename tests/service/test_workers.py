@@ -39,7 +39,7 @@ def served(tmp_path: Path) -> Iterator[ServeProcess]:
 def workers_of(server: ServeProcess) -> list[psutil.Process]:
     """List the worker processes."""
     children = psutil.Process(server.pid).children()
-    return [child for child in children if "replaybuf" in " ".join(child.cmdline()) and child.is_running()]
+    return [child for child in children if "serve" in child.cmdline() and child.is_running()]
 
 
 def own_addresses(server: ServeProcess) -> dict[str, int]:
