@@ -27,6 +27,7 @@ from replaybuf.service.options import ServeOptions
 from replaybuf.service.sockets import identify, open_sockets
 from replaybuf.service.tasks import cancel_all
 from replaybuf.store import EmbeddedServer
+from replaybuf.wire.decoding import prepared
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ async def serve(options: ServeOptions) -> None:
     """
     assignment = os.environ.pop(ASSIGNMENT, None)
     if assignment is not None:
-        await _serve_as_worker(options, msgspec.json.decode(assignment, type=Assignment))
+        await _serve_as_worker(options, msgspec.json.decode(assignment, type=prepared(Assignment)))
     elif options.workers == 1:
         await server.serve(options)
     else:
