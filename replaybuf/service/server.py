@@ -34,7 +34,7 @@ from replaybuf.service.http.guard.origins import HostNames, OwnPagesOnly
 from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.sockets import BACKLOG, identify, open_sockets
+from replaybuf.service.sockets import BACKLOG, listening_sockets
 from replaybuf.service.tls import certificate_of
 
 logger = logging.getLogger(__name__)
@@ -61,16 +61,12 @@ async def serve(options: ServeOptions, shared: Mapping[str, socket.socket] | Non
     hosts = HostNames(options)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
-    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
-    for number in SIGNALS:  # until the server handles signals, one cancels the start
-        loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
+    cancel_on_signals()
     if options.tokens_file or certificate:
-        loop.add_signal_handler(signal.SIGHUP, _reload, tokens, certificate)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, tokens, certificate)
     limits = raise_descriptor_limit(ConnectionLimits.of(options), BACKLOG)
-    own = open_sockets(options)
-    listening = own | dict(shared or {})
-    own_socket = identify(options.uds) if options.uds else None
-    try:
+    with listening_sockets(options) as own:
+        listening = own | dict(shared or {})
         async with (
             run_service(options, next(iter(own))) as service,
             contextlib.aclosing(Forwarding(options.host, options.tls_cert)) as forwarding,
@@ -96,13 +92,14 @@ async def serve(options: ServeOptions, shared: Mapping[str, socket.socket] | Non
                 await server.serve(sockets=list(listening.values()))
                 watching.cancel()
                 saving.cancel()
-    finally:
-        for one in listening.values():
-            one.close()
-        # A successor may have bound the path since the server closed its sockets.
-        if options.uds and own_socket and identify(options.uds) == own_socket:
-            options.uds.unlink(missing_ok=True)
     logger.info("stopped")
+
+
+def cancel_on_signals() -> None:
+    """Let a signal cancel this task: until a server handles signals, one ends its start."""
+    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
 
 
 def _instance(url: str) -> str:

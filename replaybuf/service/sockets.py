@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
@@ -17,11 +19,25 @@ BACKLOG = 2048
 """Connections that the system keeps until the server accepts them."""
 
 
-def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
-    """Open the listening sockets, by the address for clients.
+@contextlib.contextmanager
+def listening_sockets(options: ServeOptions) -> Iterator[dict[str, socket.socket]]:
+    """Open the listening sockets, by the address for clients; close them at the end.
 
     Raises `Invalid` if the options name none, `ServiceUnavailable` if one is in use.
     """
+    sockets = _open_sockets(options)
+    own = _identify(options.uds) if options.uds else None
+    try:
+        yield sockets
+    finally:
+        for listening in sockets.values():
+            listening.close()
+        # A successor may have bound the path since the server closed its sockets.
+        if options.uds and own and _identify(options.uds) == own:
+            options.uds.unlink(missing_ok=True)
+
+
+def _open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
     if not options.tcp and not options.uds:
         raise Invalid(
             "tcp is off and uds is not set; set one of them", name="uds", value=None, bound="a path, or --tcp"
@@ -43,7 +59,7 @@ def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
     return listening
 
 
-def identify(path: Path) -> tuple[int, int, int] | None:
+def _identify(path: Path) -> tuple[int, int, int] | None:
     """Return device, inode and time of the file at `path`; None without one. The inode may be that of an older file."""
     try:
         status = path.lstat()

@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 
 import msgspec
 
@@ -24,7 +23,7 @@ from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.logs import announce
 from replaybuf.service import server
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.sockets import identify, open_sockets
+from replaybuf.service.sockets import listening_sockets
 from replaybuf.service.tasks import cancel_all
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.decoding import prepared
@@ -89,30 +88,24 @@ def own_options(options: ServeOptions, number: int, redis_url: str) -> ServeOpti
 
 async def _serve_by_workers(options: ServeOptions) -> None:
     _check(options)
-    loop, starting = asyncio.get_running_loop(), asyncio.current_task()
-    for number in server.SIGNALS:  # until the workers start, a signal cancels the start
-        loop.add_signal_handler(number, starting.cancel if starting else loop.stop)
-    listening = open_sockets(options)
-    own_socket = identify(options.uds) if options.uds else None
+    server.cancel_on_signals()
     embedded = None if options.redis_url else EmbeddedServer(options.data_dir, options.durability)
-    try:
-        if embedded:
-            await embedded.start()
-        redis_url = embedded.url if embedded else str(options.redis_url)
-        workers = Workers(options.workers, redis_url, {url: one.fileno() for url, one in listening.items()})
-        with _signals_to(workers):
+    with listening_sockets(options) as listening:
+        try:
+            if embedded:
+                await embedded.start()
+            redis_url = embedded.url if embedded else str(options.redis_url)
+            fds = {url: listener.fileno() for url, listener in listening.items()}
+            workers = Workers(options.workers, redis_url, fds)
+            _pass_signals_to(workers)
             watching = asyncio.create_task(embedded.watch()) if embedded else None
             try:
                 await workers.run(list(listening))
             finally:
                 await cancel_all([watching] if watching else [])
-    finally:
-        for one in listening.values():
-            one.close()
-        if options.uds and own_socket and identify(options.uds) == own_socket:
-            options.uds.unlink(missing_ok=True)
-        if embedded:
-            await embedded.stop()
+        finally:
+            if embedded:
+                await embedded.stop()
     logger.info("stopped")
 
 
@@ -128,13 +121,11 @@ def _check(options: ServeOptions) -> None:
         )
 
 
-@contextlib.contextmanager
-def _signals_to(workers: Workers) -> Iterator[None]:
+def _pass_signals_to(workers: Workers) -> None:
     loop = asyncio.get_running_loop()
     for number in server.SIGNALS:
         loop.add_signal_handler(number, workers.stop)
     loop.add_signal_handler(signal.SIGHUP, workers.signal, signal.SIGHUP)
-    yield
 
 
 class Workers:

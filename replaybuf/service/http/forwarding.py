@@ -11,10 +11,10 @@ import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -164,13 +164,8 @@ def _has_body(request: Request) -> bool:
 
 
 async def _parts(request: Request, read: asyncio.Event) -> AsyncIterator[bytes]:
-    more = True
-    while more:
-        message: Any = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        more = message.get("more_body", False)
-        if part := message.get("body"):
+    async for part in request.stream():
+        if part:
             yield part
     read.set()
 

@@ -142,15 +142,14 @@ class Application:
         try:
             return await call.handler(request)
         except NotLeader as error:
-            body = share.kept if share.read_bytes else None
-            if not error.value or (share.read_bytes and body is None):
-                raise
+            if not error.value or (share.read_bytes and share.kept is None):
+                raise  # a body that came in parts is gone
             leader, journal = str(error.value), self.state.service.runs[request.path_params["run"]].journal
 
             def leads() -> bool:
                 return not journal.leading and journal.leader_url == leader
 
-            answer = await self._forwarding.forward(request, leader, leads, body)
+            answer = await self._forwarding.forward(request, leader, leads, share.kept)
             if answer is None:
                 raise
             return answer
