@@ -25,19 +25,20 @@ def listening_sockets(options: ServeOptions) -> Iterator[dict[str, socket.socket
 
     Raises `Invalid` if the options name none, `ServiceUnavailable` if one is in use.
     """
-    sockets = _open_sockets(options)
-    own = _identify(options.uds) if options.uds else None
+    sockets = open_sockets(options)
+    own = identify(options.uds) if options.uds else None
     try:
         yield sockets
     finally:
         for listening in sockets.values():
             listening.close()
         # A successor may have bound the path since the server closed its sockets.
-        if options.uds and own and _identify(options.uds) == own:
+        if options.uds and own and identify(options.uds) == own:
             options.uds.unlink(missing_ok=True)
 
 
-def _open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
+def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
+    """Open the listening sockets, by the address for clients. Raises as `listening_sockets`."""
     if not options.tcp and not options.uds:
         raise Invalid(
             "tcp is off and uds is not set; set one of them", name="uds", value=None, bound="a path, or --tcp"
@@ -59,7 +60,7 @@ def _open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
     return listening
 
 
-def _identify(path: Path) -> tuple[int, int, int] | None:
+def identify(path: Path) -> tuple[int, int, int] | None:
     """Return device, inode and time of the file at `path`; None without one. The inode may be that of an older file."""
     try:
         status = path.lstat()

@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from replaybuf.wire.answer.browse import GroupSummary
+
 OK = "ok"
 Prompt = tuple[str, int]
 """Adapter and prompt index."""
@@ -163,6 +165,22 @@ class GroupSeen(Event, frozen=True, kw_only=True):
     adapter: str = ""
     state: str
     last: bool = False
+
+    @classmethod
+    def of(cls, group: GroupSummary, *, at_s: float, run: str, server: str, last: bool) -> GroupSeen:
+        """Record a group of a listing."""
+        return cls(
+            at_s=at_s,
+            run=run,
+            server=server,
+            number=group.number,
+            group_id=group.group_id,
+            prompt_index=group.prompt_index,
+            adapter=group.adapter,
+            policy_version=group.policy_version,
+            state=group.state,
+            last=last,
+        )
 
 
 class PayloadRead(Event, frozen=True, kw_only=True):

@@ -93,15 +93,4 @@ class Follower:
         return LedgerSeen(at_s=now_s(), run=self._run, server=self._url, entry=record["entry"], record=fields)
 
     def _group_seen(self, group: GroupSummary, last: bool) -> GroupSeen:
-        return GroupSeen(
-            at_s=now_s(),
-            run=self._run,
-            server=self._url,
-            number=group.number,
-            group_id=group.group_id,
-            prompt_index=group.prompt_index,
-            adapter=group.adapter,
-            policy_version=group.policy_version,
-            state=group.state,
-            last=last,
-        )
+        return GroupSeen.of(group, at_s=now_s(), run=self._run, server=self._url, last=last)

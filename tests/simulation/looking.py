@@ -100,20 +100,8 @@ class Observer:
         page = (await self._client.observe(self._run, work, only=self._server)).result
         for group in page.groups if page else ():
             self._number = group.number
-            self._history.append(
-                GroupSeen(
-                    at_s=self._world.now_s(),
-                    run=self._run,
-                    server=self._server.url,
-                    number=group.number,
-                    group_id=group.group_id,
-                    prompt_index=group.prompt_index,
-                    adapter=group.adapter,
-                    policy_version=group.policy_version,
-                    state=group.state,
-                    last=last,
-                )
-            )
+            seen = GroupSeen.of(group, at_s=self._world.now_s(), run=self._run, server=self._server.url, last=last)
+            self._history.append(seen)
 
 
 class Rest:
