@@ -65,6 +65,9 @@ class LedgerStore:
         Raises what `append` raises, and `NoRoom` if a full server has no memory for the frames. What a failed attempt
         leaves behind expires.
         """
+        if self._connection.cluster:
+            await self._append_columns_on_nodes(run, token, number, record, frames)
+            return
         pipe, connection = self._connection.pipeline(), self._connection
         names: list[str] = []
         for column in frames:
@@ -78,6 +81,32 @@ class LedgerStore:
         if outcome == "missing":
             error = next((one for one in saved if isinstance(one, RedisError)), None)
             raise connection.explain(error) if error else dropped_payload(connection.url)
+        self._check(run, number, outcome, text(detail))
+
+    async def _append_columns_on_nodes(
+        self, run: str, token: str, number: int, record: ColumnsRecord, frames: Sequence[NewColumn]
+    ) -> None:
+        """Write the frames where they belong, then append the entry, which makes them count.
+
+        A frame that is there already is kept if it is the same: it is from a call that was cut. Another one is
+        replaced, unless this server does not lead any more.
+        """
+        connection = self._connection
+        flags = [part for name in dict.fromkeys(column.name for column in frames) for part in (f"column:{name}", 1)]
+        await connection.call(run, "rb_count", (), flags, token, durably=True)  # a deletion then deletes them too
+        pipe = connection.pipeline()
+        for column in frames:
+            pipe.execute_command("SET", keys.late_column(column.payload_key, column.name), column.frame, "NX", "GET")
+        held = await connection.run_durably(pipe)
+        if other := [column for column, frame in zip(frames, held, strict=True) if frame not in (None, column.frame)]:
+            await connection.call(run, "rb_count", (), (), token)
+            pipe = connection.pipeline()
+            for column in other:
+                pipe.execute_command("SET", keys.late_column(column.payload_key, column.name), column.frame)
+            await connection.run_durably(pipe)
+        outcome, detail = await connection.call(
+            run, "rb_append", [keys.candidates(run)], [number, encode_record(record)], token, durably=True
+        )
         self._check(run, number, outcome, text(detail))
 
     def _check(self, run: str, number: int, outcome: str, newest: str) -> None:

@@ -154,24 +154,27 @@ local function find_number(ids, id, done, bit)
 end
 
 -- Put groups into the index, each unless its id, or its ticket's prompt, already has a group.
--- keys of each group: trimmed prompts of the id's adapter, and of the ticket's, payload
+-- keys of each group: trimmed prompts of the id's adapter, and of the ticket's, payload (unless it has another slot)
 -- args of each group: id, id of the ticket's prompt or '', numbers, strings, prompt index of the first id and of the
 -- second, or ''
 -- detail of each group: 1, number; 0, number of the first group (0 if its history is trimmed), and the payload is
 -- deleted; -1, 0 if there is no payload: the server had no memory for it
-local function publish(keys, args, run)
+-- `before`: args in front of these
+local function put_groups(keys, args, run, keys_each, before)
   local published = {}
-  for at = 0, #keys / 3 - 1 do
-    local done, prompt_done, payload = unpack(keys, 3 * at + 1, 3 * at + 3)
-    local id, prompt, numbers, strings, bit, prompt_bit = unpack(args, 6 * at + 1, 6 * at + 6)
+  for at = 0, (#args - before) / 6 - 1 do
+    local done, prompt_done, payload = unpack(keys, keys_each * at + 1, keys_each * (at + 1))
+    local id, prompt, numbers, strings, bit, prompt_bit = unpack(args, before + 6 * at + 1, before + 6 * at + 6)
     local has_prompt = prompt ~= '' and prompt ~= id
     local outcome, number = 0, find_number(run.ids, id, done, bit)
     if not number and has_prompt then
       number = find_number(run.ids, prompt, prompt_done, prompt_bit)
     end
     if number then
-      redis.call('UNLINK', payload)
-    elseif redis.call('PERSIST', payload) == 0 then
+      if payload then
+        redis.call('UNLINK', payload)
+      end
+    elseif payload and redis.call('PERSIST', payload) == 0 then
       outcome, number = -1, 0
     else
       outcome, number = 1, redis.call('HINCRBY', run.counts, 'stored', 1)
@@ -184,6 +187,51 @@ local function publish(keys, args, run)
     published[2 * at + 1], published[2 * at + 2] = outcome, number
   end
   return 'ok', published
+end
+
+local function publish(keys, args, run)
+  return put_groups(keys, args, run, 3, 0)
+end
+
+-- The same for payloads in buckets of a cluster, which are durable already. An attempt that began before the last two
+-- rounds is refused: its payloads may be deleted.
+-- keys: those of `publish`, what is published of the buckets
+-- args: round in which the attempt began, number of buckets, (bucket, its payloads ever written)..., those of `publish`
+-- outcomes: ok, with the newest round as the last detail; outdated, with it as the detail
+local function publish_stored(keys, args, run)
+  local buckets, count = keys[#keys], tonumber(args[2])
+  local newest = tonumber(redis.call('HGET', run.counts, 'round') or 0)
+  if tonumber(args[1]) < newest - 1 then
+    return 'outdated', newest
+  end
+  local outcome, published = put_groups(keys, args, run, 2, 2 + 2 * count)
+  for at = 3, 2 * count + 1, 2 do
+    if tonumber(args[at + 1]) > tonumber(redis.call('HGET', buckets, args[at]) or 0) then
+      redis.call('HSET', buckets, args[at], args[at + 1])
+    end
+  end
+  published[#published + 1] = newest
+  return outcome, published
+end
+
+-- Begin a round of append attempts; returns its number. Attempts of the one before may still be published.
+local function begin_round(keys, args, run)
+  return 'ok', redis.call('HINCRBY', run.counts, 'round', 1)
+end
+
+-- Note append attempts in a bucket of a cluster, before their payloads are written to it.
+-- keys: attempts, written; args: how many payloads the bucket is known to have had, round, key of each payload
+-- returns {1, how many payloads it has had now}, or {0, how many} and changes nothing, if that is less than known
+local function note(keys, args)
+  local written = tonumber(redis.call('GET', keys[2]) or 0)
+  if written < tonumber(args[1]) then
+    return {0, written}
+  end
+  for at = 3, #args do
+    redis.call('ZADD', keys[1], args[2], args[at])
+  end
+  redis.call('SET', keys[2], written + #args - 2)
+  return {1, written + #args - 2}
 end
 
 -- Report the newest ledger entry and the newest group.
@@ -516,6 +564,8 @@ local function register(name, callback)
 end
 
 register('rb_publish', guarded(publish))
+register('rb_publish_stored', guarded(publish_stored))
+register('rb_begin_round', led(begin_round))
 register('rb_ends', guarded(ends))
 register('rb_append', led(append))
 register('rb_columns', led(columns))
@@ -532,6 +582,7 @@ register('rb_drop', led(drop))
 register('rb_evaluate', guarded(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
+register('rb_note', note)
 register('rb_resign', resign)
 register('rb_delete', led(delete))
 register('rb_erase', erase)

@@ -154,6 +154,7 @@ def group(number: int, prompt: str = "") -> list[object]:
     return [f"p{number}", prompt, b"numbers", b"strings " + PAYLOADS[number].encode(), number, ""]
 
 
+NOTED = [keys.attempts(RUN, 7), keys.written(RUN, 7)]
 LISTED = [MARK, keys.RUNS, keys.DELETING, keys.incarnation(RUN)]
 WRITES = ["SET", 1, b"value", "HSET", 2, "f", "v"]
 SNAPSHOT = b"rbs4" + b"%020d" % 3
@@ -169,6 +170,11 @@ CALLS: list[list[object]] = [
     ["SET", PAYLOADS[2], b"frame", "EX", 3600],
     function("rb_publish", [DONE, DONE, PAYLOADS[2]], "p0", "", b"n", b"s", "", "", token=""),
     function("rb_publish", [DONE, DONE, PAYLOADS[2]], *group(2)),
+    plain("rb_note", NOTED, 0, 0, "payload"),
+    plain("rb_note", NOTED, 2, 0, "payload"),
+    function("rb_begin_round", []),
+    function("rb_publish_stored", [DONE, DONE, keys.buckets(RUN)], 0, 1, 7, 3, *group(0)),
+    function("rb_publish_stored", [DONE, DONE, keys.buckets(RUN)], -1, 1, 7, 3, *group(0)),
     function("rb_append", [keys.candidates(RUN)], 1, b"first"),
     function("rb_append", [keys.candidates(RUN)], 1, b"first"),
     function("rb_append", [keys.candidates(RUN)], 1, b"other"),

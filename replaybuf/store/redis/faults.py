@@ -14,7 +14,7 @@ from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufEr
 from replaybuf.store.loss.ends import Ends, Loss
 
 # Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
-_RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
+_RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED|MOVED|ASK"
 _TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_RETRY_CODES})\b")
 
 
