@@ -8,7 +8,7 @@ from typing import Any
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.store import keys
 from replaybuf.store.loss.ends import Ends
-from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.connection import Connection, text
 
 
 class StreamEnds:
@@ -57,5 +57,5 @@ class StreamEnds:
 
 
 def _ends(detail: Sequence[int]) -> Ends:
-    entry, group = detail
-    return Ends(int(entry), int(group))
+    entry, group, entry_key = detail
+    return Ends(int(entry), int(group), entry_key=text(entry_key))
