@@ -8,7 +8,7 @@
 | `rb:{run}:old`               | hash   | until the group is freed   | number -> entry that trimming had to keep      |
 | `rb:{run}:gid`               | hash   | the run's                  | group_id -> number (deduplication)             |
 | `rb:{run}:done:<adapter>`    | bitmap | the run's                  | prompt indexes whose id trimming removed       |
-| `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`                        |
+| `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`, each with a key       |
 | `rb:{run}:candidates`        | stream | until trimmed              | what each batch was chosen from, by entry       |
 | `rb:{run}:snap`              | string | the run's                  | snapshot of the fold at a ledger entry         |
 | `rb:{run}:evals`             | stream | newest 10,000 entries      | results of evaluations                         |
@@ -16,7 +16,7 @@
 | `rb:{run}:cursors`           | hash   | until forgotten            | name of a reader's cursor -> what is done      |
 | `rb:{run}:spill`             | hash   | until the groups are freed | `url`, `folder`, number of each spilled group  |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
-| `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `stored`: stream ends      |
+| `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `entry_key`, `stored`      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |
 | `rb:{run}:lost`              | string | 30 s, then shown again     | known ends that this Redis lacks               |
@@ -84,6 +84,11 @@ def snapshot(run: str) -> str:
 def ledger(run: str) -> str:
     """Build the key of the stream of decisions."""
     return f"rb:{{{run}}}:led"
+
+
+def new_entry() -> int:
+    """Build a new key for a ledger entry. Counters are whole numbers of at most 18 digits, and it is one of them."""
+    return int(secrets.token_hex(7), 16)
 
 
 def candidates(run: str) -> str:

@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
-from replaybuf.store.loss.ends import Ends, Loss
+from replaybuf.store.loss.ends import Ends, Loss, read_known
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import RUN_NAME
@@ -112,13 +112,11 @@ class RunStore:
             raise self._connection.explain(reply)
         if text(reply[0]) != "older":
             return await self._read_bucket_loss(self._buckets, run, reply) if self._buckets else None
-        entry, group, incarnation, *known = reply[1:]
-        found = Ends(int(entry), int(group), "", int(incarnation))
-        return Loss(found, Ends(int(known[0]), int(known[1]), text(known[2]), int(known[3])))
+        return Loss(Ends(int(reply[1]), int(reply[2]), "", int(reply[3])), read_known(reply))
 
     async def _read_bucket_loss(self, buckets: BucketStore, run: str, reply: Sequence[Any]) -> Loss | None:
         """Return the loss of payloads as one of so many groups."""
-        (entry, group), incarnation = reply[1], int(reply[2])
+        (entry, group, _), incarnation = reply[1], int(reply[2])
         missing = await buckets.count_missing(run)
         ends = Ends(int(entry), int(group), "", incarnation)
         return Loss(ends, msgspec.structs.replace(ends, group=ends.group + missing)) if missing else None
@@ -130,9 +128,9 @@ class RunStore:
         """
         found, known = loss
         names = [*keys.guarded(run), keys.lead(run)]
-        expected = [found.entry, found.group, known.incarnation, known.entry, known.group]
+        arguments = [found.entry, found.group, known.incarnation, known.entry, known.group, record, keys.new_entry()]
         pipe = self._connection.pipeline()
-        pipe.fcall("rb_accept_loss", len(names), *names, *expected, record)
+        pipe.fcall("rb_accept_loss", len(names), *names, *arguments)
         (incarnation,) = await self._connection.run_durably(pipe)
         if incarnation:
             self._connection.known.begin(run, int(incarnation))

@@ -11,7 +11,7 @@ from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.loss.ends import Ends
-from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.connection import Connection, text
 
 SHORTEST_LOOK_S, LOOK_S = 0.02, 0.001
 """Pause between two looks for new entries on a cluster, at least and for each run."""
@@ -82,5 +82,5 @@ class StreamEnds:
 
 
 def _ends(detail: Sequence[int]) -> Ends:
-    entry, group = detail
-    return Ends(int(entry), int(group))
+    entry, group, entry_key = detail
+    return Ends(int(entry), int(group), entry_key=text(entry_key))

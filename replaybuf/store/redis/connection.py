@@ -28,7 +28,7 @@ from redis.retry import Retry as BlockingRetry
 from replaybuf.errors import Invalid, NotDurable, ReplaybufError, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
-from replaybuf.store.loss.ends import Ends
+from replaybuf.store.loss.ends import Ends, read_known
 from replaybuf.store.loss.known_ends import KnownEnds
 from replaybuf.store.redis.awake import keep_awake
 from replaybuf.store.redis.cluster import Cluster
@@ -205,7 +205,8 @@ class Connection:
         server all that others know, and unless `token` (if given) is the newest.
         """
         known, first = self.known.of(run), keys.guarded(run)
-        guard = [token, known.entry, known.group, known.payload_key, known.incarnation, self._shown]
+        group = known.group, known.payload_key
+        guard = [token, known.entry, known.entry_key, *group, known.incarnation, self._shown]
         return ["FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments]
 
     def check_reply(self, run: str, token: str, reply: Sequence[Any] | ResponseError) -> tuple[str, Any]:
@@ -220,7 +221,7 @@ class Connection:
         outcome = text(reply[0])
         if outcome == "older":
             # Another server may know more than we do. It may end; we go on.
-            self.known.advance(run, Ends(int(reply[4]), int(reply[5]), text(reply[6]), int(reply[7])))
+            self.known.advance(run, read_known(reply))
             known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]), "", int(reply[3]))
             raise older(run, known, found, relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
