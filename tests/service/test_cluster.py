@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 
 import httpx
 import pytest
 from redis.crc import key_slot
 
+from replaybuf.cli.main import main
 from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
 from replaybuf.store import keys
@@ -196,3 +198,85 @@ def test_a_node_without_acknowledged_payloads_is_noticed(
     accepted = run.post("accept-loss", entries=0, groups=2)
     assert accepted.status_code == 200, accepted.text
     eventually(lambda: run.post("groups", groups=[group("last")]).status_code, WITHIN_S, lambda status: status == 200)
+
+
+def test_any_server_takes_appends_and_columns(
+    cluster: ValkeyCluster,
+    server: ServeProcess,
+    tmp_path: Path,
+    connect: Callable[[str, str], RunClient],
+) -> None:
+    """A second server learns of groups that others stored; late columns lie beside their payloads."""
+    run = connect(server.url, "shared")
+    assert run.put(batch={"groups_per_batch": 8}).status_code == 201
+    second = ServeProcess(tmp_path / "data", "--redis-url", cluster.url, "--wait-replicas", "1").start()
+    try:
+        other = connect(second.url, "shared")
+        eventually(lambda: other.get("").status_code, WITHIN_S, lambda status: status == 200)
+        run.append(*(group(f"g{number}") for number in range(4)))
+        eventually(lambda: other.state()["groups"]["stored"], WITHIN_S, lambda count: count == 4)
+        other.http.follow_redirects = True
+        assert {answer["status"] for answer in other.append(*(group(f"g{n}") for n in range(3, 8)))} <= {
+            "stored",
+            "duplicate",
+        }
+        columns = {"columns": {"ref_logprobs": [[-0.1] * 3] * 2}}
+        for _ in range(2):
+            assert run.http.put(f"{run.path}/groups/g5/columns", json=columns).is_success
+        body = run.ready_batch(0, run.attach()).content
+        assert b"ref_logprobs" in body
+        assert sum(key.endswith(":ref_logprobs") for each in payloads(cluster, "shared").values() for key in each) == 1
+    finally:
+        second.end()
+
+
+def test_a_lost_node_without_a_successor_is_waited_for_with_the_reason(
+    cluster: ValkeyCluster, server: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """503 names the slots and the node, and `/readyz` too."""
+    run = connect(server.url, "uncovered")
+    assert run.put(batch={"groups_per_batch": 4}).status_code == 201
+    run.append(*(group(f"g{number}") for number in range(20)))
+    primary = of_payloads_only(cluster, "uncovered")
+    replica = next(n for n in cluster.nodes if n.client.role()[0] == b"slave" and n.client.role()[2] == primary.port)
+    replica.kill()
+    primary.kill()
+    why = f"of 127.0.0.1:{primary.port}, which is down and has no successor yet"
+    eventually(lambda: readiness(server), WITHIN_S, lambda seen: seen[0] == 503 and why in seen[1])
+    refused = run.post("groups", groups=[group(f"x{number}") for number in range(20)])
+    assert refused.status_code == 503, refused.text
+    primary.start()
+    replica.start()
+    eventually(lambda: readiness(server)[0], WITHIN_S, lambda status: status == 200)
+    more = [group(f"x{number}") for number in range(20)]
+    eventually(lambda: run.post("groups", groups=more).status_code, WITHIN_S, lambda status: status == 200)
+
+
+def test_what_would_not_be_safe_is_refused_with_the_reason(
+    cluster: ValkeyCluster, server: ServeProcess, tmp_path: Path, connect: Callable[[str, str], RunClient]
+) -> None:
+    """Spill and a restore to a cluster; a backup of a run in a cluster goes on elsewhere, on one server."""
+    run = connect(server.url, "copied")
+    refused = run.put(
+        batch={"groups_per_batch": 4}, limits={"max_bytes_in_memory": 1 << 30}, spill={"url": f"file://{tmp_path}"}
+    )
+    assert refused.status_code == 422 and "spill cannot be used with a Redis Cluster" in refused.text
+    assert run.put(batch={"groups_per_batch": 4}).status_code == 201
+    run.append(*(group(f"g{number}") for number in range(6)))
+    file = tmp_path / "copied.backup"
+    main(["backup", "copied", "--to", str(file), "--redis-url", cluster.url])
+    with pytest.raises(SystemExit):
+        main(["restore", "--from", str(file), "--redis-url", cluster.url])
+    with Valkey(tmp_path / "single") as single:
+        main(["restore", "--from", str(file), "--redis-url", single.url])
+        serve = ServeProcess(tmp_path / "data", "--redis-url", single.url).start()
+        try:
+            restored = connect(serve.url, "copied")
+            assert restored.append(group("g1"))[0]["status"] == "duplicate"
+            epoch = restored.attach()
+            restored.ready_batch(0, epoch)
+            assert restored.ack(0, epoch).is_success and restored.publish(1, epoch).is_success
+            assert restored.post("checkpoints", epoch=epoch, step=1).is_success
+            eventually(lambda: len(list(single.client.scan_iter("rb:b:*"))), WITHIN_S, lambda count: count == 2)
+        finally:
+            serve.end()

@@ -109,16 +109,15 @@ class Cluster:
 
     async def check(self) -> None:
         """Raise `Invalid` for servers that are not nodes of a cluster."""
-        await self.find()
-        if self.view.addresses:
-            return
         for host in self._hosts:
             try:
                 await self._ask_one(host)
             except (ResponseError, AuthenticationError) as error:
-                raise Invalid(f"{name(host)} is not a node of a cluster: {error}", name="redis_url") from error
+                detail = f"{name(host)} is not a node of a cluster, or it refuses CLUSTER NODES: {error}"
+                raise Invalid(detail, name="redis_url", value=name(host)) from error
             except (RedisError, OSError):
-                continue  # it may come back
+                continue  # the next host may answer
+            return
 
     def explain(self) -> str | None:
         """Return which slots cannot be used, and why."""
