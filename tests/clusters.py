@@ -123,6 +123,20 @@ class ValkeyCluster:
                     return node
         raise LookupError(f"nobody owns slot {slot}")
 
+    def begin_move(self, key: str, target: Valkey) -> None:
+        """Begin to move the slot of a key, as `valkey-cli --cluster reshard` does."""
+        source, slot = self.owner(key), key_slot(key.encode())
+        self.ask(target, "SETSLOT", slot, "IMPORTING", self.id_of(source))
+        self.ask(source, "SETSLOT", slot, "MIGRATING", self.id_of(target))
+
+    def end_move(self, key: str, source: Valkey, target: Valkey) -> None:
+        """Move the keys of the slot, then the slot."""
+        slot = key_slot(key.encode())
+        while names := self.ask(source, "GETKEYSINSLOT", slot, 10):
+            source.client.migrate("127.0.0.1", target.port, names, 0, 5000)
+        for node in (target, source, *self.primaries()):
+            self.ask(node, "SETSLOT", slot, "NODE", self.id_of(target))
+
     def keys(self) -> dict[int, list[bytes]]:
         """Return the keys of each primary, by port."""
         return {node.port: sorted(node.client.scan_iter(count=1000)) for node in self.primaries()}

@@ -10,7 +10,6 @@ from typing import cast
 
 import httpx
 import pytest
-from redis.crc import key_slot
 
 from replaybuf.cli.main import main
 from replaybuf.client.client import Client
@@ -137,17 +136,6 @@ def test_a_failover_of_a_primary_loses_nothing(
     eventually(lambda: readiness(server)[0], WITHIN_S, lambda status: status == 200)
 
 
-def migrate(cluster: ValkeyCluster, slot: int, source: Valkey, target: Valkey) -> None:
-    """Move a slot and its keys, as `valkey-cli --cluster reshard` does."""
-    cluster.ask(target, "SETSLOT", slot, "IMPORTING", cluster.id_of(source))
-    cluster.ask(source, "SETSLOT", slot, "MIGRATING", cluster.id_of(target))
-    time.sleep(0.2)  # the load meets a slot that is on its way
-    while found := cluster.ask(source, "GETKEYSINSLOT", slot, 10):
-        source.client.migrate("127.0.0.1", target.port, found, 0, 5000)
-    for node in (target, source, *cluster.primaries()):
-        cluster.ask(node, "SETSLOT", slot, "NODE", cluster.id_of(target))
-
-
 @pytest.mark.parametrize("part", ["control", "payloads"])
 def test_a_slot_moves_to_another_node_under_load(
     part: str, cluster: ValkeyCluster, server: ServeProcess, connect: Callable[[str, str], RunClient]
@@ -161,7 +149,9 @@ def test_a_slot_moves_to_another_node_under_load(
     key = keys.counts(run.run) if part == "control" else keys.written(run.run, keys.bucket_of("g3"))
     source = cluster.owner(key)
     target = next(node for node in cluster.primaries() if node is not source)
-    migrate(cluster, key_slot(key.encode()), source, target)
+    cluster.begin_move(key, target)
+    time.sleep(0.2)  # the load meets a slot that is on its way
+    cluster.end_move(key, source, target)
     acknowledged = len(appender.acknowledged)
     eventually(lambda: len(appender.acknowledged) > acknowledged + 70, WITHIN_S)
     appender.stop()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from replaybuf.errors import DataLost, Invalid, UnsupportedServer
 from replaybuf.store import PendingGroup, Store, WritePolicy, keys
-from replaybuf.store.buckets import BucketStore
+from replaybuf.store.buckets import Attempt, BucketStore
 from tests.clusters import ValkeyCluster
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
@@ -68,23 +68,48 @@ def test_what_a_cut_append_leaves_behind_goes_after_two_rounds(cluster: ValkeyCl
     on_cluster(cluster.url, work)
 
 
-def test_an_append_older_than_two_rounds_starts_again(cluster: ValkeyCluster) -> None:
-    """A server that was suspended between its two steps publishes nothing that may be deleted."""
+def test_an_append_older_than_two_rounds_starts_again(cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was suspended between its two steps publishes nothing that was deleted meanwhile."""
 
     async def work(store: Store) -> None:
         token = (await store.runs.take_lease("late", "leader", LEASE_S)).token or ""
-        assert await append(store, "late", to_append("a")) == [True]
-        idle = await Store.open(cluster.url)
-        try:
-            assert await append(idle, "late", to_append("b")) == [True]
-            for _ in range(3):
-                await buckets_of(store).write("late", {keys.payload_in_bucket("late", "c"): b"cut"})
+        slow = await Store.open(cluster.url)
+        attempts: list[str] = []
+        write = buckets_of(slow).write
+
+        async def write_slowly(run: str, payloads: Mapping[str, bytes | memoryview]) -> Attempt:
+            attempt = await write(run, payloads)
+            attempts.extend(payloads)
+            while len(attempts) == 1 and exists(cluster, attempts[0]):
                 await store.groups.sweep("late", token)
-            assert await append(idle, "late", to_append("d"), to_append("a")) == [True, False]
+            return attempt
+
+        try:
+            monkeypatch.setattr(buckets_of(slow), "write", write_slowly)
+            assert await append(slow, "late", to_append("a")) == [True]
         finally:
-            await idle.close()
-        for entry in await store.groups.read_entries("late", [1, 2, 3]):
-            assert exists(cluster, entry.strings.payload_key)
+            await slow.close()
+        (entry,) = await store.groups.read_entries("late", [1])
+        assert exists(cluster, entry.strings.payload_key) and len(attempts) == 2
+
+    on_cluster(cluster.url, work)
+
+
+def test_a_slot_on_its_way_is_followed(cluster: ValkeyCluster) -> None:
+    """Payloads are read on the node that has them, before and after the move; nobody sees an error."""
+
+    async def work(store: Store) -> None:
+        await append(store, "moved", to_append("a"))
+        (entry,) = await store.groups.read_entries("moved", [1])
+        key = entry.strings.payload_key
+        source = cluster.owner(key)
+        target = next(node for node in cluster.nodes if node is not source)
+        cluster.begin_move(key, target)
+        source.client.migrate("127.0.0.1", target.port, key, 0, 5000)
+        assert all(await store.groups.read_payloads("moved", [key]))
+        cluster.end_move(key, source, target)
+        assert await append(store, "moved", to_append("a"), to_append("b")) == [False, True]
+        assert all(await store.groups.read_payloads("moved", [key]))
 
     on_cluster(cluster.url, work)
 
