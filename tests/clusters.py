@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from redis.crc import key_slot
@@ -17,6 +17,55 @@ from tests.valkeys import Valkey
 from tests.waiting import eventually
 
 SLOTS = 16_384
+WITHIN_S = 20.0
+
+
+class Address(NamedTuple):
+    """A node: a client of it, its port, and its port for other nodes."""
+
+    client: redis.Redis
+    port: int
+    bus: int
+
+
+def ask(client: redis.Redis, command: str, *words: Any) -> Any:
+    """Send a CLUSTER command to a node; redis-py parses the reply."""
+    return client.execute_command(f"CLUSTER {command}", *words)  # type: ignore[no-untyped-call]
+
+
+def form_cluster(nodes: Sequence[Address], primaries: int) -> None:
+    """Make one cluster of running nodes: the first own the slots, the others are their replicas, in turn."""
+    share = -(-SLOTS // primaries)
+    for number, node in enumerate(nodes[:primaries]):
+        ask(node.client, "SET-CONFIG-EPOCH", number + 1)
+        ask(node.client, "ADDSLOTSRANGE", number * share, min(SLOTS, (number + 1) * share) - 1)
+    for node in nodes[1:]:
+        ask(nodes[0].client, "MEET", "127.0.0.1", node.port, node.bus)
+    eventually(lambda: all(_count(node, "handshake") == (len(nodes), 0) for node in nodes), WITHIN_S)
+    replicas = nodes[primaries:]
+    for number, replica in enumerate(replicas):
+        ask(replica.client, "REPLICATE", _id_of(nodes[number % primaries].client))
+    eventually(lambda: all(replica.client.role()[3] == b"connected" for replica in replicas), WITHIN_S)
+    eventually(lambda: all(serves(node.client) for node in nodes), WITHIN_S)
+    eventually(lambda: all(_count(node, "slave") == (len(nodes), len(replicas)) for node in nodes), WITHIN_S)
+
+
+def serves(client: redis.Redis) -> bool:
+    """Check whether a node knows an owner of every slot; False if it does not answer."""
+    with contextlib.suppress(redis.RedisError):
+        return bool(ask(client, "INFO")["cluster_state"] == "ok")
+    return False
+
+
+def _count(node: Address, flag: str) -> tuple[int, int]:
+    """Return how many nodes a node knows, and how many of them have a flag."""
+    lines: Any = ask(node.client, "NODES")
+    return len(lines), sum(flag in line["flags"] for line in lines.values())
+
+
+def _id_of(client: redis.Redis) -> str:
+    reply: Any = ask(client, "MYID")
+    return reply.decode() if isinstance(reply, bytes) else str(reply)
 
 
 class ValkeyCluster:
@@ -54,25 +103,8 @@ class ValkeyCluster:
     def _start(self) -> None:
         with ThreadPoolExecutor(len(self.nodes)) as threads:
             list(threads.map(Valkey.start, self.nodes))
-        primaries, replicas = self.nodes[: self._primaries], self.nodes[self._primaries :]
-        first, share = self.nodes[0], -(-SLOTS // len(primaries))
-        for number, node in enumerate(primaries):
-            self.ask(node, "SET-CONFIG-EPOCH", number + 1)
-            last = min(SLOTS, (number + 1) * share) - 1
-            self.ask(node, "ADDSLOTSRANGE", number * share, last)
-        for node in self.nodes[1:]:
-            self.ask(first, "MEET", "127.0.0.1", node.port, node.config["cluster-port"])
-        eventually(lambda: all(self._knows_all(node) for node in self.nodes), 20.0)
-        for number, replica in enumerate(replicas):
-            self.ask(replica, "REPLICATE", self.id_of(primaries[number % len(primaries)]))
-        eventually(lambda: all(replica.client.role()[3] == b"connected" for replica in replicas), 20.0)
-        eventually(lambda: all(self.state_of(node) == "ok" for node in self.nodes), 20.0)
-        eventually(lambda: all(self._sees_roles(node, len(replicas)) for node in self.nodes), 20.0)
-
-    @staticmethod
-    def ask(node: Valkey, command: str, *words: Any) -> Any:
-        """Send a CLUSTER command to a node; redis-py parses the reply."""
-        return node.client.execute_command(f"CLUSTER {command}", *words)  # type: ignore[no-untyped-call]
+        addresses = [Address(node.client, node.port, int(node.config["cluster-port"])) for node in self.nodes]
+        form_cluster(addresses, self._primaries)
 
     def end(self) -> None:
         """Kill everything."""
@@ -80,22 +112,10 @@ class ValkeyCluster:
             node.client.close()
             node.kill()
 
-    def id_of(self, node: Valkey) -> str:
+    @staticmethod
+    def id_of(node: Valkey) -> str:
         """Return the id of a node."""
-        reply: Any = self.ask(node, "MYID")
-        return reply.decode() if isinstance(reply, bytes) else str(reply)
-
-    def state_of(self, node: Valkey) -> str:
-        """Return `ok` if a node knows an owner of every slot."""
-        return str(self.ask(node, "INFO")["cluster_state"])
-
-    def _knows_all(self, node: Valkey) -> bool:
-        lines: Any = self.ask(node, "NODES")
-        return len(lines) == len(self.nodes) and not any("handshake" in line["flags"] for line in lines.values())
-
-    def _sees_roles(self, node: Valkey, replicas: int) -> bool:
-        lines: Any = self.ask(node, "NODES")
-        return sum("slave" in line["flags"] for line in lines.values()) == replicas
+        return _id_of(node.client)
 
     def living(self) -> Iterator[Valkey]:
         """Return the nodes that answer."""
@@ -110,7 +130,7 @@ class ValkeyCluster:
 
     def slots_of(self, node: Valkey) -> list[list[str]]:
         """Return the ranges of slots of a node, as it says itself."""
-        lines: Any = self.ask(node, "NODES")
+        lines: Any = ask(node.client, "NODES")
         (own,) = (line for line in lines.values() if "myself" in line["flags"])
         return list(own["slots"])
 
@@ -126,16 +146,16 @@ class ValkeyCluster:
     def begin_move(self, key: str, target: Valkey) -> None:
         """Begin to move the slot of a key, as `valkey-cli --cluster reshard` does."""
         source, slot = self.owner(key), key_slot(key.encode())
-        self.ask(target, "SETSLOT", slot, "IMPORTING", self.id_of(source))
-        self.ask(source, "SETSLOT", slot, "MIGRATING", self.id_of(target))
+        ask(target.client, "SETSLOT", slot, "IMPORTING", self.id_of(source))
+        ask(source.client, "SETSLOT", slot, "MIGRATING", self.id_of(target))
 
     def end_move(self, key: str, source: Valkey, target: Valkey) -> None:
         """Move the keys of the slot, then the slot."""
         slot = key_slot(key.encode())
-        while names := self.ask(source, "GETKEYSINSLOT", slot, 10):
+        while names := ask(source.client, "GETKEYSINSLOT", slot, 10):
             source.client.migrate("127.0.0.1", target.port, names, 0, 5000)
         for node in (target, source, *self.primaries()):
-            self.ask(node, "SETSLOT", slot, "NODE", self.id_of(target))
+            ask(node.client, "SETSLOT", slot, "NODE", self.id_of(target))
 
     def keys(self) -> dict[int, list[bytes]]:
         """Return the keys of each primary, by port."""
