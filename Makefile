@@ -17,7 +17,7 @@
 #   make gpu [ARGS="--steps 40"]     vLLM and the reference trainer on one or two GPUs; JSON in benchmarks/results
 #   make peers                       Reverb and TransferQueue for `make bench ONLY=peers`, in .venv-peers (3.2 GB)
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--fault older ranks"]
-#                                    hurt real processes under load (--fault KIND ... for some kinds, --topology sentinel
+#                                    hurt real processes under load (--fault KIND ... for some kinds, --topology sentinel|cluster
 #                                    for a Valkey that fails over); a checker judges it
 #   make simulate-faults [SEEDS=200] [SEED=n] [SECONDS=180]
 #                                    the service on a virtual clock with faults at every await; SEED replays one schedule
