@@ -70,6 +70,7 @@ class Connection:
     - `known`: ends of each run's streams; functions change nothing on a server that holds less
     - `unconfirmed`: writes that were not confirmed in time
     - `replicas_confirmed`: replicas that confirmed the last write that waited for any
+    - `process_id`: of the Redis process that was asked last; another one may lack what was not written durably
     - `explain_outage`: returns why the server is down, if the caller knows better than Sentinel
     """
 
@@ -90,6 +91,7 @@ class Connection:
         self._shown = "" if private or policy.level == "relaxed" else "1"
         self.unconfirmed = 0
         self.replicas_confirmed = 0
+        self.process_id = ""
         self._topology = parse_topology(url, self._forget_server)
         self._explain_outage = explain_outage or self._topology.explain
         self._prepared = False
@@ -319,6 +321,7 @@ class Connection:
     async def _inspect(self) -> ServerReport:
         info: dict[str, Any] = await self._answer(self.client.info())
         config, refusal = await self._read_config()
+        self.process_id = str(info.get("run_id", ""))
         settings = read_settings(info, config, await self._has_waitaof(), refusal, self._topology.fails_over)
         durability = assess(settings, self.policy)
         self._barrier, self._reads_durable = durability.barrier, durability.reads_durable

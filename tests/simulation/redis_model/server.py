@@ -22,7 +22,8 @@ SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
 INFO = (
     "# Server\r\nredis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n"
-    "redis_mode:standalone\r\n# Replication\r\nrole:master\r\nconnected_slaves:0\r\nmaster_replid:{id}\r\n"
+    "redis_mode:standalone\r\nrun_id:{id}\r\n"
+    "# Replication\r\nrole:master\r\nconnected_slaves:0\r\nmaster_replid:{id}\r\n"
     "# Memory\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\naof_enabled:1\r\n"
 )
 SETTINGS = {b"appendonly": b"yes", b"no-appendfsync-on-rewrite": b"no", b"maxmemory-policy": b"noeviction"}
