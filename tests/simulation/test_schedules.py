@@ -11,7 +11,10 @@ import pytest
 from tests.simulation.broken import simulate_broken
 from tests.simulation.schedule import simulate
 
-FOUND = {14: "a follower served a batch that a rewind took back", 102: "a follower showed the ticket of a stored prompt"}
+FOUND = {
+    14: "a follower served a batch that a rewind took back",
+    102: "a follower showed the ticket of a stored prompt",
+}
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
 FINDING = {"deduplication": 0, "fencing": 4}
 """A seed that finds each broken guarantee; docs/how-this-is-tested.md has how many schedules each needs."""
