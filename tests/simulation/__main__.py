@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import random
@@ -32,9 +33,10 @@ def main() -> None:
     parser.add_argument("--broken", choices=sorted(BROKEN), help="break a guarantee, and end at the first failure")
     options = parser.parse_args()
     if options.seed is not None:
-        outcome = simulate_broken((options.seed, options.broken))
+        outcome = simulate_broken((options.seed, options.broken), traced=True)
         _show(outcome, options.broken)
-        print(f"seed {outcome.seed}: hash {outcome.digest}, {len(outcome.trace)} events")
+        digest = hashlib.sha256("\n".join(outcome.trace).encode(errors="replace")).hexdigest()
+        print(f"seed {outcome.seed}: hash {digest}, {len(outcome.trace)} events")
         sys.exit(bool(outcome.violations))
     base = random.SystemRandom().randrange(LARGEST_SEED) if options.base is None else options.base
     sys.exit(_run(base, options.seeds, options.seconds, options.broken))

@@ -95,8 +95,8 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
 """By name: what breaks the guarantee during its body."""
 
 
-def simulate_broken(task: tuple[int, str | None]) -> Outcome:
+def simulate_broken(task: tuple[int, str | None], *, traced: bool = False) -> Outcome:
     """Run the schedule of a seed, with a broken guarantee if one is named."""
     seed, broken = task
     with BROKEN[broken]() if broken else contextlib.nullcontext():
-        return simulate(seed)
+        return simulate(seed, traced=traced)

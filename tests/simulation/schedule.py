@@ -49,26 +49,26 @@ KEEP = 2
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Result of a schedule: what is wrong, and the trace. `virtual_s`: how long it took in its world."""
+    """Result of a schedule: what is wrong, and the trace if there was a failure or someone asked for it."""
 
     seed: int
     violations: list[str]
-    digest: str
     trace: list[str]
-    virtual_s: float
     faults: dict[str, int]
 
 
-def simulate(seed: int) -> Outcome:
+def simulate(seed: int, *, traced: bool = False) -> Outcome:
     """Run the schedule of a seed."""
     collecting, hook = gc.isenabled(), sys.unraisablehook
     gc.disable()  # when it runs depends on the memory of the process, and it closes generators
+    gc.freeze()  # collecting at the end looks at objects of the schedule only
     sys.unraisablehook = lambda unraisable: None  # of `finally` blocks that are dropped without a loop
     try:
-        outcome = Schedule(seed).run()
+        outcome = Schedule(seed).run(traced=traced)
         gc.collect()  # while nobody hears what the dropped `finally` blocks raise
         return outcome
     finally:
+        gc.unfreeze()
         sys.unraisablehook = hook
         if collecting:
             gc.enable()
@@ -85,7 +85,7 @@ class Schedule:
         self._calm_s = 0.0
         self._servers: list[Server] = []
 
-    def run(self) -> Outcome:
+    def run(self, *, traced: bool) -> Outcome:
         """Run it to its end, and judge it."""
         world = self.world
         with world.instead_of_python(), _quiet(), self._settings(), folders(2) as places:
@@ -97,7 +97,8 @@ class Schedule:
             for server in self._servers:
                 self.wrong += server.crashes
             self.wrong += self._judge(of_history(self.history))
-            outcome = Outcome(world.seed, self.wrong, world.digest(), [*world.trace], world.now_s(), self.counts)
+            trace = world.trace() if traced or self.wrong else []
+            outcome = Outcome(world.seed, self.wrong, trace, self.counts)
             world.loop.discard()
         return outcome
 
@@ -212,7 +213,7 @@ class Disturber:
         server = self._rng.choice(self._servers)
         led = server.leads
         kind = self._rng.choice(self._world.faults.kinds)
-        self._world.note(f"fault: {kind} {server.name}", WORLD)
+        self._world.note(f"fault: {kind} {server.name}", node=WORLD)
         self._schedule.counts[kind] = self._schedule.counts.get(kind, 0) + 1
         name, role = server.name, "leader" if led else "standby"
         if kind in ("crash", "pause", "cut", "lease"):
@@ -233,7 +234,7 @@ class Disturber:
         node = server.node
         node.stopped = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
-        self._world.note("goes on", node)
+        self._world.note("goes on", node=node)
         self._world.loop.go_on(node)
 
     async def _jump(self, server: Server) -> None:

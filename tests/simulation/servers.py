@@ -60,7 +60,7 @@ class Server:
         self._starts += 1
         self.node = Node(f"{self.name}.{self._starts}")
         self.node.wall_ahead_s = self.wall_ahead_s
-        self.world.note("starts", self.node)
+        self.world.note("starts", node=self.node)
         self.world.on(self.node, self.world.loop.create_task, self._serve())
 
     async def _serve(self) -> None:
@@ -107,7 +107,7 @@ class Server:
 
     def _end(self, how: str) -> None:
         node, world = self.node, self.world
-        world.note(how, node)
+        world.note(how, node=node)
         node.dead, self.service, self._stopping = True, None, None
         for call in list(self._calls):
             world.at(WORLD, world.now_s() + world.way_s(), _fail, call, "the connection was reset")

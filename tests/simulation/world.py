@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import hashlib
 import random
 import secrets
 import socket
@@ -32,10 +31,9 @@ class World:
         self.rng = random.Random(f"schedule {seed}")
         self.faults = Faults.draw(self.rng)
         self.loop = SimulatedLoop(self.rng)
-        self.trace: list[str] = []
+        self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []
         self.wrong: list[str] = []
         """What the world itself has seen go wrong."""
-        self._hash = hashlib.sha256()
 
     # ------------------------------------------------------------------ time
 
@@ -65,15 +63,16 @@ class World:
 
     # ------------------------------------------------------------------ trace
 
-    def note(self, what: str, node: Node | None = None) -> None:
-        """Record what happened, and where."""
-        line = f"{self.loop.time():10.6f} {node or NODE.get()} {what}"
-        self._hash.update(line.encode(errors="replace"))
-        self.trace.append(line)
+    def note(self, *what: Any, node: Node | None = None) -> None:
+        """Record what happened, and where. `what`: a text, or a function and its arguments, for nobody may read it."""
+        self._trace.append((self.loop.time(), node or NODE.get(), what))
 
-    def digest(self) -> str:
-        """Return the hash of the trace: the same for each run of a seed."""
-        return self._hash.hexdigest()
+    def trace(self) -> list[str]:
+        """Return a line for all that was noted."""
+        return [
+            f"{at_s:10.6f} {node} {what[0] if len(what) == 1 else what[0](*what[1:])}"
+            for at_s, node, what in self._trace
+        ]
 
     # ------------------------------------------------------------------ Python
 

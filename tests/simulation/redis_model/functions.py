@@ -28,7 +28,7 @@ class _Bridge:
     def _call(self, *words: Any) -> Any:
         if self.call is None:
             raise ResponseError("Script attempted to access a non local key while it was loaded")
-        return self._to_lua(self.call([_word(word) for word in words]))
+        return self._to_lua(self.call([word if type(word) is bytes else _word(word) for word in words]))
 
     def _register(self, first: Any, callback: Any = None) -> None:
         name = first if callback is not None else first[b"function_name"]
@@ -37,6 +37,8 @@ class _Bridge:
     def _to_lua(self, reply: Any) -> Any:
         if reply is None:
             return False
+        if type(reply) is int:
+            return reply
         if isinstance(reply, list):
             return self.lua.table_from([self._to_lua(part) for part in reply])
         return self.lua.table_from({b"ok": reply}) if reply == b"OK" else reply
@@ -73,9 +75,7 @@ class Functions:
             bridge.call = None
 
 
-def _word(word: Any) -> bytes:
-    if isinstance(word, bytes):
-        return word
+def _word(word: float) -> bytes:
     return b"%d" % word if word == int(word) else b"%.17g" % word
 
 

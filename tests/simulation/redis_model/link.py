@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from tests.simulation.loop import NODE, WORLD
+from tests.simulation.loop import NODE, WORLD, Node
 from tests.simulation.world import LATEST_S
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Link:
                 return
             self._busy = True
             reply = self.server.execute(self, words)
-            self.world.note(f"{self.client}: {_name(words)} -> {_short(reply)}")
+            self.world.note(_describe, self.client, words, reply)
             if reply is WAITS:
                 return
             self._busy = False
@@ -139,6 +139,10 @@ class Link:
             self.replies.append(reply)
         if self._reader and not self._reader.done():
             self._reader.set_result(None)
+
+
+def _describe(client: Node, words: Sequence[bytes], reply: Any) -> str:
+    return f"{client}: {_name(words)} -> {_short(reply)}"
 
 
 def _name(words: Sequence[bytes]) -> str:

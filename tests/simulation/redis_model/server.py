@@ -60,7 +60,7 @@ class RedisServer:
     def crash(self) -> None:
         """End the process at once: unsynced writes may be lost, from some point on."""
         lost = self.world.rng.randint(0, self.values.unsynced)
-        self.world.note(f"crash, {lost} of {self.values.unsynced} unsynced writes are lost", self.node)
+        self.world.note(f"crash, {lost} of {self.values.unsynced} unsynced writes are lost", node=self.node)
         self.node.dead = True
         self.values.lose(lost)
         for link in list(self.links):
