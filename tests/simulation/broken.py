@@ -14,6 +14,7 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.store.redis import connection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.ledger import AnyRecord
+from tests.simulation.plan import Plan
 from tests.simulation.schedule import Outcome, simulate
 
 UNFENCED = """
@@ -95,8 +96,7 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
 """By name: what breaks the guarantee during its body."""
 
 
-def simulate_broken(task: tuple[int, str | None], *, traced: bool = False) -> Outcome:
-    """Run the schedule of a seed, with a broken guarantee if one is named."""
-    seed, broken = task
-    with BROKEN[broken]() if broken else contextlib.nullcontext():
-        return simulate(seed, traced=traced)
+def simulate_broken(plan: Plan, *, traced: bool = False) -> Outcome:
+    """Run a schedule, with a broken guarantee if one is named."""
+    with BROKEN[plan.broken]() if plan.broken else contextlib.nullcontext():
+        return simulate(plan, traced=traced)

@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
+from tests.simulation.coverage import Coverage
 from tests.simulation.faults import Faults
 from tests.simulation.loop import NODE, WORLD, Node, SimulatedLoop
+from tests.simulation.mix import Mix
+from tests.simulation.plan import Plan
 
 T = TypeVar("T")
 
+RUN = "run"
 EPOCH_S = 1_800_000_000.0
 """Wall clock at the start of each schedule."""
 SHORTEST_WAY_S, LONGEST_WAY_S = 0.0001, 0.002
@@ -26,10 +30,13 @@ LATEST_S = 4.0
 class World:
     """Everything that a schedule takes from outside comes from here, and from `seed` alone."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.rng = random.Random(f"schedule {seed}")
-        self.faults = Faults.draw(self.rng)
+    def __init__(self, plan: Plan) -> None:
+        self.seed = plan.seed
+        self.rng = random.Random(f"schedule {plan.seed}")
+        self.faults = Faults.draw(self.rng, plan.only)
+        self.mix = Mix.draw(self.rng)
+        self.faults_s = self.mix.faults_s if plan.faults_s is None else plan.faults_s
+        self.coverage = Coverage()
         self.loop = SimulatedLoop(self.rng)
         self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []
         self.wrong: list[str] = []

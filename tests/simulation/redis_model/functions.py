@@ -12,6 +12,8 @@ from typing import Any
 from lupa import lua51
 from redis.exceptions import ResponseError
 
+from tests.simulation.redis_model.lua_branches import mark_branches
+
 Call = Callable[[Sequence[bytes]], Any]
 """Runs one command of a function."""
 
@@ -21,6 +23,7 @@ class _Bridge:
 
     def __init__(self) -> None:
         self.lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
+        self.lua.globals()[b"HITS"] = self.lua.table()
         self.call: Call | None = None
         self.registered: dict[bytes, Any] = {}
         self.lua.globals()[b"redis"] = self.lua.table_from({b"call": self._call, b"register_function": self._register})
@@ -50,6 +53,14 @@ def _bridge() -> _Bridge:
     return _Bridge()
 
 
+def take_branches() -> set[int]:
+    """Return the numbers of the branches that ran since the last call."""
+    lua = _bridge().lua
+    hits = set(lua.globals()[b"HITS"])
+    lua.globals()[b"HITS"] = lua.table()
+    return hits
+
+
 class Functions:
     """The functions of a library, as it registered them. `call` runs their commands."""
 
@@ -59,7 +70,7 @@ class Functions:
             raise ResponseError("Missing library metadata")
         self._bridge = _bridge()
         self._bridge.registered = {}
-        self._bridge.lua.execute(body.encode())
+        self._bridge.lua.execute(mark_branches(head.replace("#!", "--") + "\n" + body).encode())
         self._functions = self._bridge.registered
         self._call = call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,9 @@ class Link:
             raise RedisConnectionError("the connection was closed by the server")
         world = self.world
         cut_at = None
-        if world.faults.happens(world.faults.cut, world.rng):
+        if world.faults.happens("cut send", world.faults.cut, world):
             cut_at = world.rng.randint(0, len(commands))
+            world.coverage.add_stack(sys._getframe(1))
         self._arrives_s = max(self._arrives_s, world.now_s() + world.way_s())
         self._sent.append((commands, cut_at))  # a queue: timers of one moment have no order
         world.at(self.server.node, self._arrives_s, self._arrive)
@@ -107,7 +109,7 @@ class Link:
 
     def _reply(self, reply: Any) -> None:
         world = self.world
-        late_s = world.rng.uniform(0.0, LATEST_S) if world.faults.happens(world.faults.late, world.rng) else 0.0
+        late_s = world.rng.uniform(0.0, LATEST_S) if world.faults.happens("late", world.faults.late, world) else 0.0
         if late_s:
             world.note(f"a reply to {self.client} is {late_s:.1f} s late")
         self._answer_in(world.way_s() + late_s, reply)
