@@ -85,10 +85,16 @@ def _serve_before_rewind() -> AbstractContextManager[object]:
     return mock.patch.object(Batches, "_is_settled", lambda batches, step: step in batches._state.batches)
 
 
+def _without_token() -> AbstractContextManager[object]:
+    """Let a server that lost the lead while it decides write without a token, as until November 2026."""
+    return _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)")
+
+
 BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
     "fencing": functools.partial(_unfence, "tickets"),
     "ledger-fencing": functools.partial(_unfence, "append"),
+    "token": _without_token,
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,
