@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import random
@@ -15,7 +16,10 @@ from collections.abc import Generator
 from pathlib import Path
 
 from tests.simulation.broken import BROKEN, simulate_broken
+from tests.simulation.coverage import Reached, describe
+from tests.simulation.plan import Plan
 from tests.simulation.schedule import Outcome
+from tests.simulation.shrinking import Shrinker
 
 SHOWN_LINES = 40
 SHOWN_VIOLATIONS = 8
@@ -30,54 +34,69 @@ def main() -> None:
     parser.add_argument("--base", type=int, help="first seed; a random one by default")
     parser.add_argument("--seconds", type=float, help="start no further schedule after this time")
     parser.add_argument("--broken", choices=sorted(BROKEN), help="break a guarantee, and end at the first failure")
+    parser.add_argument("--only", type=_numbers, help="numbers of the faults that happen, as a failure prints them")
+    parser.add_argument("--faults-s", type=float, help="length of the fault phase")
+    parser.add_argument("--no-shrink", action="store_true", help="report a failure as it is")
     options = parser.parse_args()
     if options.seed is not None:
-        outcome = simulate_broken((options.seed, options.broken))
-        _show(outcome, options.broken)
-        print(f"seed {outcome.seed}: hash {outcome.digest}, {len(outcome.trace)} events")
+        plan = Plan(options.seed, options.broken, options.only, options.faults_s)
+        outcome = simulate_broken(plan, traced=True)
+        _show(outcome)
+        digest = hashlib.sha256("\n".join(outcome.trace).encode(errors="replace")).hexdigest()
+        print(f"seed {plan.seed}: hash {digest}, {len(outcome.trace)} events")
         sys.exit(bool(outcome.violations))
     base = random.SystemRandom().randrange(LARGEST_SEED) if options.base is None else options.base
-    sys.exit(_run(base, options.seeds, options.seconds, options.broken))
+    plans = [Plan(seed, options.broken) for seed in range(base, base + options.seeds)]
+    sys.exit(_run(plans, options.seconds, shrinks=not options.no_shrink))
 
 
-def _run(base: int, seeds: int, seconds: float | None, broken: str | None) -> bool:
+def _numbers(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(map(int, text.split(",")))
+
+
+def _run(plans: list[Plan], seconds: float | None, *, shrinks: bool) -> bool:
     """Run the schedules; return whether one failed."""
-    print(f"seeds {base} to {base + seeds - 1}", flush=True)
-    started_s, done, failed, faults = time.monotonic(), 0, 0, Counter[str]()
-    with contextlib.closing(_outcomes(base, seeds, broken)) as outcomes:
+    print(f"seeds {plans[0].seed} to {plans[-1].seed}", flush=True)
+    started_s, done, failed, kinds, reached = time.monotonic(), 0, 0, Counter[str](), Reached()
+    with contextlib.closing(_outcomes(plans)) as outcomes:
         for outcome in outcomes:
             done += 1
-            faults.update(outcome.faults)
+            kinds.update(kind for _, kind in outcome.faults.values())
+            reached.add(outcome.reached)
             if outcome.violations:
                 failed += 1
-                _show(outcome, broken)
-                if broken:
+                _show(Shrinker(outcome, simulate_broken).shrink() if shrinks else outcome)
+                if outcome.plan.broken:
                     break
             if seconds is not None and time.monotonic() - started_s > seconds:
                 break
     rate = 60 * done / (time.monotonic() - started_s)
-    shown = ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items()))
+    shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    for line in describe(reached):
+        print(line)
     verdict = "BAD" if failed else "GOOD"
-    print(f"{verdict}: {done} schedules from seed {base}, {failed} failed, {rate:.0f} per minute; faults: {shown}")
+    first = f"{done} schedules from seed {plans[0].seed}"
+    print(f"{verdict}: {first}, {failed} failed, {rate:.0f} per minute; faults: {shown}")
     return bool(failed)
 
 
-def _outcomes(base: int, seeds: int, broken: str | None) -> Generator[Outcome, None, None]:
+def _outcomes(plans: list[Plan]) -> Generator[Outcome, None, None]:
     """Run schedules on all processors; the outcomes come in the order of their seeds."""
     # Fresh processes: a fork would share what the parent has loaded, and its threads.
     context = multiprocessing.get_context("spawn")
     with context.Pool(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.imap(simulate_broken, ((base + number, broken) for number in range(seeds)))
+        yield from pool.imap(simulate_broken, plans)
 
 
-def _show(outcome: Outcome, broken: str | None) -> None:
+def _show(outcome: Outcome) -> None:
     if not outcome.violations:
         return
-    command = f"make simulate-faults SEED={outcome.seed}" + (f" ARGS='--broken {broken}'" if broken else "")
-    print(f"FAILED: {command}")
+    print(f"FAILED: {outcome.plan.command}")
     for violation in outcome.violations[:SHOWN_VIOLATIONS]:
         print(f"  {violation}")
-    path = Path(tempfile.gettempdir()) / f"simulation-{outcome.seed}.txt"
+    for number, (at_s, kind) in sorted(outcome.faults.items()):
+        print(f"    fault {number} at {at_s:.3f} s: {kind}")
+    path = Path(tempfile.gettempdir()) / f"simulation-{outcome.plan.seed}.txt"
     path.write_text("\n".join(outcome.trace))
     for line in outcome.trace[-SHOWN_LINES:]:
         print(f"    {line}")

@@ -14,6 +14,7 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.store.redis import connection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.ledger import AnyRecord
+from tests.simulation.plan import Plan
 from tests.simulation.schedule import Outcome, simulate
 
 UNFENCED = """
@@ -84,10 +85,16 @@ def _serve_before_rewind() -> AbstractContextManager[object]:
     return mock.patch.object(Batches, "_is_settled", lambda batches, step: step in batches._state.batches)
 
 
+def _without_token() -> AbstractContextManager[object]:
+    """Let a server that lost the lead while it decides write without a token, as until November 2026."""
+    return _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)")
+
+
 BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
     "fencing": functools.partial(_unfence, "tickets"),
     "ledger-fencing": functools.partial(_unfence, "append"),
+    "token": _without_token,
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,
@@ -95,8 +102,7 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
 """By name: what breaks the guarantee during its body."""
 
 
-def simulate_broken(task: tuple[int, str | None]) -> Outcome:
-    """Run the schedule of a seed, with a broken guarantee if one is named."""
-    seed, broken = task
-    with BROKEN[broken]() if broken else contextlib.nullcontext():
-        return simulate(seed)
+def simulate_broken(plan: Plan, *, traced: bool = False) -> Outcome:
+    """Run a schedule, with a broken guarantee if one is named."""
+    with BROKEN[plan.broken]() if plan.broken else contextlib.nullcontext():
+        return simulate(plan, traced=traced)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
 MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 """Factors of a rate: a schedule with few kinds of faults goes deeper into each than one with all of them."""
@@ -21,6 +26,7 @@ class Faults:
     - `late`: share of replies that are late by up to `LATEST_S`
     - `lost_call`: share of calls of clients whose request or answer is lost
     - `slow_sync`: share of syncs of the disk that take longer than writes wait
+    - `only`: numbers of the faults that happen, None = all; `happened`: those that did, each with its time and kind
     - `node_every_s`: mean time between two faults of a process, each of one of the `kinds`; None = none
     """
 
@@ -30,10 +36,13 @@ class Faults:
     slow_sync: float
     node_every_s: float | None
     kinds: list[str]
+    only: frozenset[int] | None
     active: bool = False
+    happened: dict[int, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    _drawn: int = 0
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Faults:
+    def draw(cls, rng: random.Random, only: Sequence[int] | None = None) -> Faults:
         """Draw a mix."""
         return cls(
             cut=0.004 * rng.choice(MIXES),
@@ -42,8 +51,17 @@ class Faults:
             slow_sync=0.03 * rng.choice(MIXES),
             node_every_s=rng.choice((None, 0.7, 1.0, 1.0, 2.0, 2.0, 4.0)),
             kinds=rng.sample(KINDS, rng.randint(1, 4)),
+            only=None if only is None else frozenset(only),
         )
 
-    def happens(self, rate: float, rng: random.Random) -> bool:
+    def happens(self, kind: str, rate: float, world: World) -> bool:
         """Draw whether a fault of this rate happens now."""
-        return self.active and rng.random() < rate
+        return self.active and world.rng.random() < rate and self.take(kind, world.now_s())
+
+    def take(self, kind: str, now_s: float) -> bool:
+        """Number a fault that was drawn; return whether it happens."""
+        number, self._drawn = self._drawn, self._drawn + 1
+        if self.only is not None and number not in self.only:
+            return False
+        self.happened[number] = (now_s, kind)
+        return True

@@ -20,6 +20,7 @@ from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.contract import AttachRequest
 from tests.chaos.content import checksum, make_group
 from tests.chaos.history import (
+    UNAVAILABLE,
     AnyEvent,
     Drained,
     Event,
@@ -31,7 +32,7 @@ from tests.chaos.history import (
 )
 from tests.chaos.run_history import RunHistory
 from tests.simulation.producing import Sent, send, take
-from tests.simulation.redis_model.commands import getbit, hmget, zrange
+from tests.simulation.redis_model.commands import zcard
 from tests.simulation.redis_model.connections import use_model
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import Client, Gone, Server
@@ -39,11 +40,11 @@ from tests.simulation.training import ask, attach
 from tests.simulation.world import World
 
 PERIOD_S = 0.7
-ALL = (b"0", b"-1", b"WITHSCORES")
 PAGE = 1000
 DRAIN_S = 60.0
 WORLD_SIZE = 2
 SENT_AGAIN = 12
+TRIES = 10
 
 
 class Observer:
@@ -115,25 +116,27 @@ class Rest:
         """Append the group of every prompt that is due, until no ticket is out and no prompt is due."""
         ends_s = self._world.now_s() + DRAIN_S
         while (left := self._tickets_left()) and self._world.now_s() < ends_s:
-            taken = await take(self._client, self._run, "rest", 4, self._history)
-            version = taken.published_version if taken else 0
-            for ticket in taken.tickets if taken else ():
-                name = prompt_key("", ticket.prompt_index)
-                group = make_group(name, version, named=False, ticket=ticket.ticket)
-                await send(
-                    self._client, self._run, [Sent(name, group, ticket.prompt_index)], self._history, frames=True
-                )
+            for adapter in self._world.mix.policies:
+                await self._append_due(adapter)
             await asyncio.sleep(0.3)
         stood = f"{left} tickets are left" if left else ""
         self._history.append(Drained(at_s=self._world.now_s(), run=self._run, drained=not left, stood=stood))
 
+    async def _append_due(self, adapter: str) -> None:
+        taken = await take(self._client, self._run, "rest", 4, adapter, self._history)
+        version = taken.published_version if taken else 0
+        for ticket in taken.tickets if taken else ():
+            name = prompt_key(adapter, ticket.prompt_index)
+            group = make_group(name, version, named=False, ticket=ticket.ticket, adapter=adapter)
+            for _ in range(TRIES):
+                sent = [Sent(name, group, ticket.prompt_index)]
+                (outcome,) = await send(self._client, self._run, sent, self._history, frames=True)
+                if outcome not in UNAVAILABLE:
+                    break
+                await asyncio.sleep(0.2)
+
     def _tickets_left(self) -> int:
-        """Count tickets of prompts without a group: a crash may bring back those whose removal was not durable."""
-        values, ids, done = self._redis.values, keys.group_ids(self._run), keys.prompts_done(self._run, "")
-        prompts = [ticket.split(b"-")[1] for ticket, _ in zrange(values, [keys.tickets(self._run).encode(), *ALL])]
-        in_table = hmget(values, [ids.encode(), *(b"p" + prompt for prompt in prompts)])
-        in_bits = [getbit(values, [done.encode(), prompt]) for prompt in prompts]
-        return sum(number is None and not bit for number, bit in zip(in_table, in_bits, strict=True))
+        return zcard(self._redis.values, [keys.tickets(self._run).encode()])
 
     async def attach(self) -> None:
         """Attach at the current step, to ask for a batch before and after the restart."""
@@ -155,15 +158,17 @@ class Rest:
     async def send_again(self) -> None:
         """Send groups again that are stored: some, and all that nobody has seen, as their history may be trimmed."""
         events = RunHistory(of_history([event for event in self._history if event.run == self._run]))
-        answered = {sent.group_id: sent.prompt_index for sent in events.sent if sent.outcome == "stored"}
+        answered = {
+            sent.group_id: (sent.adapter, sent.prompt_index) for sent in events.sent if sent.outcome == "stored"
+        }
         stored = events.stored_groups().values()
         ids, prompts = {group.group_id for group in stored}, {group.prompt for group in stored}
         again = dict(list(answered.items())[:: len(answered) // SENT_AGAIN + 1])
         again |= {name: prompt for name, prompt in answered.items() if name not in ids}
         unseen = sorted(events.issued() - prompts - events.failed())
-        again |= {prompt_key(*prompt): prompt[1] for prompt in unseen}
-        for name, prompt_index in again.items():
-            group = Sent(name, make_group(name, 0, named=True), prompt_index)
+        again |= {prompt_key(*prompt): prompt for prompt in unseen}
+        for name, (adapter, prompt_index) in again.items():
+            group = Sent(name, make_group(name, 0, named=True, adapter=adapter), prompt_index)
             await send(self._client, self._run, [group], self._history, frames=False)
 
     async def read_payloads(self) -> None:

@@ -58,7 +58,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._made = self._cancelled = 0
         self._rng = rng
         self._handles = 0
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[tuple[Node, asyncio.Task[Any]]] = []
+        self._missing: NotImplementedError | None = None
         self.errors: list[str] = []
         factory: Any = self._make_task
         self.set_task_factory(factory)
@@ -81,6 +82,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             timer = heapq.heappop(timers)[2]
             if not timer.cancelled():
                 self._ready.append(timer)
+        if self._missing:
+            raise self._missing
         self._handles += len(self._ready)
         if self._handles > MOST_HANDLES:
             raise Stuck(f"{MOST_HANDLES} steps were taken, and the schedule goes on at {self._now_s:.3f} s")
@@ -121,7 +124,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], **options: Any) -> Any:
         task = asyncio.Task(work, loop=loop, **options)
-        self._tasks.append(task)  # else the garbage collector would run `finally` blocks of dead nodes
+        self._tasks.append((NODE.get(), task))  # else the garbage collector would run `finally` blocks of dead nodes
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
@@ -144,12 +147,18 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Refuse the real network."""
         raise RuntimeError(f"getaddrinfo{arguments} would use the real network inside the simulation")
 
+    def tasks_of(self, node: Node) -> list[asyncio.Task[Any]]:
+        """Return the tasks of a node that are not done."""
+        return [task for owner, task in self._tasks if owner is node and not task.done()]
+
     def _record_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+        if isinstance(context.get("exception"), NotImplementedError):
+            self._missing = context["exception"]
 
     def discard(self) -> None:
         """Close the loop, and drop all work that never ended. The caller silences what its `finally` blocks raise."""
-        for task in self._tasks:
+        for _, task in self._tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._tasks.clear()
         self._ready.clear()

@@ -34,19 +34,21 @@ class Sent(msgspec.Struct):
     due_s: float = 0.0
 
 
-async def take(client: Client, run: str, producer: str, count: int, history: list[Event]) -> Tickets | None:
+async def take(
+    client: Client, run: str, producer: str, count: int, adapter: str, history: list[Event]
+) -> Tickets | None:
     """Take tickets and record it."""
 
     async def work(service: Service, gone: Gone) -> Tickets:
         led = await service.led(run)
         led.journal.presence.record_producer()
-        return await led.tickets.issue(producer, count, "", WAIT_S, gone)
+        return await led.tickets.issue(producer, count, adapter, WAIT_S, gone)
 
     taken = await client.observe(run, work, WAIT_S)
     tickets = taken.result.tickets if taken.result else []
     named = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
     waiting = msgspec.to_builtins(taken.result.waiting) if taken.result else None
-    history.append(TicketsTaken(**taken.seen, tickets=named, waiting=waiting))
+    history.append(TicketsTaken(**taken.seen, adapter=adapter, tickets=named, waiting=waiting))
     return taken.result
 
 
@@ -73,6 +75,7 @@ async def send(client: Client, run: str, groups: list[Sent], history: list[Event
                 group_id=sent.name,
                 prompt_index=sent.prompt_index,
                 policy_version=sent.group.policy_version,
+                adapter=sent.group.adapter,
                 reason=reason,
             )
         )
@@ -111,7 +114,8 @@ class Producer:
                 await self._append(groups)
 
     async def _from_tickets(self) -> list[Sent]:
-        taken = await take(self._client, self._run, self._name, self._rng.randint(1, 4), self._history)
+        count, adapter = self._rng.randint(1, 4), self._rng.choice(self._world.mix.policies)
+        taken = await take(self._client, self._run, self._name, count, adapter, self._history)
         if taken is None:
             await asyncio.sleep(0.2)
             return []
@@ -122,9 +126,9 @@ class Producer:
                 await self._give_back(ticket.ticket)
                 continue
             named = self._rng.random() < 0.1
-            name = self._own_name() if named else prompt_key("", ticket.prompt_index)
+            name = self._own_name() if named else prompt_key(adapter, ticket.prompt_index)
             version = max(0, taken.published_version - self._rng.choice((0, 0, 0, 1)))
-            group = make_group(name, version, named=named, ticket=ticket.ticket)
+            group = make_group(name, version, named=named, ticket=ticket.ticket, adapter=adapter)
             sent = Sent(name, group, ticket.prompt_index)
             if fate < 0.12:  # too late: the ticket is out again by then
                 sent.due_s = self._world.now_s() + self._ttl_s * self._rng.uniform(1.0, 2.5)
@@ -137,7 +141,7 @@ class Producer:
         if not self._answered or self._rng.random() > 0.05:
             return []
         name, last = self._own_name(), self._answered[-1].group
-        return [Sent(name, make_group(name, last.policy_version, named=True), None)]
+        return [Sent(name, make_group(name, last.policy_version, named=True, adapter=last.adapter), None)]
 
     def _own_name(self) -> str:
         return f"{self._name}-{next(self._count)}"

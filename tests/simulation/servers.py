@@ -60,7 +60,7 @@ class Server:
         self._starts += 1
         self.node = Node(f"{self.name}.{self._starts}")
         self.node.wall_ahead_s = self.wall_ahead_s
-        self.world.note("starts", self.node)
+        self.world.note("starts", node=self.node)
         self.world.on(self.node, self.world.loop.create_task, self._serve())
 
     async def _serve(self) -> None:
@@ -107,7 +107,7 @@ class Server:
 
     def _end(self, how: str) -> None:
         node, world = self.node, self.world
-        world.note(how, node)
+        world.note(how, node=node)
         node.dead, self.service, self._stopping = True, None, None
         for call in list(self._calls):
             world.at(WORLD, world.now_s() + world.way_s(), _fail, call, "the connection was reset")
@@ -126,7 +126,7 @@ class Server:
         world = self.world
         answer: asyncio.Future[T] = world.loop.create_future()
         left = asyncio.Event()
-        if world.faults.happens(world.faults.lost_call, world.rng):
+        if world.faults.happens("lost call", world.faults.lost_call, world):
             world.note(f"a request to {self.name} is lost")
         elif self.service is None:
             world.at(WORLD, world.now_s() + world.way_s(), _fail, answer, "connection refused")
@@ -163,7 +163,7 @@ class Server:
         except Exception as error:  # noqa: BLE001 - as above
             self.crashes.append(f"{world.now_s():.3f} {self.node} a call ended with {_flat(error)}")
             settle = _raise, ReplaybufError(f"internal error: {error!r}")
-        if world.faults.happens(world.faults.lost_call, world.rng):
+        if world.faults.happens("lost call", world.faults.lost_call, world):
             world.note("an answer is lost")
             return
         call, value = settle

@@ -12,6 +12,7 @@ from redis.exceptions import ResponseError
 
 from replaybuf.store import EmbeddedServer, keys
 from replaybuf.store.redis.server import LIBRARY_CODE
+from tests.simulation.plan import Plan
 from tests.simulation.redis_model.commands import COMMANDS, NoModel
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
@@ -34,7 +35,8 @@ TTL s|SETBIT s 3 1|TTL s|SET s value|TTL s|PTTL s|PTTL absent|EXPIRE absent 5|SE
 TTL u|DBSIZE
 """
 HASHES = """
-HSET h a 1 b 2|HSET h a 3 c 4|HGET h a|HGET h z|HGET absent a|HMGET h a z b|HMGET absent a|HGETALL h
+HSCAN absent 0|HSET h a 1 b 2|HSET h a 3 c 4|HSCAN h 0 COUNT 100
+HGET h a|HGET h z|HGET absent a|HMGET h a z b|HMGET absent a|HGETALL h
 HGETALL absent|HKEYS h|HVALS h|HLEN h|HLEN absent|HDEL h a z|HDEL h b c|EXISTS h|HDEL absent a|HINCRBY h n 5
 HINCRBY h n -7|HSTRLEN h n|HSTRLEN no n|HGETALL h|GET h|HGET absent x|XLEN h|SADD h x|ZADD h 1 x|INCR h
 """
@@ -59,7 +61,7 @@ APART = {b"TIME", b"DBSIZE"}
 
 @pytest.fixture
 def model() -> Iterator[RedisServer]:
-    world = World(1)
+    world = World(Plan(1))
     yield RedisServer(world, fsync="always")
     world.loop.discard()
 

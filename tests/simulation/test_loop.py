@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.loop import Node, SimulatedLoop, Stuck
+from tests.simulation.plan import Plan
 from tests.simulation.world import World
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World(1)
+    made = World(Plan(1))
     yield made
     made.loop.discard()
 

@@ -52,6 +52,7 @@ class Trainer:
         self._refused = 0
         self._attachment = Attachment(epoch=0, step=0, generation=0, published_version=0, dp_world_size=1)
         self._trained: list[str] = []
+        self._adapters, self._completed = world.mix.own_batches, dict[str, int]()
         self.steps = 0
         """Acks that were answered."""
 
@@ -111,12 +112,23 @@ class Trainer:
             return False
         self.steps += 1
         self._attachment = msgspec.structs.replace(self._attachment, step=step + 1)
-        if not await self._write_until_answered("publish", step + 1):
+        if not await self._publish(step):
             return False
         if (step + 1) % CHECKPOINT_EVERY_STEPS == 0 and not await self._checkpoint(step + 1):
             return False
         if self._attachment.epoch > 1 and self._rng.random() < 0.1:
-            await self._write(self._rng.choice(("ack", "publish", "checkpoint")), self._attachment.epoch - 1, step + 1)
+            kind = self._rng.choice(("ack", "publish", "checkpoint"))
+            await self._write(kind, self._attachment.epoch - 1, step + 1, next(iter(self._adapters), ""))
+        return True
+
+    async def _publish(self, step: int) -> bool:
+        """Announce what `step` trained: the next version, or that of each adapter whose own step it completed."""
+        if not self._adapters:
+            return await self._write_until_answered("publish", step + 1)
+        for name, own_step in self._completed.items():
+            version = (own_step + 1) // self._adapters[name]["steps_per_publish"]
+            if not await self._write_until_answered("publish", version, name):
+                return False
         return True
 
     async def _fetch(self, step: int, rank: int) -> bool:
@@ -125,6 +137,7 @@ class Trainer:
             asked = await self._ask(step, rank)
             if asked.body:
                 self._trained += [rollout.group_id for rollout in asked.body.rollouts]
+                self._completed = asked.body.completed
                 return True
             if asked.outcome != OK and asked.outcome not in RETRIED:
                 return False
@@ -144,17 +157,17 @@ class Trainer:
         layout = self._attachment.epoch, self._attachment.dp_world_size
         return await ask(self._client, self._run, step, layout, rank, self._history, only)
 
-    async def _write_until_answered(self, kind: str, value: int) -> bool:
+    async def _write_until_answered(self, kind: str, value: int, adapter: str = "") -> bool:
         """Repeat a write until the service decides; return whether it accepted."""
         while True:
-            outcome = await self._write(kind, self._attachment.epoch, value)
+            outcome = await self._write(kind, self._attachment.epoch, value, adapter)
             if outcome not in RETRIED:
                 return outcome == OK
             if self._stopping.is_set():
                 return False
             await asyncio.sleep(0.1)
 
-    async def _write(self, kind: str, epoch: int, value: int) -> str:
+    async def _write(self, kind: str, epoch: int, value: int, adapter: str = "") -> str:
         priorities = {group_id: priority_of(group_id, value) for group_id in self._trained}
 
         async def work(service: Service, gone: Gone) -> None:
@@ -162,12 +175,12 @@ class Trainer:
             if kind == "ack":
                 await session.ack(value, epoch, {"priorities": priorities})
             elif kind == "publish":
-                await session.publish(value, epoch, None, "")
+                await session.publish(value, epoch, None, adapter)
             else:
                 await session.checkpoint(value, epoch, self._keep)
 
         done = await self._client.observe(self._run, work)
-        self._history.append(TrainerWrote(**done.seen, kind=kind, epoch=epoch, value=value))
+        self._history.append(TrainerWrote(**done.seen, kind=kind, epoch=epoch, value=value, adapter=adapter))
         return str(done.seen["outcome"])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import hashlib
 import random
 import secrets
 import socket
@@ -13,11 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
+from tests.simulation.coverage import Coverage
 from tests.simulation.faults import Faults
 from tests.simulation.loop import NODE, WORLD, Node, SimulatedLoop
+from tests.simulation.mix import Mix
+from tests.simulation.plan import Plan
 
 T = TypeVar("T")
 
+RUN = "run"
 EPOCH_S = 1_800_000_000.0
 """Wall clock at the start of each schedule."""
 SHORTEST_WAY_S, LONGEST_WAY_S = 0.0001, 0.002
@@ -27,15 +30,17 @@ LATEST_S = 4.0
 class World:
     """Everything that a schedule takes from outside comes from here, and from `seed` alone."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.rng = random.Random(f"schedule {seed}")
-        self.faults = Faults.draw(self.rng)
+    def __init__(self, plan: Plan) -> None:
+        self.seed = plan.seed
+        self.rng = random.Random(f"schedule {plan.seed}")
+        self.faults = Faults.draw(self.rng, plan.only)
+        self.mix = Mix.draw(self.rng)
+        self.faults_s = self.mix.faults_s if plan.faults_s is None else plan.faults_s
+        self.coverage = Coverage()
         self.loop = SimulatedLoop(self.rng)
-        self.trace: list[str] = []
+        self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []
         self.wrong: list[str] = []
         """What the world itself has seen go wrong."""
-        self._hash = hashlib.sha256()
 
     # ------------------------------------------------------------------ time
 
@@ -65,15 +70,16 @@ class World:
 
     # ------------------------------------------------------------------ trace
 
-    def note(self, what: str, node: Node | None = None) -> None:
-        """Record what happened, and where."""
-        line = f"{self.loop.time():10.6f} {node or NODE.get()} {what}"
-        self._hash.update(line.encode(errors="replace"))
-        self.trace.append(line)
+    def note(self, *what: Any, node: Node | None = None) -> None:
+        """Record what happened, and where. `what`: a text, or a function and its arguments, for nobody may read it."""
+        self._trace.append((self.loop.time(), node or NODE.get(), what))
 
-    def digest(self) -> str:
-        """Return the hash of the trace: the same for each run of a seed."""
-        return self._hash.hexdigest()
+    def trace(self) -> list[str]:
+        """Return a line for all that was noted."""
+        return [
+            f"{at_s:10.6f} {node} {what[0] if len(what) == 1 else what[0](*what[1:])}"
+            for at_s, node, what in self._trace
+        ]
 
     # ------------------------------------------------------------------ Python
 

@@ -18,6 +18,7 @@ class SideState:
 
     Memory changes first, then Redis. If the outcome of the Redis call is unknown, `uncertain` is set, and the next
     decision about tickets reloads all of it: what was written counts, the rest did not happen.
+    A restart of Redis has the same effect: it may have lost a removal, and followers would go on showing the ticket.
     `rejected` counts rejected groups by reason, `duplicates` repeated appends; both since the run was created.
     """
 
@@ -28,9 +29,17 @@ class SideState:
         self.uncertain = False
         self._to_remove: dict[str, None] = {}
         self._journal = journal
+        self._process_id = journal.store.connection.process_id
+
+    @property
+    def must_reload(self) -> bool:
+        """Whether Redis may hold something else than memory."""
+        return self.uncertain or self._process_id != self._journal.store.connection.process_id
 
     async def reload(self) -> None:
         """Replace tickets and counters with those in Redis."""
+        self.uncertain = False  # first: a failure during the read, or a restart of Redis, sets it again
+        self._process_id = self._journal.store.connection.process_id
         self.restore(await self._journal.store.tickets.read_one(self._journal.name))
 
     def restore(self, stored: RunTickets) -> None:

@@ -144,7 +144,7 @@ class Tickets:
 
     async def expire(self) -> None:
         """Take back tickets past their deadline."""
-        if self._side_state.uncertain or self._book.may_expire(self._journal.clock.monotonic()):
+        if self._side_state.must_reload or self._book.may_expire(self._journal.clock.monotonic()):
             async with self._deciding():
                 await self._expire()
             self._journal.notify()
@@ -234,7 +234,6 @@ class Tickets:
 
     async def reload(self) -> None:
         """Replace the book with the one in Redis, less the prompts that are stored or failed."""
-        self._side_state.uncertain = False  # first: a failure below sets it again
         with self._side_state.uncertain_on_failure():
             await self._side_state.reload()
             journal, pending = self._journal, self._book.pending_prompts()
@@ -253,7 +252,7 @@ class Tickets:
 
     async def refresh(self) -> None:
         """Bring the book up to Redis and to all stored groups. Called within a decision."""
-        if self._side_state.uncertain:
+        if self._side_state.must_reload:
             await self.reload()
         # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.
         self.complete(self._journal.unsettled)

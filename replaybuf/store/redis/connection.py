@@ -45,11 +45,9 @@ from replaybuf.store.redis.faults import (
     without_password,
 )
 from replaybuf.store.redis.inspection import (
-    Inspection,
     build_report,
     check_cluster,
-    inspect,
-    inspect_cluster,
+    inspect_servers,
     load_library,
     load_on_cluster,
 )
@@ -72,6 +70,7 @@ class Connection:
     - `known`: ends of each run's streams; functions change nothing on a server that holds less
     - `unconfirmed`: writes that were not confirmed in time
     - `replicas_confirmed`: replicas that confirmed the last write that waited for any
+    - `process_id`: of the Redis process that was asked last; another one may lack what was not written durably
     - `explain_outage`: returns why the server is down, if the caller knows better than Sentinel
     - `cluster`: the nodes, if the keys are spread over several
     """
@@ -93,6 +92,7 @@ class Connection:
         self._shown = "" if private or policy.level == "relaxed" else "1"
         self.unconfirmed = 0
         self.replicas_confirmed = 0
+        self.process_id = ""
         self._topology = parse_topology(url, self._forget_server)
         self.cluster = self._topology if isinstance(self._topology, Cluster) else None
         self._explain_outage = explain_outage or self._topology.explain
@@ -114,8 +114,8 @@ class Connection:
         try:
             self.client = self._topology.open_client(socket_timeout=timeout_s, retry=retry, **common)
         except ValueError:  # its message may hold a part of the password
-            message = f"redis_url is {self.url!r}; use {URL_FORMS}"
-            raise Invalid(message, name="redis_url", value=self.url, bound=URL_FORMS) from None
+            detail = f"redis_url is {self.url!r}; use {URL_FORMS}"
+            raise Invalid(detail, name="redis_url", value=self.url, bound=URL_FORMS) from None
         self._send = IdleConnections(self.client.connection_pool).exchange
         if self.cluster:
             self._send = Router(self.cluster).exchange
@@ -342,12 +342,9 @@ class Connection:
             await load_library(self.client, self._answer)
 
     async def _inspect(self) -> ServerReport:
-        found: list[Inspection]
-        if self.cluster:
-            found = await inspect_cluster(self.cluster, self._answer)
-        else:
-            found = [await inspect(self.client, self._answer, self._topology.fails_over)]
+        found = await inspect_servers(self.client, self.cluster, self._answer, self._topology.fails_over)
         report, durability = build_report(found, self.policy)
+        self.process_id = " ".join(sorted(str(server.info.get("run_id", "")) for server in found))
         self._barrier, self._reads_durable = durability.barrier, durability.reads_durable
         return report
 

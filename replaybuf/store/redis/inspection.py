@@ -50,6 +50,13 @@ async def inspect(client: aioredis.Redis, answer: Answer, fails_over: bool, addr
     return Inspection(address, info, settings)
 
 
+async def inspect_servers(
+    client: aioredis.Redis, cluster: Cluster | None, answer: Answer, fails_over: bool
+) -> list[Inspection]:
+    """Read how the server persists, or each primary of a cluster that answers."""
+    return await inspect_cluster(cluster, answer) if cluster else [await inspect(client, answer, fails_over)]
+
+
 async def load_library(client: aioredis.Redis, answer: Answer) -> None:
     """Load the function library, unless the server has it."""
     listed = await answer(client.function_list(LIBRARY, withcode=True))

@@ -17,7 +17,7 @@ Words = Sequence[bytes]
 LAST = (2**64 - 1, 2**64 - 1)
 
 
-class NoModel(Exception):
+class NoModel(NotImplementedError):
     """A command, or an option of one, has no model yet: add it to `commands.py` and to its contract test."""
 
 
@@ -176,6 +176,11 @@ def hmget(values: Values, words: Words) -> list[Any]:
 
 def hgetall(values: Values, words: Words) -> dict[bytes, bytes]:
     return dict(_hash(values, words[0]))
+
+
+def hscan(values: Values, words: Words) -> list[Any]:
+    """Return all fields at once, as Redis does for a small hash."""
+    return [b"0", [part for pair in _hash(values, words[0]).items() for part in pair]]
 
 
 def hkeys(values: Values, words: Words) -> list[bytes]:
@@ -399,6 +404,7 @@ COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"HGET": hget,
     b"HMGET": hmget,
     b"HGETALL": hgetall,
+    b"HSCAN": hscan,
     b"HKEYS": hkeys,
     b"HVALS": hvals,
     b"HLEN": hlen,

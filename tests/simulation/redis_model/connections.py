@@ -135,7 +135,7 @@ class _BlockingConnection(redis.Connection):
         """Run commands."""
         self.connect()
         world = self._server.world
-        if world.faults.happens(world.faults.cut, world.rng):
+        if world.faults.happens("cut send", world.faults.cut, world):
             raise RedisConnectionError("Connection closed by server.")
         link = Link(self._server)
         self._replies += [self._server.execute(link, words) for words in split(command)]

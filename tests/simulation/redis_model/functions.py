@@ -12,6 +12,8 @@ from typing import Any
 from lupa import lua51
 from redis.exceptions import ResponseError
 
+from tests.simulation.redis_model.lua_branches import mark_branches
+
 Call = Callable[[Sequence[bytes]], Any]
 """Runs one command of a function."""
 
@@ -21,6 +23,7 @@ class _Bridge:
 
     def __init__(self) -> None:
         self.lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
+        self.lua.globals()[b"HITS"] = self.lua.table()
         self.call: Call | None = None
         self.registered: dict[bytes, Any] = {}
         self.lua.globals()[b"redis"] = self.lua.table_from({b"call": self._call, b"register_function": self._register})
@@ -28,7 +31,7 @@ class _Bridge:
     def _call(self, *words: Any) -> Any:
         if self.call is None:
             raise ResponseError("Script attempted to access a non local key while it was loaded")
-        return self._to_lua(self.call([_word(word) for word in words]))
+        return self._to_lua(self.call([word if type(word) is bytes else _word(word) for word in words]))
 
     def _register(self, first: Any, callback: Any = None) -> None:
         name = first if callback is not None else first[b"function_name"]
@@ -37,6 +40,8 @@ class _Bridge:
     def _to_lua(self, reply: Any) -> Any:
         if reply is None:
             return False
+        if type(reply) is int:
+            return reply
         if isinstance(reply, list):
             return self.lua.table_from([self._to_lua(part) for part in reply])
         return self.lua.table_from({b"ok": reply}) if reply == b"OK" else reply
@@ -48,6 +53,14 @@ def _bridge() -> _Bridge:
     return _Bridge()
 
 
+def take_branches() -> set[int]:
+    """Return the numbers of the branches that ran since the last call."""
+    lua = _bridge().lua
+    hits = set(lua.globals()[b"HITS"])
+    lua.globals()[b"HITS"] = lua.table()
+    return hits
+
+
 class Functions:
     """The functions of a library, as it registered them. `call` runs their commands."""
 
@@ -57,7 +70,7 @@ class Functions:
             raise ResponseError("Missing library metadata")
         self._bridge = _bridge()
         self._bridge.registered = {}
-        self._bridge.lua.execute(body.encode())
+        self._bridge.lua.execute(mark_branches(head.replace("#!", "--") + "\n" + body).encode())
         self._functions = self._bridge.registered
         self._call = call
 
@@ -73,9 +86,7 @@ class Functions:
             bridge.call = None
 
 
-def _word(word: Any) -> bytes:
-    if isinstance(word, bytes):
-        return word
+def _word(word: float) -> bytes:
     return b"%d" % word if word == int(word) else b"%.17g" % word
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from tests.simulation.loop import NODE, WORLD
+from tests.simulation.loop import NODE, WORLD, Node
 from tests.simulation.world import LATEST_S
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ class Link:
             raise RedisConnectionError("the connection was closed by the server")
         world = self.world
         cut_at = None
-        if world.faults.happens(world.faults.cut, world.rng):
+        if world.faults.happens("cut send", world.faults.cut, world):
             cut_at = world.rng.randint(0, len(commands))
+            world.coverage.add_stack(sys._getframe(1))
         self._arrives_s = max(self._arrives_s, world.now_s() + world.way_s())
         self._sent.append((commands, cut_at))  # a queue: timers of one moment have no order
         world.at(self.server.node, self._arrives_s, self._arrive)
@@ -89,7 +91,7 @@ class Link:
                 return
             self._busy = True
             reply = self.server.execute(self, words)
-            self.world.note(f"{self.client}: {_name(words)} -> {_short(reply)}")
+            self.world.note(_describe, self.client, words, reply)
             if reply is WAITS:
                 return
             self._busy = False
@@ -107,7 +109,7 @@ class Link:
 
     def _reply(self, reply: Any) -> None:
         world = self.world
-        late_s = world.rng.uniform(0.0, LATEST_S) if world.faults.happens(world.faults.late, world.rng) else 0.0
+        late_s = world.rng.uniform(0.0, LATEST_S) if world.faults.happens("late", world.faults.late, world) else 0.0
         if late_s:
             world.note(f"a reply to {self.client} is {late_s:.1f} s late")
         self._answer_in(world.way_s() + late_s, reply)
@@ -139,6 +141,10 @@ class Link:
             self.replies.append(reply)
         if self._reader and not self._reader.done():
             self._reader.set_result(None)
+
+
+def _describe(client: Node, words: Sequence[bytes], reply: Any) -> str:
+    return f"{client}: {_name(words)} -> {_short(reply)}"
 
 
 def _name(words: Sequence[bytes]) -> str:

@@ -12,7 +12,7 @@ from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
 from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
 from tests.simulation.redis_model.functions import Functions
-from tests.simulation.redis_model.link import WAITS, Link
+from tests.simulation.redis_model.link import RECORDS, WAITS, Link
 from tests.simulation.redis_model.values import Values
 from tests.simulation.world import EPOCH_S, World
 
@@ -22,7 +22,8 @@ SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
 INFO = (
     "# Server\r\nredis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n"
-    "redis_mode:standalone\r\n# Replication\r\nrole:master\r\nconnected_slaves:0\r\nmaster_replid:{id}\r\n"
+    "redis_mode:standalone\r\nrun_id:{id}\r\n"
+    "# Replication\r\nrole:master\r\nconnected_slaves:0\r\nmaster_replid:{id}\r\n"
     "# Memory\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\naof_enabled:1\r\n"
 )
 SETTINGS = {b"appendonly": b"yes", b"no-appendfsync-on-rewrite": b"no", b"maxmemory-policy": b"noeviction"}
@@ -59,7 +60,7 @@ class RedisServer:
     def crash(self) -> None:
         """End the process at once: unsynced writes may be lost, from some point on."""
         lost = self.world.rng.randint(0, self.values.unsynced)
-        self.world.note(f"crash, {lost} of {self.values.unsynced} unsynced writes are lost", self.node)
+        self.world.note(f"crash, {lost} of {self.values.unsynced} unsynced writes are lost", node=self.node)
         self.node.dead = True
         self.values.lose(lost)
         for link in list(self.links):
@@ -110,6 +111,8 @@ class RedisServer:
         count = int(words[2])
         names, arguments = words[3 : 3 + count], words[3 + count :]
         reply = self._functions.run(words[1], names, arguments)
+        if words[1] in RECORDS and reply[0] == b"ok":
+            self.world.coverage.add_record(arguments[7], len(self.world.faults.happened))
         if words[1] in LED and reply[0] == b"ok" and arguments[0] != self.values.get(names[0], bytes):
             self.world.wrong.append(f"{words[1].decode()} of a former leader, {arguments[0].decode()}, was executed")
         return reply
@@ -150,7 +153,7 @@ class RedisServer:
         if not local or not self.values.unsynced:
             return [1, 0]
         world, through = self.world, self.values.written
-        slow = world.faults.happens(world.faults.slow_sync, world.rng)
+        slow = world.faults.happens("slow sync", world.faults.slow_sync, world)
         takes_s = world.rng.uniform(0.0, SLOWEST_SYNC_S if slow else LONGEST_SYNC_S)
         world.at(self.node, world.now_s() + takes_s, self.values.synced, through)
         in_time = not timeout_ms or takes_s <= timeout_ms / 1000

@@ -1,0 +1,91 @@
+"""Faults of processes: servers are killed, stopped and ended, clocks jump, Redis crashes; then everything heals."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.chaos.history import Event, Faulted, Healed
+from tests.simulation.loop import WORLD
+from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.servers import Server
+from tests.simulation.world import RUN, World
+
+LONGEST_STOP_S = 7.0
+LONGEST_AWAY_S = 2.0
+JUMP_S = 3600.0
+
+
+class Disturber:
+    """Hurts servers and Redis for a while, then heals everything."""
+
+    def __init__(self, world: World, history: list[Event], redis: RedisServer, servers: list[Server]) -> None:
+        self._world, self._rng, self._history = world, world.rng, history
+        self._redis, self._servers = redis, servers
+
+    async def work(self, for_s: float) -> None:
+        """Disturb for a time."""
+        faults, ends_s = self._world.faults, self._world.now_s() + for_s
+        faults.active, hurting = True, []
+        while self._world.now_s() < ends_s:
+            pause_s = for_s if faults.node_every_s is None else self._rng.expovariate(1 / faults.node_every_s)
+            await asyncio.sleep(min(pause_s, max(0.0, ends_s - self._world.now_s())))
+            if self._world.now_s() < ends_s:
+                hurting.append(asyncio.create_task(self._hurt()))
+        await asyncio.gather(*hurting)
+        faults.active = False
+
+    async def _hurt(self) -> None:
+        server = self._rng.choice(self._servers)
+        led = server.leads
+        kind = self._rng.choice(self._world.faults.kinds)
+        if not self._world.faults.take(kind, self._world.now_s()):
+            return
+        self._world.note(f"fault: {kind} {server.name}", node=WORLD)
+        name, role = server.name, "leader" if led else "standby"
+        if kind in ("crash", "pause", "cut", "lease"):
+            name, role, led = "valkey", "valkey", []
+        fault = Faulted(at_s=self._world.now_s(), process=name, role=role, kind=kind, server=server.url, led=led)
+        self._history.append(fault)
+        await getattr(self, f"_{kind}")(server)
+        self._history.append(Healed(at_s=self._world.now_s(), process=name))
+
+    async def _kill(self, server: Server) -> None:
+        self._world.coverage.add_tasks(self._world.loop.tasks_of(server.node))
+        server.kill()
+
+    async def _end(self, server: Server) -> None:
+        server.stop()
+
+    async def _stop(self, server: Server) -> None:
+        """Stop a process, longer than its lease lasts at times."""
+        node = server.node
+        node.stopped = True
+        await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
+        self._world.note("goes on", node=node)
+        self._world.loop.go_on(node)
+
+    async def _jump(self, server: Server) -> None:
+        server.wall_ahead_s += self._rng.uniform(-JUMP_S, JUMP_S)
+        server.node.wall_ahead_s = server.wall_ahead_s
+
+    async def _crash(self, server: Server) -> None:
+        if self._redis.node.dead:
+            return
+        self._redis.crash()
+        await asyncio.sleep(self._rng.uniform(0.1, LONGEST_AWAY_S))
+        self._redis.start()
+
+    async def _pause(self, server: Server) -> None:
+        node = self._redis.node
+        node.stopped = True
+        await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
+        self._world.loop.go_on(node)
+
+    async def _cut(self, server: Server) -> None:
+        for link in list(self._redis.links):
+            if self._rng.random() < 0.7:
+                link.cut()
+
+    async def _lease(self, server: Server) -> None:
+        self._redis.values.delete(b"rb:{%s}:lead" % RUN.encode())
+        self._redis.values.commit()

@@ -1,0 +1,99 @@
+"""What runs in one schedule: a draw of features and sizes from its seed, so that each seed has another world."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.content import COLUMN, GROUP_SIZE, VOCAB_SIZE
+from tests.chaos.runs import ADAPTERS, REPLAY, adapters_of, spill_to
+
+TICKET_TTL_S = 3.0
+EXACT = "exact slots"
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one step": ("one-step-off-policy", {"max_staleness": 2}),
+    "on-policy": ("on-policy", {}),
+    "replay": ("replay", {name: value for name, value in REPLAY.items() if name != "mix"}),
+    EXACT: ("one-step-off-policy", {"max_staleness": 2, "exact_slots": True}),
+}
+REVISED = ("max_staleness", (1, 2, 3))
+"""The option that an operator changes, and its values."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mix:
+    """Features of one schedule.
+
+    - `servers`: how many; `tick_s`: time between two rounds of their background work
+    - `faults_s`: length of the fault phase
+    - `staged`: groups need a late column before they are trained; `reads`: a cursor follows the run
+    - `spills`: frames move to a folder; `revises`: an operator changes strategy and limits of the run
+    """
+
+    servers: int
+    tick_s: float
+    faults_s: float
+    history_groups: int
+    strategy: str
+    adapters: int
+    staged: bool
+    reads: bool
+    spills: bool
+    revises: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Mix:
+        """Draw a mix."""
+        strategy = rng.choice(tuple(STRATEGIES))
+        several = strategy == "one step" and rng.random() < 0.3
+        return cls(
+            servers=rng.choice((2, 2, 3)),
+            tick_s=rng.choice((0.25, 0.5, 1.0)),
+            faults_s=rng.choice((3.0, 6.0, 10.0)),
+            history_groups=rng.choice((8, 40, 100_000)),
+            strategy=strategy,
+            adapters=2 if several else 0,
+            staged=strategy in ("one step", EXACT) and rng.random() < 0.3,
+            reads=rng.random() < 0.2,
+            spills=rng.random() < 0.2,
+            revises=strategy in ("one step", "replay") and rng.random() < 0.3,
+        )
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Adapters of the run; "" without adapters."""
+        return tuple(self.own_batches) or ("",)
+
+    @property
+    def own_batches(self) -> dict[str, dict[str, int]]:
+        """Batch and publication of each adapter."""
+        return adapters_of(ADAPTERS, self.adapters)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the strategy."""
+        return STRATEGIES[self.strategy][1] | ({"requires": [COLUMN]} if self.staged else {})
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """Return the configuration of the run; `folder` is for frames."""
+        batch: dict[str, int] = {"tokens_per_batch": 128} if self.adapters else {"groups_per_batch": 4}
+        config = {
+            "strategy": {"name": STRATEGIES[self.strategy][0], "options": self.options()},
+            "batch": batch | {"seq_len": 64},
+            "group_size": GROUP_SIZE,
+            "vocab_size": VOCAB_SIZE,
+            "tickets": {"ttl_s": TICKET_TTL_S, "max_attempts": 3},
+        }
+        if self.adapters:
+            config["adapters"] = self.own_batches
+        return config | (spill_to(folder) if self.spills else {})
+
+    def revision(self, rng: random.Random) -> dict[str, Any]:
+        """Draw a change of the run."""
+        name, values = REVISED
+        options = self.options() | {name: rng.choice(values)}
+        return {
+            "strategy": {"name": STRATEGIES[self.strategy][0], "options": options},
+            "limits": {"max_tokens_live": rng.choice((400, 2000, None))},
+        }

@@ -1,0 +1,27 @@
+"""Which schedule to run: its seed, and what is left out of it to make a failure short."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A schedule to run.
+
+    - `broken`: name of a guarantee that is broken on purpose
+    - `only`: numbers of the faults that happen, in the order in which they are drawn; None = all
+    - `faults_s`: length of the fault phase; None = drawn from the seed
+    """
+
+    seed: int
+    broken: str | None = None
+    only: tuple[int, ...] | None = None
+    faults_s: float | None = None
+
+    @property
+    def command(self) -> str:
+        """The command that runs it again."""
+        options = [f"--broken {self.broken}"] if self.broken else []
+        options += [f"--only {','.join(map(str, self.only)) or 'none'}"] if self.only is not None else []
+        options += [f"--faults-s {self.faults_s:g}"] if self.faults_s is not None else []
+        return f"make simulate-faults SEED={self.seed}" + (f" ARGS='{' '.join(options)}'" if options else "")
