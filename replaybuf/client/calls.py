@@ -208,6 +208,7 @@ class RunCalls:
         self,
         producer: str,
         in_flight: int | None = None,
+        slots: int | None = None,
         engines: int | None = None,
         held_back_by: str | None = None,
         failure: ProducerFailure | None = None,
@@ -216,7 +217,7 @@ class RunCalls:
 
         `failure`: the newest since the last heartbeat, by `replaybuf.client.producers.describe_failure`.
         """
-        body = given(in_flight=in_flight, engines=engines, held_back_by=held_back_by, failure=failure)
+        body = given(in_flight=in_flight, slots=slots, engines=engines, held_back_by=held_back_by, failure=failure)
         path = f"/producers/{segment(producer)}"
         request = HttpRequest(method="PUT", path=path, content=encode_body(body), repeatable=False)
         return answer_of((yield request), Heartbeat)
