@@ -11,7 +11,7 @@ from unittest import mock
 from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
-from replaybuf.store.redis import connection
+from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.ledger import AnyRecord
 from tests.simulation.plan import Plan
@@ -31,7 +31,7 @@ end
 def _library(before: str, after: str) -> AbstractContextManager[object]:
     if before not in LIBRARY_CODE:
         raise LookupError(f"library.lua lacks {before!r}, which is to be broken")
-    return mock.patch.object(connection, "LIBRARY_CODE", LIBRARY_CODE.replace(before, after))
+    return mock.patch.object(inspection, "LIBRARY_CODE", LIBRARY_CODE.replace(before, after))
 
 
 def _without_deduplication() -> AbstractContextManager[object]:
