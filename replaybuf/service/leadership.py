@@ -57,6 +57,8 @@ class Leadership:
             leases = await self._store.runs.take_leases([run.name for run in asked], self._holder, LEASE_S)
             won = []
             for run, lease, at_s in zip(asked, leases, asked_s, strict=True):
+                if lease is None:
+                    continue  # its node is away; the lease ends by itself
                 if isinstance(lease, Unreadable) or (lease.token is not None and not _leads(run, lease)):
                     won.append(run)  # `seek` raises what is wrong
                 else:

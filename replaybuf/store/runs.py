@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
-from replaybuf.errors import Gone, Unreadable
+from replaybuf.errors import Gone, ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.loss.ends import Ends, Loss, read_known
@@ -73,21 +73,29 @@ class RunStore:
         (lease,) = await self.take_leases([run], holder, ttl_s, force=force)
         if isinstance(lease, Unreadable):
             raise lease
+        if lease is None:  # `take_leases` raises the error of a run that it asks for alone
+            raise LookupError(f"no lease of run {run} was read")
         return lease
 
     async def take_leases(
         self, runs: Sequence[str], holder: str, ttl_s: float, *, force: bool = False
-    ) -> list[Lease | Unreadable]:
-        """Take or renew the leases on these runs, or return what is wrong with them, in one round trip."""
+    ) -> list[Lease | Unreadable | None]:
+        """Take or renew the leases on these runs, or return what is wrong with them, in one round trip.
+
+        None = the node of the run is away, while others of its cluster answer.
+        """
         pipe = self._connection.pipeline()
         arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
         for run in runs:
             self._connection.add_call(pipe, run, "rb_lead", [keys.lead(run)], arguments)
         return [self._read_lease(reply, holder, ttl_s) for reply in await self._connection.run_each(pipe)]
 
-    def _read_lease(self, reply: Sequence[Any] | ResponseError, holder: str, ttl_s: float) -> Lease | Unreadable:
-        if isinstance(reply, ResponseError):
-            return Unreadable(self._connection.explain(reply).detail)
+    def _read_lease(
+        self, reply: Sequence[Any] | RedisError | OSError, holder: str, ttl_s: float
+    ) -> Lease | Unreadable | None:
+        if isinstance(reply, (RedisError, OSError)):
+            error = self._connection.explain(reply)
+            return None if isinstance(error, ServiceUnavailable) else Unreadable(error.detail)
         outcome, detail = reply[0], reply[1]
         if text(outcome) in ("older", "replaced"):  # nobody leads with such a state; the check of the ends reports it
             return Lease(None, "", ttl_s)
