@@ -66,7 +66,7 @@ class RunStore:
 
     @property
     def serving(self) -> str:
-        """Name the process of Redis that answered `hold_leases` last, in its role then; in a cluster that of each node."""
+        """Name the process of Redis that answered `hold_leases` last, in its role then; on a cluster, of each node."""
         return " ".join(name for _, name in sorted(self._serving.items()))
 
     async def list_names(self) -> list[str]:
