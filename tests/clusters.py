@@ -77,6 +77,7 @@ class ValkeyCluster:
             "cluster_enabled": "yes",
             "cluster_node_timeout": "1000",
             "cluster_replica_validity_factor": "0",
+            "cluster_require_full_coverage": "no",
             "bind": "127.0.0.1",
             **config,
         }

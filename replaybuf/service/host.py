@@ -37,10 +37,11 @@ from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
-from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
+from replaybuf.service.rotation import TICK_ROUNDS, WATCH_ROUNDS, BusyRuns, Rotation
+from replaybuf.service.run.lease import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
-from replaybuf.service.tasks import cancel_all
+from replaybuf.service.tasks import cancel_all, do_all
 from replaybuf.service.traffic import Traffic
 from replaybuf.service.turns import in_turns
 from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
@@ -51,7 +52,6 @@ from replaybuf.wire.text.model_tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-SHORTEST_PAUSE_S = 0.01
 WATCH_PERIOD_S = 1.0
 PREPARE_PERIOD_S = 0.05
 FOLLOW_TIMEOUT_S = 1.0
@@ -78,23 +78,20 @@ class Service:
         tokenizer: Tokenizer | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.store = store
-        self.url = url
-        self.tokenizer = tokenizer
+        self.store, self.url, self.tokenizer, self.clock = store, url, tokenizer, clock
         self.runs: dict[str, Run] = {}
         self.unreadable = UnreadableRuns(clock.monotonic)
-        self.traffic = Traffic()
-        self.loop_watch = LoopWatch()
+        self.traffic, self.loop_watch = Traffic(), LoopWatch()
         # Random: a restarted container has the same process id as before.
         self._holder = f"{secrets.token_hex(8)}@{url}"
         self.report: ServerReport | None = None
         self.outage: str | None = None
         self._leadership = Leadership(store, self._holder, url)
-        self._embedded = embedded
-        self._history_groups = history_groups
-        self.clock = clock
-        self._opening = asyncio.Lock()
-        self._added = asyncio.Event()
+        self._embedded, self._history_groups = embedded, history_groups
+        self._opening, self._added = asyncio.Lock(), asyncio.Event()
+        self._busy = BusyRuns()
+        self._ticking, self._watching = Rotation(self._busy, TICK_ROUNDS), Rotation(self._busy, WATCH_ROUNDS)
+        self._checked_on = ""
 
     # ------------------------------------------------------------------ runs
 
@@ -216,6 +213,7 @@ class Service:
         run.durability = self.report.durability if self.report else "relaxed"
         run.trimming.kept_groups, run.samples.tokenizer = self._history_groups, self.tokenizer
         self.runs[run.name] = run
+        self._busy.watch(run)
         self._added.set()
 
     def _drop(self, run: Run, *, forget: bool = False) -> None:
@@ -248,6 +246,7 @@ class Service:
         async with asyncio.TaskGroup() as tasks:
             jobs = {
                 "hold": self._repeat(self._hold, 0.0),
+                "seek": self._repeat(self._seek, 0.0),
                 "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
                 "tick": self._repeat(self._tick, TICK_S),
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
@@ -308,19 +307,18 @@ class Service:
             run.journal.notify()
 
     async def _hold(self) -> None:
-        """Renew our leases, take those that ended, then wait until the next one is due."""
-        won = await self._leadership.renew([run for run in self.runs.values() if run.lease.due(TOGETHER_S)])
-        for run in won:
-            await self._work(run, functools.partial(self._leadership.seek, run))
-            if any(led.journal.leading and led.lease.due() for led in self.runs.values()):
-                break  # renew first; the leases just won stay ours meanwhile
-        due_s = min((run.lease.due_in_s() for run in self.runs.values()), default=TICK_S)
-        await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), TICK_S))
+        for run in await self._leadership.hold(self.runs):
+            await self._work(run, run.ingest)
+            self._added.set()  # follow it closely again
+
+    async def _seek(self) -> None:
+        runs = [run for run in await self._leadership.next_free() if self.runs.get(run.name) is run]
+        await do_all(self._work(run, functools.partial(self._leadership.seek, run)) for run in runs)
 
     async def _follow(self) -> None:
         """Read what leaders write, and the groups that producers write directly to runs led here."""
         self._added.clear()
-        known = {name: run.journal.ends for name, run in self.runs.items() if run.written_by_others}
+        known = {run.name: run.journal.ends for run in self._busy.list() if run.written_by_others}
         if not known:
             with contextlib.suppress(TimeoutError):  # we may lose the lead of a run meanwhile
                 await asyncio.wait_for(self._added.wait(), FOLLOW_TIMEOUT_S)
@@ -338,15 +336,17 @@ class Service:
                 await self._work(self.runs[name], self.runs[name].ingest)
 
     async def _tick(self) -> None:
-        async for run in in_turns(list(self.runs.values())):
+        async for run in in_turns(self._ticking.next(self.runs)):
             await self._work(run, run.tick)
 
     async def _watch(self) -> None:
         """Check that Redis kept what it acknowledged; on followers, read the leader's tickets and counters."""
-        runs = list(self.runs.values())
+        serving = self.store.runs.serving
+        runs = self._watching.next(self.runs) if serving == self._checked_on else [*self.runs.values()]
         ends = await self.store.streams.read_ends([run.name for run in runs])
         async for run, found in in_turns(zip(runs, ends, strict=True)):
             await self._work(run, functools.partial(run.check_ends, found))
+        self._checked_on = serving
         followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
         books = await self.store.tickets.read([run.name for run, _ in followed])
         async for (run, term), book in in_turns(zip(followed, books, strict=True)):
@@ -356,7 +356,7 @@ class Service:
 
     async def _prepare(self) -> None:
         """Prepare the next batches, one run at a time: nobody waits for them, and they may take much memory."""
-        async for run in in_turns(list(self.runs.values())):
+        async for run in in_turns(self._busy):
             await run.batches.next_batch.work()
 
     async def _discover(self) -> None:

@@ -1,21 +1,24 @@
 """Leases of one server: take, renew and lose the lead of runs.
 
-Renewing takes one round trip for all runs. Taking over may take long, so it is done for one run at a time, between
-renewals.
+Renewing takes one round trip for all runs. Taking over may take long, so it is done beside the renewals.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
-from replaybuf.errors import Unreadable
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
 from replaybuf.service.run.served_run import Run
-from replaybuf.store import Lease, Store
+from replaybuf.store import HeldLease, Lease, Store
 
 logger = logging.getLogger(__name__)
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
+SEEK_AT_ONCE = 32
+"""Free leases that are taken at once: each takes many round trips."""
 
 
 class Leadership:
@@ -28,6 +31,10 @@ class Leadership:
         self._store = store
         self._holder = holder
         self._url = url
+        self._free: dict[str, Run] = {}
+        self._any_free = asyncio.Event()
+        self._seeking: list[Run] = []
+        self._changed: list[Run] = []
 
     async def seek(self, run: Run, *, force: bool = False) -> None:
         """Renew our lease on a run, take a free one, or learn who holds it."""
@@ -36,41 +43,72 @@ class Leadership:
                 return  # another task has renewed it while we waited
             asked_s = run.lease.now_s()
             lease = await self._store.runs.take_lease(run.name, self._holder, LEASE_S, force=force)
-            if lease.token is not None and not _leads(run, lease):
+            ours = lease.token is not None
+            if lease.token is not None and not (run.journal.leading and lease.token == run.journal.token):
                 run.journal.follow(self._url)
                 await run.lead(lease.token)
                 logger.info("lead taken run=%s token=%s step=%d", run.name, lease.token, run.state.step)
-            await self._apply(run, lease, asked_s)
+            self._apply(run, lease, asked_s, ours=ours)
+
+    async def hold(self, runs: Mapping[str, Run]) -> list[Run]:
+        """Wait until a lease is due, renew ours, and note free ones for `next_free`.
+
+        Returns the quiet runs whose streams have changed: nothing else looks at them often.
+        """
+        due_s = min((run.lease.due_in_s() for name, run in runs.items() if name not in self._free), default=math.inf)
+        await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
+        due = [run for name, run in runs.items() if name not in self._free and run.lease.due(TOGETHER_S)]
+        self._changed = []
+        for run in await self.renew(due):
+            self._free[run.name] = run
+            self._any_free.set()
+        return self._changed
+
+    async def next_free(self) -> list[Run]:
+        """Wait for free leases; return some of their runs to `seek` at once, while renewals go on."""
+        for run in self._seeking:
+            self._free.pop(run.name, None)
+        if not self._free:
+            self._any_free.clear()
+        await self._any_free.wait()
+        self._seeking = list(self._free.values())[:SEEK_AT_ONCE]
+        return self._seeking
 
     async def renew(self, runs: Iterable[Run]) -> list[Run]:
-        """Renew many in one round trip; return runs whose lease we have won, for the caller to `seek` one by one.
+        """Renew our leases on many runs in one round trip; return the runs that we could lead, to `seek` them.
 
-        Also those whose lease cannot be read.
+        Their lease is free, or ours without our leading, or it cannot be read.
         """
-        async with contextlib.AsyncExitStack() as stack:
-            asked = [run for run in runs if not run.lease.asking.locked()]  # the others are asked for already
-            if not asked:
-                return []
-            for run in asked:
-                await stack.enter_async_context(run.lease.asking)
-            asked_s = [run.lease.now_s() for run in asked]
-            leases = await self._store.runs.take_leases([run.name for run in asked], self._holder, LEASE_S)
-            won = []
-            for run, lease, at_s in zip(asked, leases, asked_s, strict=True):
-                if isinstance(lease, Unreadable) or (lease.token is not None and not _leads(run, lease)):
-                    won.append(run)  # `seek` raises what is wrong
+        asked = [run for run in runs if not run.lease.asking.locked()]  # the others are asked for already
+        if not asked:
+            return []
+        for run in asked:
+            await run.lease.asking.acquire()  # at once: none is locked
+        try:
+            asked_s = asked[0].lease.now_s()
+            leases = await self._store.runs.hold_leases([run.name for run in asked], self._holder, LEASE_S)
+            free = []
+            for run, lease in zip(asked, leases, strict=True):
+                if lease is None:
+                    continue  # its node is away; the lease ends by itself
+                ours = lease.holder == self._holder
+                if (lease.entries, lease.stored) != (run.state.entries, run.state.stored) and run.quiet():
+                    self._changed.append(run)
+                if not lease.holder or (ours and not run.journal.leading):
+                    free.append(run)
                 else:
-                    await self._apply(run, lease, at_s)
-            return won
+                    self._apply(run, lease, asked_s, ours=ours)
+            return free
+        finally:
+            for run in asked:
+                run.lease.asking.release()
 
-    async def _apply(self, run: Run, lease: Lease, asked_s: float) -> None:
-        if lease.token is None:
-            if run.journal.leading:
-                logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
-            run.journal.follow(lease.holder.partition("@")[2] or None)
-            run.journal.notify()
+    def _apply(self, run: Run, lease: Lease | HeldLease, asked_s: float, *, ours: bool) -> None:
         run.lease.extend(lease.left_s, asked_s)
-
-
-def _leads(run: Run, lease: Lease) -> bool:
-    return run.journal.leading and lease.token == run.journal.token
+        journal, leader_url = run.journal, lease.holder.partition("@")[2] or None
+        if ours or (leader_url == journal.leader_url and not journal.leading):
+            return
+        if journal.leading:
+            logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
+        journal.follow(leader_url)
+        journal.notify()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -21,3 +21,10 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
         _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
         for task in left:
             logger.warning("job did not end when cancelled job=%s at=%s", task.get_name(), task.get_stack(limit=1))
+
+
+async def do_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at once to their ends. Raises the first of their errors."""
+    outcomes = await asyncio.gather(*work, return_exceptions=True)
+    if failure := next((outcome for outcome in outcomes if outcome), None):
+        raise failure

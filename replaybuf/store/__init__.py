@@ -6,7 +6,7 @@ from replaybuf.store.loss.ends import Ends
 from replaybuf.store.redis.durability import WritePolicy
 from replaybuf.store.redis.embedded import EmbeddedServer
 from replaybuf.store.redis.server import ServerReport
-from replaybuf.store.runs import Lease
+from replaybuf.store.runs import HeldLease, Lease
 from replaybuf.store.store import Store
 from replaybuf.store.tickets import RunTickets
 
@@ -14,6 +14,7 @@ __all__ = [
     "AppendResult",
     "EmbeddedServer",
     "Ends",
+    "HeldLease",
     "IndexChunk",
     "IndexEntry",
     "Lease",

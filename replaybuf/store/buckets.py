@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from redis.exceptions import AskError, ResponseError
+from redis.exceptions import AskError, RedisError
 
 from replaybuf.errors import DataLost, ReplaybufError
 from replaybuf.store import keys
@@ -102,7 +102,7 @@ class BucketStore:
 
     def _check(self, run: str, known: KnownBuckets, written: Mapping[int, Any], replies: Sequence[Any]) -> None:
         for reply in replies:
-            if isinstance(reply, ResponseError):
+            if isinstance(reply, (RedisError, OSError)):
                 raise self._connection.explain(reply)
         for bucket, (noted, number) in written.items():
             if not noted:

@@ -100,6 +100,12 @@ local function replication_id()
   return string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
 end
 
+local function begin_serving()
+  if not serving_since_ms then
+    serving_since_ms, serving_as = redis.call('DBSIZE') > 0 and now_ms() or 0, replication_id()
+  end
+end
+
 -- Return for how long nobody may take the lead, because this Redis may be an older one.
 local function settles_in_ms()
   local id = replication_id()
@@ -121,9 +127,7 @@ end
 -- {outcome, detail, incarnation}
 local function guarded(callback)
   return function(keys, args)
-    if not serving_since_ms then
-      serving_since_ms, serving_as = redis.call('DBSIZE') > 0 and now_ms() or 0, replication_id()
-    end
+    begin_serving()
     local run = {}
     for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts', 'lost', 'incarnation'}) do
       run[name] = table.remove(keys, 1)
@@ -386,6 +390,33 @@ local function lead(keys, args, run)
   return 'ok', {1, token}
 end
 
+-- Renew the leases that the caller holds, read the others, and how far the streams reach: one call for many runs, which
+-- changes nothing else and compares nothing.
+-- keys: lead and counts of each run; args: holder, ttl in ms
+-- returns a name of this process of Redis in its present role, then for each run: holder ('' = nobody, or a key of
+-- another type), ms left, newest ledger entry, newest group
+local function hold(keys, args)
+  begin_serving()
+  local answers, ttl_ms = {replication_id() .. ':' .. serving_since_ms}, tonumber(args[2])
+  for at = 1, #keys, 2 do
+    local holder, left_ms = redis.pcall('GET', keys[at]), 0
+    local ends = redis.pcall('HMGET', keys[at + 1], 'entries', 'stored')
+    if type(holder) ~= 'string' then
+      holder = ''
+    else
+      left_ms = redis.call('PTTL', keys[at])
+      if holder == args[1] or left_ms > ttl_ms then -- ours; or the clock of Redis was set back
+        redis.call('PEXPIRE', keys[at], ttl_ms)
+        left_ms = ttl_ms
+      end
+    end
+    for _, answer in ipairs({holder, left_ms, tonumber(ends[1] or 0) or 0, tonumber(ends[2] or 0) or 0}) do
+      answers[#answers + 1] = answer
+    end
+  end
+  return answers
+end
+
 -- Release the lease if the caller holds it. keys: lead; args: holder
 local function resign(keys, args)
   if redis.call('GET', keys[1]) == args[1] then
@@ -617,6 +648,7 @@ register('rb_evaluate', guarded(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
 register('rb_note', note)
+register('rb_hold', hold)
 register('rb_resign', resign)
 register('rb_delete', led(delete))
 register('rb_erase', erase)

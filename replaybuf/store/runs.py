@@ -6,10 +6,10 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
@@ -25,6 +25,8 @@ DELETING = "deleting"
 """First part of the mark of a run that still has keys. The rest is random: a restored run may be deleted again."""
 RESTORING = "restoring"
 """First part of the mark of a run whose restore keeps its payloads. Without its lease the run is deleted."""
+LEASES_AT_ONCE = 200
+"""Leases that one call renews: it blocks Redis for about 0.5 ms."""
 MOST_STRANGE = 100
 """Strange names that are logged, once each."""
 LONGEST_SHOWN = 80
@@ -41,13 +43,31 @@ class Lease:
     left_s: float
 
 
+class HeldLease(NamedTuple):
+    """Who leads a run, for how long, and how far its streams reach.
+
+    `holder` is "" if the lease is free or cannot be read: `take_lease` takes it, or raises what is wrong.
+    """
+
+    holder: str
+    left_s: float
+    entries: int
+    stored: int
+
+
 class RunStore:
     """Lists and adds runs; takes and releases their leases."""
 
     def __init__(self, connection: Connection, buckets: BucketStore | None = None) -> None:
         self._connection = connection
         self._buckets = buckets
+        self._serving: dict[str, str] = {}
         self._strange: set[bytes] = set()
+
+    @property
+    def serving(self) -> str:
+        """Name the process of Redis that answered `hold_leases` last, in its role then; on a cluster, of each node."""
+        return " ".join(name for _, name in sorted(self._serving.items()))
 
     async def list_names(self) -> list[str]:
         """List the names of all runs. Log and leave out what is not the name of a run."""
@@ -70,30 +90,39 @@ class RunStore:
 
         Raises `Unreadable` for keys of another type.
         """
-        (lease,) = await self.take_leases([run], holder, ttl_s, force=force)
-        if isinstance(lease, Unreadable):
-            raise lease
-        return lease
-
-    async def take_leases(
-        self, runs: Sequence[str], holder: str, ttl_s: float, *, force: bool = False
-    ) -> list[Lease | Unreadable]:
-        """Take or renew the leases on these runs, or return what is wrong with them, in one round trip."""
         pipe = self._connection.pipeline()
         arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
-        for run in runs:
-            self._connection.add_call(pipe, run, "rb_lead", [keys.lead(run)], arguments)
-        return [self._read_lease(reply, holder, ttl_s) for reply in await self._connection.run_each(pipe)]
-
-    def _read_lease(self, reply: Sequence[Any] | ResponseError, holder: str, ttl_s: float) -> Lease | Unreadable:
+        self._connection.add_call(pipe, run, "rb_lead", [keys.lead(run)], arguments)
+        (reply,) = await self._connection.run_each(pipe)
         if isinstance(reply, ResponseError):
-            return Unreadable(self._connection.explain(reply).detail)
+            raise self._connection.explain(reply)
         outcome, detail = reply[0], reply[1]
         if text(outcome) in ("older", "replaced"):  # nobody leads with such a state; the check of the ends reports it
             return Lease(None, "", ttl_s)
         if detail[0] == 1:
             return Lease(text(detail[1]), holder, ttl_s)
         return Lease(None, text(detail[1]), int(detail[2]) / 1000)
+
+    async def hold_leases(self, runs: Sequence[str], holder: str, ttl_s: float) -> list[HeldLease | None]:
+        """Renew those leases on these runs that `holder` has, and read the others, in one round trip.
+
+        None = the node of the run is away, while others of its cluster answer.
+        """
+        pipe, cluster = self._connection.pipeline(), self._connection.cluster
+        at_once = 1 if cluster else LEASES_AT_ONCE  # a function has the keys of one slot
+        chunks = [runs[start : start + at_once] for start in range(0, len(runs), at_once)]
+        for chunk in chunks:
+            names = [key for run in chunk for key in (keys.lead(run), keys.counts(run))]
+            pipe.execute_command("FCALL", "rb_hold", len(names), *names, holder, int(ttl_s * 1000))
+        held: list[HeldLease | None] = []
+        for chunk, reply in zip(chunks, await self._connection.run_each(pipe), strict=True):
+            if isinstance(reply, (RedisError, OSError)):
+                held += [None] * len(chunk)
+                continue
+            self._serving[cluster.owner_name(keys.lead(chunk[0])) if cluster else ""] = text(reply[0])
+            fields = [iter(reply[1:])] * 4
+            held += [HeldLease(text(name), left / 1000, *ends) for name, left, *ends in zip(*fields, strict=True)]
+        return held
 
     async def release_lease(self, run: str, holder: str) -> None:
         """Release the lease if `holder` has it."""

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError
 
-from replaybuf.errors import Unreadable
+from replaybuf.errors import ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.redis.connection import Connection, text
 
@@ -43,8 +43,11 @@ class TicketStore:
 
     def _read_book(self, run: str, counts: Any, tickets: Any) -> RunTickets | Unreadable:
         for reply in (counts, tickets):
-            if isinstance(reply, ResponseError):
-                return Unreadable(self._connection.explain(reply).detail, name="run", value=run)
+            if isinstance(reply, (RedisError, OSError)):
+                error = self._connection.explain(reply)
+                if isinstance(error, ServiceUnavailable):  # of one node of a cluster
+                    raise error
+                return Unreadable(error.detail, name="run", value=run)
         try:
             return _read_tickets(counts, tickets)
         except Unreadable as error:

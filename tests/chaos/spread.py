@@ -22,6 +22,7 @@ cluster-enabled yes
 cluster-port {bus}
 cluster-node-timeout 1000
 cluster-replica-validity-factor 0
+cluster-require-full-coverage no
 """
 
 

@@ -14,6 +14,7 @@ import pytest
 from replaybuf.cli.main import main
 from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
+from replaybuf.service.run.lease import LEASE_S
 from replaybuf.store import keys
 from tests.appender import WITHIN_S, Appender
 from tests.clusters import ValkeyCluster
@@ -223,11 +224,13 @@ def test_any_server_takes_appends_and_columns(
 def test_a_lost_node_without_a_successor_is_waited_for_with_the_reason(
     cluster: ValkeyCluster, server: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> None:
-    """503 names the slots and the node, and `/readyz` too."""
+    """503 names the slots and the node, and `/readyz` too. The lead of runs on other nodes is kept."""
     run = connect(server.url, "uncovered")
     assert run.put(batch={"groups_per_batch": 4}).status_code == 201
     run.append(*(group(f"g{number}") for number in range(20)))
     primary = of_payloads_only(cluster, "uncovered")
+    there = next(name for name in map("there-{}".format, range(100)) if cluster.owner(keys.counts(name)) is primary)
+    assert connect(server.url, there).put(batch={"groups_per_batch": 4}).status_code == 201
     replica = next(n for n in cluster.nodes if n.client.role()[0] == b"slave" and n.client.role()[2] == primary.port)
     replica.kill()
     primary.kill()
@@ -235,6 +238,10 @@ def test_a_lost_node_without_a_successor_is_waited_for_with_the_reason(
     eventually(lambda: readiness(server), WITHIN_S, lambda seen: seen[0] == 503 and why in seen[1])
     refused = run.post("groups", groups=[group(f"x{number}") for number in range(20)])
     assert refused.status_code == 503, refused.text
+    until_s = time.monotonic() + LEASE_S + 1.0
+    while time.monotonic() < until_s:
+        run.attach()
+        assert cluster.owner(keys.lead(run.run)).client.pttl(keys.lead(run.run)) > 0
     primary.start()
     replica.start()
     eventually(lambda: readiness(server)[0], WITHIN_S, lambda status: status == 200)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.run.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
 from replaybuf.service.run.served_run import Run
-from replaybuf.store import EmbeddedServer, Store
+from replaybuf.store import EmbeddedServer, HeldLease, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 
 _names = itertools.count()
@@ -29,14 +29,14 @@ def test_a_lease_is_renewed_after_a_third_of_it_and_a_little_earlier_with_others
     clock = Clock()
     lease = LeaseTimer(clock)
     assert lease.due() and lease.ended()
-    lease.extend(LEASE_S, asked_s=99.5)
+    lease.extend(LEASE_S, asked_s=99.6)
     assert (lease.due(), lease.due(TOGETHER_S), lease.ended()) == (False, False, False)
-    assert abs(lease.due_in_s() - (RENEWAL_S - 0.5)) < 1e-9
-    clock.now_s = 99.5 + RENEWAL_S - TOGETHER_S
+    assert abs(lease.due_in_s() - (RENEWAL_S - 0.4)) < 1e-9
+    clock.now_s = 99.6 + RENEWAL_S - TOGETHER_S
     assert (lease.due(), lease.due(TOGETHER_S)) == (False, True)
-    clock.now_s = 99.5 + RENEWAL_S
+    clock.now_s = 99.6 + RENEWAL_S
     assert lease.due()
-    clock.now_s = 99.5 + LEASE_S
+    clock.now_s = 99.6 + LEASE_S
     assert lease.ended()
 
 
@@ -73,13 +73,13 @@ def test_many_leases_are_renewed_in_one_round_trip(server: EmbeddedServer) -> No
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
         sent = []
-        ask = store.runs.take_leases
+        ask = store.runs.hold_leases
 
-        async def counted(names: list[str], holder: str, ttl_s: float) -> object:
+        async def counted(names: list[str], holder: str, ttl_s: float) -> list[HeldLease | None]:
             sent.append(names)
             return await ask(names, holder, ttl_s)
 
-        store.runs.take_leases = counted  # type: ignore[assignment,method-assign]
+        store.runs.hold_leases = counted  # type: ignore[assignment,method-assign]
         tokens = [run.journal.token for run in runs]
         assert await leadership.renew(runs) == []
         assert sent == [[run.name for run in runs]]
@@ -89,7 +89,7 @@ def test_many_leases_are_renewed_in_one_round_trip(server: EmbeddedServer) -> No
     led_here(server, work)
 
 
-def test_renew_follows_a_lost_lease_and_returns_a_won_one(server: EmbeddedServer) -> None:
+def test_renew_follows_a_lost_lease_and_returns_a_free_one(server: EmbeddedServer) -> None:
     """The others go on; taking over is left to `seek`, as it takes long."""
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:

@@ -49,8 +49,11 @@ def test_reads_of_several_runs_name_the_strange_one_and_answer_for_the_others(se
         assert not isinstance(fine, Unreadable) and all(isinstance(one, Unreadable) for one in strange)
         ends = await store.streams.read_ends(runs)
         assert [isinstance(one, Unreadable) for one in ends] == [False, True, False]
-        leases = await store.runs.take_leases(runs, "me", 1.0)
-        assert [isinstance(one, Unreadable) for one in leases] == [False, True, False]
+        await client.hset(keys.lead("type"), "x", "y")
+        assert (await store.runs.take_lease("fine", "me", 1.0)).token
+        assert [lease and lease.holder for lease in await store.runs.hold_leases(runs, "me", 1.0)] == ["me", "", ""]
+        with pytest.raises(Unreadable):
+            await store.runs.take_lease("type", "me", 1.0)
 
     with_store(server, work)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 LEASE_S = 3.0
 RENEWAL_S = LEASE_S / 3
-TOGETHER_S = RENEWAL_S / 4
+TOGETHER_S = RENEWAL_S / 2
 MARGIN_S = 0.02
 """Redis has dropped another server's lease so long after its end by our clock."""
 

@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 LONGEST_LOGGED = 500
 """Characters of a change in the log; the ledger has all of it."""
+QUIET_AFTER_S = 10.0
+"""A run without a change for so long, without tickets out and without clients that call, is quiet."""
+SILENT_S = 60.0
 DIRECT_WRITES_S = 60.0
 """For so long after a direct write of a producer, its index is read as soon as it grows, not once a second."""
 
@@ -97,6 +100,8 @@ class Run:
         self.lease = LeaseTimer(journal.clock.monotonic)
         self.durability = "strict"
         self._direct_writes_until_s = -math.inf
+        self._seen_changes = -1
+        self._busy_until_s = -math.inf
 
     @property
     def name(self) -> str:
@@ -163,6 +168,15 @@ class Run:
         """Whether another server leads, or producers write to Redis themselves; before the first append all may."""
         written_directly = not self.appends.used or self.journal.clock.monotonic() < self._direct_writes_until_s
         return not self.journal.leading or written_directly
+
+    def quiet(self, for_s: float = 0.0) -> bool:
+        """Return whether nothing has happened in the run, `for_s` long: periodic work then looks at it more rarely."""
+        journal, now_s = self.journal, self.journal.clock.monotonic()
+        if journal.changes != self._seen_changes or journal.lost or self.book.out:
+            self._seen_changes, self._busy_until_s = journal.changes, now_s + QUIET_AFTER_S
+        producers_s = journal.presence.producers_s
+        trained = self.state.epoch and journal.presence.trainer_s <= SILENT_S
+        return now_s >= self._busy_until_s + for_s and not trained and (producers_s is None or producers_s > SILENT_S)
 
     async def ingest(self) -> None:
         """Read what is new in the streams."""

@@ -2,7 +2,8 @@
 
 Each node gets its commands in one exchange, and the waits for durability behind them on the same connection. The
 weakest of the replies to a wait counts. Redirected commands were not executed: they go to the node that was named, in
-their order, with waits of their own.
+their order, with waits of their own. Without waits, the commands of a node that is away get its error as their replies:
+those of other nodes are answered.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import redis.asyncio as aioredis
 from redis.exceptions import AskError, MovedError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.store.redis.cluster import Cluster
 from replaybuf.store.redis.pipeline import FastPipeline, Send
@@ -47,7 +49,15 @@ class Router:
         routed = commands[: len(commands) - len(waits)]
         replies: list[Any] = [None] * len(routed)
         waited: list[list[Any]] = []
-        left = self._route(routed)
+        left: dict[Address, list[_Sent]] = {}
+        for position, words in enumerate(routed):
+            try:
+                for address in self._addresses(words):
+                    left.setdefault(address, []).append(_Sent(position))
+            except RedisConnectionError as error:
+                if waits:
+                    raise
+                replies[position] = error
         for _ in range(MOST_REDIRECTIONS):
             if not left:
                 break
@@ -64,17 +74,11 @@ class Router:
                         )
         return replies + [_weakest([each[number] for each in waited]) for number in range(len(waits))]
 
-    def _route(self, commands: Sequence[Sequence[Any]]) -> dict[Address, list[_Sent]]:
-        routes: dict[Address, list[_Sent]] = {}
-        for position, words in enumerate(commands):
-            if words[0] == "PING":
-                for address in self._cluster.view.primaries:
-                    routes.setdefault(address, []).append(_Sent(position))
-                continue
-            key = key_of(words)
-            address = self._cluster.view.primaries[0] if key is None else self._cluster.owner(key)
-            routes.setdefault(address, []).append(_Sent(position))
-        return routes
+    def _addresses(self, words: Sequence[Any]) -> Sequence[Address]:
+        if words[0] == "PING":
+            return self._cluster.view.primaries
+        key = key_of(words)
+        return [self._cluster.view.primaries[0] if key is None else self._cluster.owner(key)]
 
     def _follow(self, reply: AskError, asked: Address) -> Address:
         if isinstance(reply, MovedError):
@@ -94,9 +98,11 @@ class Router:
             words += [_ASKING, commands[position]] if asking else [commands[position]]
         try:
             replies = await self._cluster.node(address).exchange([*words, *waits])
-        except (RedisConnectionError, OSError):
+        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
             self._cluster.suspect()
-            raise
+            if waits:
+                raise
+            return [error] * len(sent), []
         own = [reply for reply, command in zip(replies, words, strict=False) if command is not _ASKING]
         return own, replies[len(words) :]
 

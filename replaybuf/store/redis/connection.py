@@ -20,12 +20,12 @@ import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import MovedError, RedisError, ResponseError
+from redis.exceptions import MovedError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry as BlockingRetry
 
-from replaybuf.errors import Invalid, NotDurable, ReplaybufError, Unreadable
+from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
 from replaybuf.store.loss.ends import Ends, read_known
@@ -209,14 +209,14 @@ class Connection:
         guard = [token, known.entry, known.entry_key, *group, known.incarnation, self._shown]
         return ["FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments]
 
-    def check_reply(self, run: str, token: str, reply: Sequence[Any] | ResponseError) -> tuple[str, Any]:
+    def check_reply(self, run: str, token: str, reply: Sequence[Any] | RedisError) -> tuple[str, Any]:
         """Return outcome and detail of a function.
 
         Raises the translated error of a command, and `NotLeader` if the token is old. If Redis holds less than it
         acknowledged, raises `DataLost`, or `LedgerGap` with relaxed durability. Raises `LedgerGap` for a caller that
         knows a deleted run of this name.
         """
-        if isinstance(reply, ResponseError):
+        if isinstance(reply, (RedisError, OSError)):
             raise self.explain(reply)
         outcome = text(reply[0])
         if outcome == "older":
@@ -235,12 +235,15 @@ class Connection:
     async def run_each(self, pipe: FastPipeline) -> list[Any]:
         """Execute a pipeline for several runs; errors of commands stay in place of their replies.
 
-        Raises what keeps all of them from being answered.
+        Raises what keeps all of them from being answered. In a cluster some may be answered while a node is away.
         """
         replies: list[Any] = await self.run(pipe.execute(raise_on_error=False))
-        for reply in replies:
-            if isinstance(reply, ResponseError) and not isinstance(self.explain(reply), Unreadable):
-                raise self._failed(reply) from reply
+        errors = [reply for reply in replies if isinstance(reply, (RedisError, OSError))]
+        for error in errors:
+            explained = self.explain(error)
+            partly = self.cluster and isinstance(explained, ServiceUnavailable) and len(errors) < len(replies)
+            if not partly and not isinstance(explained, Unreadable):
+                raise self._failed(error) from error
         return replies
 
     async def call(
@@ -336,10 +339,7 @@ class Connection:
         return await self._inspect()
 
     async def _load_library(self) -> None:
-        if self.cluster:
-            await load_on_cluster(self.cluster, self._answer)
-        else:
-            await load_library(self.client, self._answer)
+        await (load_on_cluster(self.cluster, self._answer) if self.cluster else load_library(self.client, self._answer))
 
     async def _inspect(self) -> ServerReport:
         found = await inspect_servers(self.client, self.cluster, self._answer, self._topology.fails_over)

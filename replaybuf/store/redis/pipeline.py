@@ -95,7 +95,7 @@ class FastPipeline(Pipeline):
 
     def _convert(self, reply: Any, words: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Give a reply the form that redis-py gives it for this command."""
-        callback = None if isinstance(reply, ResponseError) else self.response_callbacks.get(words[0])
+        callback = None if isinstance(reply, Exception) else self.response_callbacks.get(words[0])
         if callback is None:
             return reply
         return callback(reply, **{name: value for name, value in options.items() if name != "keys"})
@@ -171,7 +171,7 @@ def _read_value(connection: Any) -> Any:
 def _raise_first(replies: list[Any]) -> list[Any]:
     """Return replies. Raises the first that is an error."""
     for reply in replies:
-        if isinstance(reply, ResponseError):
+        if isinstance(reply, Exception):
             raise reply
     return replies
 

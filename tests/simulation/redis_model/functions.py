@@ -26,12 +26,19 @@ class _Bridge:
         self.lua.globals()[b"HITS"] = self.lua.table()
         self.call: Call | None = None
         self.registered: dict[bytes, Any] = {}
-        self.lua.globals()[b"redis"] = self.lua.table_from({b"call": self._call, b"register_function": self._register})
+        functions = {b"call": self._call, b"pcall": self._pcall, b"register_function": self._register}
+        self.lua.globals()[b"redis"] = self.lua.table_from(functions)
 
     def _call(self, *words: Any) -> Any:
         if self.call is None:
             raise ResponseError("Script attempted to access a non local key while it was loaded")
         return self._to_lua(self.call([word if type(word) is bytes else _word(word) for word in words]))
+
+    def _pcall(self, *words: Any) -> Any:
+        try:
+            return self._call(*words)
+        except ResponseError as error:
+            return self.lua.table_from({b"err": str(error).encode()})
 
     def _register(self, first: Any, callback: Any = None) -> None:
         name = first if callback is not None else first[b"function_name"]

@@ -30,6 +30,8 @@ TIMES_SAMPLED_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 """Upper edges of the buckets of `times_sampled`."""
 MOST_STALENESS = 64
 """Greatest staleness with a label of its own."""
+KEPT_S = 300.0
+"""A finished run leaves the metrics so long after its last change: its last values are scraped by then."""
 READ_S = 10.0
 """Time limit to read the metrics for a push."""
 _PROMPT_STATES = ("trained", "dropped", "failed", "pending")
@@ -237,10 +239,13 @@ def _pieces(service: Service) -> Iterator[Callable[[MetricText], None]]:
         answered[run].append((call, str(status), count))
     for (run, call), histogram in sorted(service.traffic.took.items()):
         took[run].append((call, histogram))
+    left_out = {name for name, run in service.runs.items() if run.state.state == "finished" and run.quiet(KEPT_S)}
     for name, one in sorted(service.runs.items()):
+        if name in left_out:
+            continue
         yield functools.partial(_read_run, name=name, run=one)
         yield functools.partial(_read_adapters, name=name, run=one)
-    for name in sorted(answered.keys() | took.keys()):
+    for name in sorted((answered.keys() | took.keys()) - left_out):
         yield functools.partial(_read_traffic, name=name, answered=answered[name], took=took[name])
     yield functools.partial(_read_server, service=service)
 
