@@ -14,9 +14,10 @@
 #   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
+#   make gpu [ARGS="--steps 40"]     vLLM and the reference trainer on one or two GPUs; JSON in benchmarks/results
 #   make peers                       Reverb and TransferQueue for `make bench ONLY=peers`, in .venv-peers (3.2 GB)
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--fault older ranks"]
-#                                    hurt real processes under load (--fault KIND ... for some kinds, --topology sentinel
+#                                    hurt real processes under load (--fault KIND ... for some kinds, --topology sentinel|cluster
 #                                    for a Valkey that fails over); a checker judges it
 #   make simulate-faults [SEEDS=200] [SEED=n] [SECONDS=180]
 #                                    the service on a virtual clock with faults at every await; SEED replays one schedule
@@ -49,7 +50,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-trl test-adapters check docs bench peers chaos simulate-faults fuzz schema packages browser screenshots vendor clean
+.PHONY: help install demo test coverage test-vllm test-trl test-adapters check docs bench gpu peers chaos simulate-faults fuzz schema packages browser screenshots vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -131,6 +132,9 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 	$(BIN)/python benchmarks/tables.py
+
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 peers:
 	@benchmarks/peers/install.sh $(PYTHON) $(PEERS)

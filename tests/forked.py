@@ -12,7 +12,9 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
@@ -43,12 +45,7 @@ class ForkedProcess:
         self.args = [module, *arguments]
         self.stdout = os.fdopen(reading)
         with os.fdopen(writing, "wb") as stdout:
-            self._process = _forks.Process(
-                target=_run,
-                args=(module, list(arguments), dict(environment), str(Path.cwd()), _Descriptors(stdout, stderr)),
-                daemon=True,
-            )
-            self._process.start()
+            self._process = _start(module, arguments, environment, stdout, stderr)
 
     @property
     def pid(self) -> int:
@@ -67,6 +64,36 @@ class ForkedProcess:
         if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout_s)
         return code
+
+
+def run_forked(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module arguments` to its end, as `subprocess.run` does, without the start of an interpreter."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = _start(module, arguments, environment, stdout, stderr)
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired([module, *arguments], timeout_s)
+        written = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            written.append(file.read())
+        return subprocess.CompletedProcess([module, *arguments], process.exitcode, *written)
+
+
+def _start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]
+) -> ForkServerProcess:
+    process = _forks.Process(
+        target=_run,
+        args=(module, list(arguments), dict(environment), str(Path.cwd()), _Descriptors(stdout, stderr)),
+        daemon=True,
+    )
+    process.start()
+    return process
 
 
 class _Descriptors:

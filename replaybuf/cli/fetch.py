@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import TypeVar
 
-import httpx
-
-from replaybuf.client.addresses import authorization, base_url, unix_mounts
+from replaybuf.client.addresses import authorization
+from replaybuf.client.http_reply import NoReply
 from replaybuf.client.replies import answer_of, error_of
-from replaybuf.client.transport import needs_certificates
+from replaybuf.client.transport import Sending, transport_to
 from replaybuf.errors import ServiceUnavailable
 
 T = TypeVar("T")
@@ -21,18 +20,17 @@ READINESS = "/readyz"
 
 def fetch(address: str, path: str, token: str | None, shape: type[T]) -> T:
     """Return the answer of a call. Raises the service's error, `ServiceUnavailable` without an answer."""
+    request = Sending(
+        method="GET", path=path, headers={"accept": "*/*"}, content=b"", connect_s=TIMEOUT_S, read_s=TIMEOUT_S
+    )
     try:
-        mounts = unix_mounts([address], lambda path: httpx.HTTPTransport(uds=path, verify=False))
-        verify = needs_certificates([address])  # reading them takes 20 ms, and `top` asks every 2 s
-        with httpx.Client(headers=authorization(token), timeout=TIMEOUT_S, mounts=mounts, verify=verify) as http:
-            response = http.get(base_url(address) + path)
-    except httpx.HTTPError as error:
-        raise ServiceUnavailable(
-            f"no answer from {address}: {error or type(error).__name__}", name="url", value=address
-        ) from error
-    if response.is_error and path != READINESS:  # 503 there is an answer
-        raise error_of(response)
-    return answer_of(response, shape)
+        with contextlib.closing(transport_to(address, authorization(token))) as transport:
+            reply = transport.send(request)
+    except NoReply as error:
+        raise ServiceUnavailable(f"no answer from {address}: {error}", name="url", value=address) from error
+    if not reply.is_success and path != READINESS:  # 503 there is an answer
+        raise error_of(reply)
+    return answer_of(reply, shape)
 
 
 def fetch_first(addresses: Sequence[str], path: str, token: str | None, shape: type[T]) -> tuple[str, T]:

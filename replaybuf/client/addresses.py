@@ -6,13 +6,9 @@ An address is `http://HOST:PORT`, or `unix:/PATH` for a socket on this machine; 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from replaybuf.errors import Invalid
-
-TransportT = TypeVar("TransportT")
 
 _UNIX = "unix:"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -63,15 +59,10 @@ def authorization(token: str | None) -> dict[str, str]:
 
 
 def base_url(address: str) -> str:
-    """Return the URL of `address` for httpx; for a unix socket, a name that identifies it in `mounts`."""
+    """Return the URL of `address`; for a unix socket, one with a name that identifies it."""
     if not address.startswith(_UNIX):
         return address
     return f"http://{hashlib.blake2b(address.encode(), digest_size=8).hexdigest()}.unix"
-
-
-def unix_mounts(addresses: Iterable[str], transport: Callable[[str], TransportT]) -> dict[str, TransportT | None]:
-    """Return `mounts` for `httpx.Client` with a transport for each unix socket; `transport` makes one from a path."""
-    return {base_url(address): transport(socket_path(address)) for address in addresses if address.startswith(_UNIX)}
 
 
 def socket_path(address: str) -> str:

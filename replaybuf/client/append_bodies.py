@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import httpx
-
+from replaybuf.client.http_reply import Reply
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import InvalidGroups, Malformed, counted
 from replaybuf.wire.contract import AppendResult, AppendResults
@@ -44,7 +43,7 @@ def split_frames(groups: Sequence[Group], positions: list[int], compress: bool) 
         yield chunk
 
 
-def read_results(reply: httpx.Response, sent: int) -> list[AppendResult]:
+def read_results(reply: Reply, sent: int) -> list[AppendResult]:
     """Return the result of each of `sent` groups. Raises the error of an answer without results, `Malformed`."""
     if reply.status_code == InvalidGroups.status and not isinstance(error := error_of(reply), InvalidGroups):
         raise error

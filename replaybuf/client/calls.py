@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Literal, Unpack
 
-import httpx
-
 from replaybuf.client.append_bodies import read_results, reject, split_frames
+from replaybuf.client.http_reply import Reply
 from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
 from replaybuf.client.http_request import encode_body, finite_metrics, given, segment
@@ -48,7 +48,7 @@ from replaybuf.wire.late_columns import encode_columns, late_columns
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 
-_ABSENT = frozenset({httpx.codes.NOT_FOUND})
+_ABSENT = frozenset({HTTPStatus.NOT_FOUND})
 _LOG_EVERY_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class RunCalls:
         The service holds the call for at most `wait_ms`. Raises `Fenced`, `WrongStep`, `Gone`, `RunFinished`.
         """
         reply = yield _batch_request(step, epoch, dp_rank, wait_ms)
-        return answer_of(reply, WaitingAnswer) if reply.status_code == httpx.codes.ACCEPTED else reply.content
+        return answer_of(reply, WaitingAnswer) if reply.status_code == HTTPStatus.ACCEPTED else reply.content
 
     def fetch_plan(self, step: int, epoch: int, dp_rank: int = 0, wait_ms: int = 0) -> Exchange[Plan | WaitingAnswer]:
         """Return the plan of that body (see `replaybuf.wire.plan`), or why there is no batch yet.
@@ -155,7 +155,7 @@ class RunCalls:
         Raises as `fetch_batch` does, and `Malformed` if the service has no plans.
         """
         reply = yield _batch_request(step, epoch, dp_rank, wait_ms, accept=PLAN_TYPE)
-        return answer_of(reply, WaitingAnswer) if reply.status_code == httpx.codes.ACCEPTED else answer_of(reply, Plan)
+        return answer_of(reply, WaitingAnswer) if reply.status_code == HTTPStatus.ACCEPTED else answer_of(reply, Plan)
 
     def ack(
         self,
@@ -208,6 +208,7 @@ class RunCalls:
         self,
         producer: str,
         in_flight: int | None = None,
+        slots: int | None = None,
         engines: int | None = None,
         held_back_by: str | None = None,
         failure: ProducerFailure | None = None,
@@ -216,7 +217,7 @@ class RunCalls:
 
         `failure`: the newest since the last heartbeat, by `replaybuf.client.producers.describe_failure`.
         """
-        body = given(in_flight=in_flight, engines=engines, held_back_by=held_back_by, failure=failure)
+        body = given(in_flight=in_flight, slots=slots, engines=engines, held_back_by=held_back_by, failure=failure)
         path = f"/producers/{segment(producer)}"
         request = HttpRequest(method="PUT", path=path, content=encode_body(body), repeatable=False)
         return answer_of((yield request), Heartbeat)
@@ -384,7 +385,7 @@ class RunCalls:
 
     # ------------------------------------------------------------------
 
-    def _remember(self, reply: httpx.Response) -> RunStatus:
+    def _remember(self, reply: Reply) -> RunStatus:
         status = answer_of(reply, RunStatus)
         self._bounds = status.facts().group_limits()
         return status

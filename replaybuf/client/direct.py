@@ -20,7 +20,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from replaybuf.client.http_client import HttpClient
-from replaybuf.errors import BrokenFrame, Invalid, Malformed, MissingExtra, SpillAway
+from replaybuf.errors import BrokenFrame, Invalid, Malformed, MissingExtra, ServiceUnavailable, SpillAway
 from replaybuf.store.chunks import READ_BYTES, split_chunks
 from replaybuf.store.spill_folder import SpillFolder, open_folder
 from replaybuf.store.topology import open_reader
@@ -62,6 +62,8 @@ class DirectBodies:
             )
         except ValueError as error:  # without the URL: it may hold a password
             raise Invalid(f"redis_url is not a Redis URL: {error}", name="redis_url") from None
+        except RedisError as error:  # the client of a cluster asks for its nodes at once
+            raise ServiceUnavailable(f"Redis cannot be reached: {error}", name="redis_url") from error
 
     def close(self) -> None:
         """Close the connections to Redis; the client stays open."""

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import httpx
-
-from replaybuf.client.addresses import addresses_of, authorization, base_url, unix_mounts
+from replaybuf.client.addresses import addresses_of, authorization, base_url
 from replaybuf.client.calls import Exchange, HttpRequest, RunCalls
+from replaybuf.client.http_reply import LateReply, NoReply, Reply
 from replaybuf.client.replies import error_of
 from replaybuf.client.retries import Patience
-from replaybuf.client.transport import mounts_of, needs_certificates
+from replaybuf.client.transport import Sending, async_transport_to, path_with, transport_to
 from replaybuf.errors import NoRoom, NotLeader, ReplaybufError, ServiceUnavailable
 from replaybuf.missing_run import in_words_of
 from replaybuf.tracing import Headers, spans
@@ -29,10 +28,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Below the 5 s after which uvicorn closes an idle connection, so that no request is sent on a closing one.
-_KEEPALIVE_S = 2.0
 _WAY_OUT = "create it with Client.put_run, or wait for it with Client.wait_for_run"
-_LIMITS = httpx.Limits(max_connections=32, max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE_S)
 
 
 class _Servers:
@@ -44,42 +40,42 @@ class _Servers:
         self._run = check_run_name(run)
         self.addresses = addresses_of(url)
         self.address = self.addresses[0]
-        # Always set: httpx requests zstd by default if that library is installed.
-        self.headers = {"accept-encoding": "zstd, identity;q=0.5" if compress else "identity"} | authorization(token)
+        coding = "zstd, identity;q=0.5" if compress else "identity"
+        self.headers = {"accept-encoding": coding, "accept": "*/*"} | authorization(token)
         self.retry_for_s = retry_for_s
         self._timeout_s = timeout_s
 
     def _base(self, request: HttpRequest) -> str:
         return "/v1/runs" if request.every_run else f"/v1/runs/{self._run}"
 
-    def arguments(self, request: HttpRequest, address: str, tracing: Headers) -> dict[str, Any]:
-        """Return the arguments of `httpx.Client.request`."""
+    def sending(self, request: HttpRequest, tracing: Headers) -> Sending:
+        """Return what is sent for a request."""
         headers = {"content-type": request.media_type, **tracing} if request.content else {**tracing}
         if request.accept is not None:
             headers["accept"] = request.accept
-        return {
-            "method": request.method,
-            "url": base_url(address) + self._base(request) + request.path,
-            "params": request.params or None,
-            "content": request.content or None,
-            "headers": headers,
-            "timeout": httpx.Timeout(self._timeout_s + request.wait_ms / 1000, connect=self._timeout_s),
-        }
+        return Sending(
+            method=request.method,
+            path=path_with(self._base(request) + request.path, request.params),
+            headers=headers,
+            content=request.content,
+            connect_s=self._timeout_s,
+            read_s=self._timeout_s + request.wait_ms / 1000,
+        )
 
     def span(self, request: HttpRequest, address: str) -> AbstractContextManager[Headers]:
         """Record a request; gives the headers to send with it."""
         return spans.request(request.method, request.path, base_url(address) + self._base(request))
 
-    def unreachable(self, request: HttpRequest, address: str, error: httpx.TransportError) -> ServiceUnavailable:
+    def unreachable(self, request: HttpRequest, address: str, error: NoReply) -> ServiceUnavailable:
         """Return the error of a request that got no answer, with address and cause."""
-        cause = str(error) or type(error).__name__
-        if isinstance(error, httpx.TimeoutException):
-            cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({type(error).__name__})"
+        cause = str(error)
+        if isinstance(error, LateReply):
+            cause = f"no answer within {self._timeout_s + request.wait_ms / 1000:g} s ({cause})"
         url = address + self._base(request)
         detail = f"{request.method} {url}{request.path}: {cause}"
         return ServiceUnavailable(detail, retry_after_s=0.0, name="url", value=url)
 
-    def checked(self, request: HttpRequest, reply: httpx.Response) -> httpx.Response:
+    def checked(self, request: HttpRequest, reply: Reply) -> Reply:
         """Return `reply` if it is an answer. Raises the error that it describes."""
         if reply.is_success or reply.status_code in request.answers:
             return reply
@@ -163,8 +159,9 @@ class HttpClient:
     ) -> None:
         self._servers = _Servers(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        mounts, verify = mounts_of(self._servers.addresses, _KEEPALIVE_S), needs_certificates(self._servers.addresses)
-        self._http = httpx.Client(headers=self._servers.headers, limits=_LIMITS, mounts=mounts, verify=verify)
+        self._transports = {
+            address: transport_to(address, self._servers.headers) for address in self._servers.addresses
+        }
 
     @property
     def address(self) -> str:
@@ -173,7 +170,8 @@ class HttpClient:
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        for transport in self._transports.values():
+            transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -230,7 +228,7 @@ class HttpClient:
             result: T = end.value
             return result
 
-    def _send(self, request: HttpRequest) -> httpx.Response:
+    def _send(self, request: HttpRequest) -> Reply:
         tries = _Tries(self._servers, request)
         while True:
             try:
@@ -240,11 +238,11 @@ class HttpClient:
                 _log_pause(pause_s, error)
                 time.sleep(pause_s)
 
-    def _try(self, request: HttpRequest, address: str) -> httpx.Response:
+    def _try(self, request: HttpRequest, address: str) -> Reply:
         with self._servers.span(request, address) as tracing:
             try:
-                reply = self._http.request(**self._servers.arguments(request, address, tracing))
-            except httpx.TransportError as error:
+                reply = self._transports[address].send(self._servers.sending(request, tracing))
+            except NoReply as error:
                 raise self._servers.unreachable(request, address, error) from error
             return self._servers.checked(request, reply)
 
@@ -265,11 +263,9 @@ class AsyncHttpClient:
         self.make_blocking = functools.partial(HttpClient, url, run, token, timeout_s, retry_for_s, compress)
         self._servers = _Servers(url, run, token, timeout_s, retry_for_s, compress)
         self._calls = RunCalls()
-        verify = needs_certificates(self._servers.addresses)
-        mounts = unix_mounts(
-            self._servers.addresses, lambda path: httpx.AsyncHTTPTransport(uds=path, limits=_LIMITS, verify=False)
-        )
-        self._http = httpx.AsyncClient(headers=self._servers.headers, limits=_LIMITS, mounts=mounts, verify=verify)
+        self._transports = {
+            address: async_transport_to(address, self._servers.headers) for address in self._servers.addresses
+        }
 
     @property
     def address(self) -> str:
@@ -278,7 +274,8 @@ class AsyncHttpClient:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for transport in self._transports.values():
+            await transport.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -335,7 +332,7 @@ class AsyncHttpClient:
             result: T = end.value
             return result
 
-    async def _send(self, request: HttpRequest) -> httpx.Response:
+    async def _send(self, request: HttpRequest) -> Reply:
         tries = _Tries(self._servers, request)
         while True:
             try:
@@ -345,11 +342,11 @@ class AsyncHttpClient:
                 _log_pause(pause_s, error)
                 await asyncio.sleep(pause_s)
 
-    async def _try(self, request: HttpRequest, address: str) -> httpx.Response:
+    async def _try(self, request: HttpRequest, address: str) -> Reply:
         with self._servers.span(request, address) as tracing:
             try:
-                reply = await self._http.request(**self._servers.arguments(request, address, tracing))
-            except httpx.TransportError as error:
+                reply = await self._transports[address].send(self._servers.sending(request, tracing))
+            except NoReply as error:
                 raise self._servers.unreachable(request, address, error) from error
             return self._servers.checked(request, reply)
 

@@ -11,8 +11,9 @@ from collections.abc import Generator, Mapping
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote
 
-import httpx
 import msgspec
+
+from replaybuf.client.http_reply import Reply
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class HttpRequest:
     pause_s: float = 0.0
 
 
-Exchange: TypeAlias = Generator[HttpRequest, httpx.Response, T]
+Exchange: TypeAlias = Generator[HttpRequest, Reply, T]
 
 
 def segment(text: str) -> str:

@@ -1,6 +1,7 @@
 // The configuration of a run as a form, and as JSON behind a tab. The fields come from the service's own schema.
 
 import { get } from "./api.js";
+import { adapterRows, pluginRows } from "./config_rows.js";
 import { h } from "./dom.js";
 import { field } from "./fields.js";
 
@@ -15,7 +16,8 @@ export async function loadSchemas() {
 const same = (left, right) => JSON.stringify(left) === JSON.stringify(right);
 
 // `values` are those of the start, `parts` of the configuration become sections: [heading, part or "" for the run's own
-// fields, open, names of its fields; all of them if left out]. Other parts of `values` are only in the JSON. `changed` hears of each change.
+// fields, open, names of its fields; all of them if left out]. Other parts of `values` are only in the JSON. `changed`
+// hears of each change.
 export function configForm({ schemas, plugins }, parts, values, { id, label, changed = () => {} }) {
   const form = h("div", { id: `${id}-form`, role: "tabpanel", "aria-labelledby": `${id}-tab-form` });
   const text = h("textarea", { id, spellcheck: "false", "aria-label": label, input: changed });
@@ -23,6 +25,7 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
   const tabs = { form: tab("Form", () => select("form")), json: tab("JSON", () => select("json")) };
   const wrong = h("p", { class: "bad", role: "status" });
   let fields = [];
+  let lists = {}; // parts that are lists, by name
   let [original, start] = [null, null];
   let picked = null; // the strategy: how to ask its name, and its name at the start
   set(values);
@@ -50,6 +53,7 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
   function build(now) {
     start = structuredClone(now);
     fields = [];
+    lists = {};
     form.replaceChildren(...("strategy" in now ? [strategy(now.strategy)] : []), ...parts.map((part) => section(now, ...part)));
   }
 
@@ -59,11 +63,26 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
     return made.node;
   }
 
+  function propertiesOf(schema) {
+    const { $ref } = schema.anyOf?.find((kind) => kind.$ref) ?? schema;
+    return schemas[$ref.split("/").at(-1)].properties;
+  }
+
   function section(now, heading, part, open, only) {
-    const of = part ? schemas[schemas.RunConfig.properties[part].$ref.split("/").at(-1)].properties : schemas.RunConfig.properties;
+    const whole = schemas.RunConfig.properties[part];
+    if (whole?.items || whole?.additionalProperties) return list(now, heading, part, whole);
+    const of = part ? propertiesOf(whole) : schemas.RunConfig.properties;
     const values = part ? (now[part] ?? {}) : now;
-    const nodes = (only ?? Object.keys(of)).map((name) => add(part ? `${part}.${name}` : name, of[name], name in values ? values[name] : of[name].default));
+    const optional = whole?.anyOf ? { default: null } : {}; // a part that may be null: empty fields
+    const nodes = (only ?? Object.keys(of)).map((name) => add(part ? `${part}.${name}` : name, { ...of[name], ...optional }, name in values ? values[name] : of[name].default));
     return h("details", { class: "fields", open }, h("summary", {}, heading), h("div", { class: "grid" }, nodes));
+  }
+
+  function list(now, heading, part, { items, additionalProperties, description }) {
+    const { name, options, ...own } = propertiesOf(items ?? additionalProperties);
+    const made = items ? pluginRows(part, heading, description, plugins[part] ?? {}, own, now[part] ?? [], changed) : adapterRows(heading, description, own, now[part] ?? {}, changed);
+    lists[part] = made;
+    return made.node;
   }
 
   // The strategy: choosing another one shows its own options.
@@ -110,6 +129,11 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
       const last = path.pop();
       const holder = path.reduce((part, key) => part?.[key], now);
       if (last in (holder ?? {}) || !same(value ?? null, usual)) path.reduce((part, key) => (part[key] ??= {}), now)[last] = value;
+    }
+    for (const [part, { read: ask }] of Object.entries(lists)) {
+      const { value, wrong: refused } = ask();
+      bad.push(...refused);
+      if (part in now || Object.keys(value).length) now[part] = value;
     }
     if (bad.length) wrong.textContent = `Mend ${bad.join(", ")} first.`;
     return bad.length ? null : now;

@@ -91,7 +91,7 @@ class Daemon:
         self._engine = engine
         self._options = options
         self._stages = Stages[Job](stages, options.sampling.n) if stages else None
-        self._heartbeats = Heartbeats(options.producer, lambda: self.waiting)
+        self._heartbeats = Heartbeats(options.producer, lambda: self.waiting, lambda: self._options.max_inflight_groups)
         self._followers = (*followers, self._heartbeats, Doomed())
         self._inflight = InFlight(client, options.service_patience_s)
         self._maker = GroupMaker(

@@ -26,9 +26,10 @@ _CHECK_SHARE = 5
 class Heartbeats:
     """Follower that reports what this producer does; `held_back_by` returns why it does less than it could."""
 
-    def __init__(self, producer: str, held_back_by: Callable[[], str | None]) -> None:
+    def __init__(self, producer: str, held_back_by: Callable[[], str | None], slots: Callable[[], int]) -> None:
         self._producer = producer
         self._held_back_by = held_back_by
+        self._slots = slots
         self._every_s = FIRST_EVERY_S
         self._failing = False
 
@@ -58,6 +59,7 @@ class Heartbeats:
             answer = await inflight.client.send_heartbeat(
                 self._producer,
                 in_flight=len(inflight.jobs),
+                slots=self._slots(),
                 engines=engines,
                 held_back_by=self._held_back_by(),
                 failure=failure,

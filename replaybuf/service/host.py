@@ -135,7 +135,7 @@ class Service:
             if await self._open(name) is None:
                 decide_create(config, 0.0)  # first: a refused configuration must leave no key
                 if config.spill:
-                    await check_folder(config.spill.url)
+                    await check_folder(self.store.spill, config.spill.url)
                 lease = await self.store.runs.take_lease(name, self._holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")

@@ -33,7 +33,7 @@ class ServeOptions:
     """Data folder: how far each run was acknowledged and, if no Redis URL is set, the data of a private Valkey."""
     redis_url: str | None = dataclasses.field(default=None, repr=False)
     """Redis >= 7.0 or Valkey >= 8 to use: redis://HOST:PORT/DB, rediss://..., unix:///PATH, or the primary that
-    Sentinel watches: redis+sentinel://HOST:PORT[,HOST:PORT...]/NAME."""
+    Sentinel watches: redis+sentinel://HOST:PORT[,HOST:PORT...]/NAME, or a cluster: redis+cluster://HOST:PORT[,...]."""
     tokens_file: Path | None = None
     """File of bearer tokens; clients must send one of them. "replaybuf tokens new" creates tokens. SIGHUP reads
     the file again."""

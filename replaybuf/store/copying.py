@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from replaybuf.errors import Conflict, Gone, NoRoom, Unreadable
+from replaybuf.errors import Conflict, Gone, NoRoom, Unreadable, UnsupportedServer
 from replaybuf.store import keys
 from replaybuf.store.chunks import split_chunks
 from replaybuf.store.redis.connection import Connection
@@ -97,7 +97,7 @@ class CopyStore:
 
     async def read_moment(self, run: str) -> Moment:
         """Read the keys that change in place, in one transaction."""
-        pipe = self._connection.client.pipeline(transaction=True)
+        pipe = (await self._connection.client_of(keys.counts(run))).pipeline(transaction=True)
         pipe.hgetall(keys.counts(run))
         pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
         pipe.hgetall(keys.cursors(run))
@@ -150,8 +150,15 @@ class CopyStore:
     async def check_free(self, run: str) -> None:
         """Raise `Conflict` if this Redis holds the run, and `Gone` while an older run of the name is being deleted.
 
-        A run that was deleted less than a day ago may be restored.
+        A run that was deleted less than a day ago may be restored. Raises `UnsupportedServer` for a cluster.
         """
+        if self._connection.cluster:
+            # Nothing checks the lease in the slot of a payload: a restore that stood still would write over another.
+            raise UnsupportedServer(
+                f"{self._connection.url} is a Redis Cluster; restore to one server (redis://HOST:PORT/DB)",
+                name="redis_url",
+                value=self._connection.url,
+            )
         pipe = self._connection.client.pipeline(transaction=True)
         pipe.sismember(keys.RUNS, run)
         pipe.get(keys.deleted(run))
@@ -260,6 +267,6 @@ def _nbytes(command: Command) -> int:
 
 
 def _copied(run: str, adapters: Iterable[str]) -> list[str]:
-    """List the keys of a run that a copy holds. Lease, known ends and spilled groups belong to one Redis."""
-    left_out = {keys.lead(run), keys.lost(run), keys.spill(run)}
+    """List the keys of a run that a copy holds. Lease, known ends, spilled groups and buckets belong to one Redis."""
+    left_out = {keys.lead(run), keys.lost(run), keys.spill(run), keys.buckets(run)}
     return [key for key in keys.all_of(run, adapters) if key not in left_out]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import ENTRY, Numbers
-from replaybuf.store.keys import named_payload
+from replaybuf.store.keys import payload_prefixes
 
 _SIZE = ENTRY.itemsize
 _FIELDS = [b"n", b"s"]
@@ -89,7 +89,7 @@ def read_chunk(raw: Sequence[Any], run: str) -> IndexChunk:
         values, strings = [field[1] for field in fields], [_decode_strings(field[3]) for field in fields]
         names = {(field[0], field[2]) for field in fields}
         whole = names == {(b"n", b"s")} and {*map(len, values)} == {_SIZE} and {*map(len, fields)} == {4}
-        own = named_payload(run, "")
+        own = payload_prefixes(run)
         if whole and all(entry.payload_key.startswith(own) for entry in strings):
             return IndexChunk(numbers, np.frombuffer(b"".join(values), ENTRY), np.zeros(len(raw), bool), strings)
     except (IndexError, *_DECODE_ERRORS):
@@ -114,7 +114,7 @@ def encode_entry(chunk: IndexChunk, position: int) -> bytes:
 
 def read_stored(numbers: Numbers, raw: Sequence[bytes], run: str) -> IndexChunk:
     """Decode entries of a run that `encode_entry` wrote, one by one: some may be malformed."""
-    own = named_payload(run, "")
+    own = payload_prefixes(run)
     values = np.zeros(len(raw), ENTRY)
     malformed = np.zeros(len(raw), bool)
     strings = [NO_STRINGS] * len(raw)

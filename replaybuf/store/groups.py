@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from redis.exceptions import RedisError
@@ -14,6 +14,7 @@ from replaybuf.errors import DataLost, LedgerGap, NotLeader
 from replaybuf.kernel.rows.index import encode_entry
 from replaybuf.kernel.state.tickets import prompt_key, reissue_of
 from replaybuf.store import keys
+from replaybuf.store.buckets import BucketStore
 from replaybuf.store.chunks import split_chunks
 from replaybuf.store.entries import (
     EntryStrings,
@@ -26,7 +27,7 @@ from replaybuf.store.entries import (
     read_stored,
 )
 from replaybuf.store.loss.ends import Ends
-from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.faults import dropped_payload
 from replaybuf.store.redis.pipeline import read_values, receive, send
 from replaybuf.store.spill import SpilledFrames
@@ -37,6 +38,8 @@ ENTRIES_AT_ONCE = 2_000
 """Entries read by number at once: decoding them takes about 5 ms."""
 FREED_AT_ONCE = 1_000
 """Payloads that one call deletes: it blocks Redis for about 1 ms."""
+Published: TypeAlias = tuple[NewEntry, int, int]
+"""Index entry of a group, outcome and number, as `rb_publish` returns them."""
 Names = tuple[str, str]
 """The id of a group, and the default id of its ticket's prompt ("" without a ticket)."""
 
@@ -77,11 +80,15 @@ class PendingGroup:
 
 
 class GroupStore:
-    """Appends groups once, reads them in bulk or one by one, deletes payloads. `spilled` reads frames from folders."""
+    """Appends groups once, reads them in bulk or one by one, deletes payloads.
 
-    def __init__(self, connection: Connection) -> None:
+    `spilled` reads frames from folders; `buckets` holds the payloads on a cluster.
+    """
+
+    def __init__(self, connection: Connection, buckets: BucketStore | None = None) -> None:
         self._connection = connection
         self.spilled = SpilledFrames()
+        self.buckets = buckets
 
     async def append(
         self, run: str, groups: Sequence[PendingGroup], published: Mapping[str, int], now_s: float, token: str = ""
@@ -93,38 +100,17 @@ class GroupStore:
         only; it raises `NoRoom` for the others.
 
         One round trip: SET payloads with a TTL -> publish -> wait for the disk. The function checks that each payload
-        is there, removes its TTL and adds the index entry in one step, so no crash leaves one without the other.
+        is there, removes its TTL and adds the index entry in one step, so no crash leaves one without the other. On a
+        cluster two round trips, see `BucketStore`.
         """
-        entries: list[NewEntry] = []
-        payload_keys = [keys.payload(run, item.group_id) for item in groups]
-        names: list[str] = []
-        arguments: list[Any] = []
-        pipe = self._connection.pipeline()
-        pipe.response_callbacks = {}  # replies as they are: an error in the place of OK
-        for key, item in zip(payload_keys, groups, strict=True):
-            pipe.execute_command("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S)
-            entry = _entry_of(item, key, published.get(item.group.adapter, 0), now_s, admitted=bool(token))
-            prompts = [default_prompt(name) for name in item.names]
-            names += [*(keys.prompts_done(run, prompt[0] if prompt else "") for prompt in prompts), key]
-            arguments += [*item.names, entry.values, encode_strings(entry.strings)]
-            arguments += [prompt[1] if prompt else "" for prompt in prompts]
-            entries.append(entry)
-        self._connection.add_call(pipe, run, "rb_publish", names, arguments, token)
-        *saved, reply = await self._connection.run_durably(pipe, may_fail=len(groups))
-        try:
-            _, flat = self._connection.check_reply(run, token, reply)
-        except (DataLost, LedgerGap, NotLeader):
-            pipe = self._connection.pipeline()
-            pipe.unlink(*payload_keys)  # of this attempt only, which was not published
-            await self._connection.run(pipe.execute())
-            raise
-        results: list[AppendResult] = []
-        for item, entry, error, outcome, number in zip(groups, entries, saved, flat[::2], flat[1::2], strict=True):
-            if isinstance(error, RedisError) and outcome < 0:
-                raise self._connection.explain(error)
-            if outcome < 0:
-                raise dropped_payload(self._connection.url)
-            results.append(AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None))
+        if self.buckets:
+            published_groups = await self._append_in_buckets(self.buckets, run, groups, published, now_s, token)
+        else:
+            published_groups = await self._append_at_once(run, groups, published, now_s, token)
+        results = [
+            AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None)
+            for item, (entry, outcome, number) in zip(groups, published_groups, strict=True)
+        ]
         newest = max((r for r in results if r.entry), key=lambda result: result.number, default=None)
         if newest and newest.entry:  # before anything is answered `stored`
             known = self._connection.known
@@ -136,6 +122,81 @@ class GroupStore:
             for position, result in zip(repeated, await self._confirm(run, outcomes), strict=True):
                 results[position] = result
         return results
+
+    async def _append_at_once(
+        self, run: str, groups: Sequence[PendingGroup], published: Mapping[str, int], now_s: float, token: str
+    ) -> list[Published]:
+        """Store groups on one server."""
+        payload_keys = [keys.payload(run, item.group_id) for item in groups]
+        entries = _entries_of(groups, payload_keys, published, now_s, token)
+        pipe = self._connection.pipeline()
+        pipe.response_callbacks = {}  # replies as they are: an error in the place of OK
+        for key, item in zip(payload_keys, groups, strict=True):
+            pipe.execute_command("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S)
+        marks, words = _publish_words(run, groups, entries)
+        names = [name for mark, key in zip(marks, payload_keys, strict=True) for name in (*mark, key)]
+        self._connection.add_call(pipe, run, "rb_publish", names, words, token)
+        *saved, reply = await self._connection.run_durably(pipe, may_fail=len(groups))
+        try:
+            _, flat = self._connection.check_reply(run, token, reply)
+        except (DataLost, LedgerGap, NotLeader):
+            pipe = self._connection.pipeline()
+            pipe.unlink(*payload_keys)  # of this attempt only, which was not published
+            await self._connection.run(pipe.execute())
+            raise
+        for error, outcome in zip(saved, flat[::2], strict=True):
+            if isinstance(error, RedisError) and outcome < 0:
+                raise self._connection.explain(error)
+            if outcome < 0:
+                raise dropped_payload(self._connection.url)
+        return list(zip(entries, flat[::2], flat[1::2], strict=True))
+
+    async def _append_in_buckets(
+        self,
+        buckets: BucketStore,
+        run: str,
+        groups: Sequence[PendingGroup],
+        published: Mapping[str, int],
+        now_s: float,
+        token: str,
+    ) -> list[Published]:
+        """Store groups on a cluster. A full node takes no groups, not even repeats."""
+        while True:
+            payload_keys = [keys.payload_in_bucket(run, item.group_id) for item in groups]
+            entries = _entries_of(groups, payload_keys, published, now_s, token)
+            frames = {key: item.frame for key, item in zip(payload_keys, groups, strict=True)}
+            attempt = await buckets.write(run, frames)
+            written = [part for pair in attempt.written.items() for part in pair]
+            marks, words = _publish_words(run, groups, entries)
+            names = [*(name for mark in marks for name in mark), keys.buckets(run)]
+            words = [attempt.round, len(attempt.written), *written, *words]
+            try:
+                outcome, flat = await self._connection.call(run, "rb_publish_stored", names, words, token, durably=True)
+            except (DataLost, LedgerGap, NotLeader):
+                await buckets.withdraw(run, payload_keys)  # of this attempt only, which was not published
+                raise
+            if text(outcome) == "ok":
+                break
+            await buckets.withdraw(run, payload_keys)
+            buckets.begin_round(run, int(flat))  # this process was idle for two rounds
+        *flat, newest = flat
+        stored = [key for key, result in zip(payload_keys, flat[::2], strict=True) if result == 1]
+        buckets.settle(run, attempt, stored, int(newest))
+        if repeated := [key for key, result in zip(payload_keys, flat[::2], strict=True) if result != 1]:
+            await buckets.withdraw(run, repeated)
+        return list(zip(entries, flat[::2], flat[1::2], strict=True))
+
+    async def sweep(self, run: str, token: str) -> int:
+        """Delete payloads of append attempts that were cut between their two steps; return how many.
+
+        Each must be older than two calls of this method. Raises `NotLeader`.
+        """
+        return await self.buckets.sweep(run, token, self._find_published) if self.buckets else 0
+
+    async def _find_published(self, run: str, payload_keys: Sequence[str]) -> set[str]:
+        numbers = await self.find_numbers(run, [keys.group_of_payload(run, key) for key in payload_keys])
+        entries = await self.read_entries(run, [number for number in numbers if number])
+        return {entry.strings.payload_key for entry in entries}
 
     async def find_repeats(self, run: str, names: Sequence[Names]) -> list[AppendResult | None]:
         """Find the groups that would repeat a stored one, as durably as an append; None = the group is new."""
@@ -177,6 +238,10 @@ class GroupStore:
         Raises `NotLeader`, `DataLost`.
         """
         payload_keys = with_columns(payload_keys, columns)
+        if self.buckets:
+            await self._connection.call(run, "rb_free", (), [""], token)  # a leader that was replaced stops here
+            await self.buckets.unlink(payload_keys)
+            payload_keys = []
         for start in range(0, len(payload_keys) or 1, FREED_AT_ONCE):
             chunk = payload_keys[start : start + FREED_AT_ONCE]
             last = start + FREED_AT_ONCE >= len(payload_keys)
@@ -189,7 +254,7 @@ class GroupStore:
 
         On a connection of its own, without redis-py's conversions. While one chunk is parsed Redis prepares the next.
         """
-        guard, pool = self._connection.run, self._connection.client.connection_pool
+        guard, pool = self._connection.run, (await self._connection.client_of(keys.index(run))).connection_pool
         connection: Any = await guard(pool.get_connection())  # type: ignore[no-untyped-call]
         last = "+" if through is None else f"{through}-0"
         command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
@@ -264,7 +329,8 @@ class GroupStore:
 
     async def read_payloads(self, run: str, payload_keys: Sequence[str]) -> list[bytes | None]:
         """Read payloads as they are, stubs too; None = the payload is missing. Together at most `CHUNK_BYTES`."""
-        # GET and not MGET: in a cluster the payloads have different slots.
+        if self.buckets:
+            return await self.buckets.read(run, payload_keys)
         ends = self._connection.words_of(run, "rb_ends")
         reading = asyncio.to_thread(read_values, self._connection.payload_client, payload_keys, ends)
         values, found = await self._connection.run(reading)
@@ -276,6 +342,35 @@ class GroupStore:
 def with_columns(payload_keys: Iterable[str], columns: Sequence[str]) -> list[str]:
     """List the keys of payloads, and those that their late columns may have."""
     return [key for own in payload_keys for key in (own, *(keys.late_column(own, name) for name in columns))]
+
+
+def _entries_of(
+    groups: Sequence[PendingGroup],
+    payload_keys: Sequence[str],
+    published: Mapping[str, int],
+    now_s: float,
+    token: str,
+) -> list[NewEntry]:
+    return [
+        _entry_of(item, key, published.get(item.group.adapter, 0), now_s, admitted=bool(token))
+        for key, item in zip(payload_keys, groups, strict=True)
+    ]
+
+
+def _publish_words(
+    run: str, groups: Sequence[PendingGroup], entries: Sequence[NewEntry]
+) -> tuple[list[tuple[str, str]], list[Any]]:
+    """List keys and arguments of `rb_publish` by group: the keys where trimmed prompts of its names are marked."""
+    marks: list[tuple[str, str]] = []
+    words: list[Any] = []
+    for item, entry in zip(groups, entries, strict=True):
+        own, of_ticket = default_prompt(item.group_id), default_prompt(item.prompt_key)
+        marks.append(
+            (keys.prompts_done(run, own[0] if own else ""), keys.prompts_done(run, of_ticket[0] if of_ticket else ""))
+        )
+        words += [*item.names, entry.values, encode_strings(entry.strings)]
+        words += [own[1] if own else "", of_ticket[1] if of_ticket else ""]
+    return marks, words
 
 
 def _entry_of(

@@ -8,7 +8,7 @@
 | `rb:{run}:old`               | hash   | until the group is freed   | number -> entry that trimming had to keep      |
 | `rb:{run}:gid`               | hash   | the run's                  | group_id -> number (deduplication)             |
 | `rb:{run}:done:<adapter>`    | bitmap | the run's                  | prompt indexes whose id trimming removed       |
-| `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`                        |
+| `rb:{run}:led`               | stream | until trimmed              | the ledger, ids `<n>-0`, each with a key       |
 | `rb:{run}:candidates`        | stream | until trimmed              | what each batch was chosen from, by entry       |
 | `rb:{run}:snap`              | string | the run's                  | snapshot of the fold at a ledger entry         |
 | `rb:{run}:evals`             | stream | newest 10,000 entries      | results of evaluations                         |
@@ -16,7 +16,7 @@
 | `rb:{run}:cursors`           | hash   | until forgotten            | name of a reader's cursor -> what is done      |
 | `rb:{run}:spill`             | hash   | until the groups are freed | `url`, `folder`, number of each spilled group  |
 | `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
-| `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `stored`: stream ends      |
+| `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `entry_key`, `stored`      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |
 | `rb:{run}:lost`              | string | 30 s, then shown again     | known ends that this Redis lacks               |
@@ -25,9 +25,18 @@
 | `rb:p:{run:group}:<nonce>`   | string | TTL until published        | frame of one group, or stub of a spilled one   |
 | its payload's key`:<column>` | string | the payload's              | frame of one late column                       |
 
-All keys of a run except payloads share one hash tag, so one function can use them all. Payloads hash by group, so a
-cluster spreads them. The nonce gives every append attempt its own payload: a retry never touches published bytes.
-A late column is written under a key with a nonce of its own too, and renamed when it is published.
+Under Redis Cluster a payload is in one of 64 buckets of its run, each of which has one slot:
+
+| key                              | type   | lifetime                | content                                       |
+|----------------------------------|--------|-------------------------|-----------------------------------------------|
+| `rb:b:{run/NN}:<group>:<nonce>`  | string | until freed             | as `rb:p:`, without a TTL                     |
+| `rb:{run/NN}:attempts`           | zset   | the run's               | keys whose publish is not confirmed -> round  |
+| `rb:{run/NN}:written`            | string | the run's               | how many payloads were ever written           |
+| `rb:{run}:buckets`               | hash   | the run's               | bucket -> `written`, as last published        |
+
+All keys of a run except payloads share one hash tag, so one function can use them all. The nonce gives every append
+attempt its own payload: a retry never touches published bytes. A late column is written under a key with a nonce of its
+own too, and renamed when it is published.
 """
 
 from __future__ import annotations
@@ -36,10 +45,15 @@ import functools
 import secrets
 from collections.abc import Iterable
 
+import crc32c
+
 RUNS = "rb:runs"
 DELETING = "rb:deleting"
 ORPHAN_TTL_S = 3600
 """Lifetime of a payload without an index entry."""
+BUCKETS = 64
+"""Parts into which a cluster divides the payloads of a run, by the id of the group."""
+NONCE_BYTES = 8
 
 
 def index(run: str) -> str:
@@ -70,6 +84,11 @@ def snapshot(run: str) -> str:
 def ledger(run: str) -> str:
     """Build the key of the stream of decisions."""
     return f"rb:{{{run}}}:led"
+
+
+def new_entry() -> int:
+    """Build a new key for a ledger entry. Counters are whole numbers of at most 18 digits, and it is one of them."""
+    return int(secrets.token_hex(7), 16)
 
 
 def candidates(run: str) -> str:
@@ -138,28 +157,84 @@ def deleted(run: str) -> str:
     return f"rb:{{{run}}}:deleted"
 
 
+def no_names(run: str) -> str:
+    """Build a key that never exists, in the slot of a run: the place of a list that is in another slot."""
+    return f"rb:{{{run}}}:none"
+
+
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
     """List every key of a run, except its payloads and what stays when it is deleted."""
     control = (index, group_ids, old_entries, snapshot, ledger, tickets, counts, fence, lead, lost)
-    one_each = (*control, candidates, evaluations, samples, cursors, spill)
+    one_each = (*control, candidates, evaluations, samples, cursors, spill, buckets)
     return [*(key(run) for key in one_each), *(prompts_done(run, adapter) for adapter in adapters)]
 
 
 def payload(run: str, group_id: str) -> str:
     """Build a new key for the frame of one append attempt."""
     tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
-    return f"rb:p:{{{tag}}}:{secrets.token_hex(8)}"
+    return f"rb:p:{{{tag}}}:{secrets.token_hex(NONCE_BYTES)}"
+
+
+def bucket_of(group_id: str) -> int:
+    """Return the bucket of a group."""
+    return int(crc32c.crc32c(group_id.encode())) % BUCKETS
+
+
+def payload_in_bucket(run: str, group_id: str) -> str:
+    """Build a new key for the frame of one append attempt, in the bucket of its group."""
+    return f"{_bucketed(run)}{bucket_of(group_id):02d}}}:{group_id}:{secrets.token_hex(NONCE_BYTES)}"
+
+
+def bucket_of_payload(run: str, key: str) -> int | None:
+    """Return the bucket of a payload or late column of a run; None if it is in no bucket."""
+    prefix = _bucketed(run)
+    return int(key[len(prefix) : len(prefix) + 2]) if key.startswith(prefix) else None
+
+
+def group_of_payload(run: str, key: str) -> str:
+    """Return the id of the group whose append attempt has this payload, in a bucket."""
+    return key[len(_bucketed(run)) + len("NN}:") : -len(":") - 2 * NONCE_BYTES]
+
+
+def attempts(run: str, bucket: int) -> str:
+    """Build the key of the append attempts of a bucket that may not be published."""
+    return f"rb:{{{run}/{bucket:02d}}}:attempts"
+
+
+def written(run: str, bucket: int) -> str:
+    """Build the key of the number of payloads that were ever written to a bucket."""
+    return f"rb:{{{run}/{bucket:02d}}}:written"
+
+
+def buckets(run: str) -> str:
+    """Build the key of what is published of the buckets of a run."""
+    return f"rb:{{{run}}}:buckets"
+
+
+def payload_prefixes(run: str) -> tuple[str, str]:
+    """List how the keys of a run's payloads begin."""
+    return named_payload(run, ""), _bucketed(run)
+
+
+def _bucketed(run: str) -> str:
+    return f"rb:b:{{{run}/"
 
 
 def payload_name(run: str, key: str) -> str | None:
-    """Return what follows the run in the key of one of its payloads; None for any other key."""
-    prefix = named_payload(run, "")
-    return key.removeprefix(prefix) if key.startswith(prefix) else None
+    """Return what follows the run in the key of one of its payloads, or the whole key of one in a bucket.
+
+    None for any other key.
+    """
+    plain, bucketed = payload_prefixes(run)
+    if key.startswith(bucketed):
+        return key
+    return key.removeprefix(plain) if key.startswith(plain) else None
 
 
 def named_payload(run: str, name: str) -> str:
     """Build the key of a payload of a run from its name."""
-    return f"rb:p:{{{run}:{name}"
+    # No name of the first kind has a brace before that of its tag's end.
+    return name if name.startswith(_bucketed(run)) else f"rb:p:{{{run}:{name}"
 
 
 def late_column(payload_key: str, column: str) -> str:

@@ -26,6 +26,14 @@ READ_CHUNK_BYTES = 1 << 20
 """Entries are read in chunks of about this size, as long as the entries before; a batch record may have 130 MB."""
 
 
+class LedgerEntry(NamedTuple):
+    """An entry as it was read. `key` is random, "" in entries of older releases."""
+
+    number: int
+    record: AnyRecord
+    key: str
+
+
 class NewColumn(NamedTuple):
     """A late column to publish: key of its group's payload, name, frame."""
 
@@ -42,8 +50,8 @@ class LedgerStore:
 
     async def append(
         self, run: str, token: str, number: int, record: AnyRecord, candidates: Candidates | None = None
-    ) -> None:
-        """Append ledger entry `number`, durably. A repeat of the same entry changes nothing.
+    ) -> str:
+        """Append ledger entry `number`, durably; return its key. A repeat of the same entry changes nothing.
 
         `candidates`: what a batch was chosen from, kept beside the entry and trimmed with it.
         Raises `NotLeader` if a newer leader exists, `DataLost` if the entries before it are missing, and
@@ -53,48 +61,76 @@ class LedgerStore:
         raw = encode_record(record) if groups <= PIECE else await asyncio.to_thread(encode_record, record)
         beside = [] if candidates is None else [msgspec.msgpack.encode(candidates)]
         outcome, detail = await self._connection.call(
-            run, "rb_append", [keys.candidates(run)], [number, raw, *beside], token, durably=True
+            run, "rb_append", [keys.candidates(run)], [number, raw, keys.new_entry(), *beside], token, durably=True
         )
-        self._check(run, number, outcome, text(detail))
+        return self._check(run, number, outcome, text(detail))
 
     async def append_columns(
         self, run: str, token: str, number: int, record: ColumnsRecord, frames: Sequence[NewColumn]
-    ) -> None:
+    ) -> str:
         """Append ledger entry `number`, which adds late columns, and publish their frames: all or nothing, durably.
 
-        Raises what `append` raises, and `NoRoom` if a full server has no memory for the frames. What a failed attempt
-        leaves behind expires.
+        Returns the key of the entry. Raises what `append` raises, and `NoRoom` if a full server has no memory for the
+        frames. What a failed attempt leaves behind expires.
         """
+        if self._connection.cluster:
+            return await self._append_columns_on_nodes(run, token, number, record, frames)
         pipe, connection = self._connection.pipeline(), self._connection
         names: list[str] = []
         for column in frames:
             attempt = keys.late_attempt(column.payload_key, column.name)
             pipe.execute_command("SET", attempt, column.frame, "EX", keys.ORPHAN_TTL_S)
             names += [attempt, keys.late_column(column.payload_key, column.name)]
-        arguments = [number, encode_record(record), *(column.name for column in frames)]
+        arguments = [number, encode_record(record), keys.new_entry(), *(column.name for column in frames)]
         connection.add_call(pipe, run, "rb_columns", names, arguments, token)
         *saved, reply = await connection.run_durably(pipe, may_fail=len(frames))
         outcome, detail = connection.check_reply(run, token, reply)
         if outcome == "missing":
             error = next((one for one in saved if isinstance(one, RedisError)), None)
             raise connection.explain(error) if error else dropped_payload(connection.url)
-        self._check(run, number, outcome, text(detail))
+        return self._check(run, number, outcome, text(detail))
 
-    def _check(self, run: str, number: int, outcome: str, newest: str) -> None:
-        """Raise the error of an append that wrote nothing."""
+    async def _append_columns_on_nodes(
+        self, run: str, token: str, number: int, record: ColumnsRecord, frames: Sequence[NewColumn]
+    ) -> str:
+        """Write the frames where they belong, then append the entry, which makes them count.
+
+        A frame that is there already is kept if it is the same: it is from a call that was cut. Another one is
+        replaced, unless this server does not lead any more.
+        """
+        connection = self._connection
+        flags = [part for name in dict.fromkeys(column.name for column in frames) for part in (f"column:{name}", 1)]
+        await connection.call(run, "rb_count", (), flags, token, durably=True)  # a deletion then deletes them too
+        pipe = connection.pipeline()
+        for column in frames:
+            pipe.execute_command("SET", keys.late_column(column.payload_key, column.name), column.frame, "NX", "GET")
+        held = await connection.run_durably(pipe)
+        if other := [column for column, frame in zip(frames, held, strict=True) if frame not in (None, column.frame)]:
+            await connection.call(run, "rb_count", (), (), token)
+            pipe = connection.pipeline()
+            for column in other:
+                pipe.execute_command("SET", keys.late_column(column.payload_key, column.name), column.frame)
+            await connection.run_durably(pipe)
+        words = [number, encode_record(record), keys.new_entry()]
+        outcome, detail = await connection.call(run, "rb_append", [keys.candidates(run)], words, token, durably=True)
+        return self._check(run, number, outcome, text(detail))
+
+    def _check(self, run: str, number: int, outcome: str, detail: str) -> str:
+        """Return the key of an entry. Raises the error of an append that wrote nothing; `detail` is the newest one."""
+        if outcome == "ok":
+            return detail
         if outcome == "gap":
-            raise data_lost(run, f"the ledger ends at entry {newest}, but entry {number - 1} was acknowledged")
-        if outcome != "ok":
-            logger.error("ledger entry is %s run=%s entry=%d newest=%s", outcome, run, number, newest)
-            raise ServiceUnavailable(
-                f"run {run}: ledger entry {number} is {outcome}; the newest entry is {newest}; an earlier write "
-                "arrived late: send the request again",
-                name="entry",
-                value=number,
-                bound=newest,
-            )
+            raise data_lost(run, f"the ledger ends at entry {detail}, but entry {number - 1} was acknowledged")
+        logger.error("ledger entry is %s run=%s entry=%d newest=%s", outcome, run, number, detail)
+        raise ServiceUnavailable(
+            f"run {run}: ledger entry {number} is {outcome}; the newest entry is {detail}; an earlier write "
+            "arrived late: send the request again",
+            name="entry",
+            value=number,
+            bound=detail,
+        )
 
-    async def read(self, run: str, after: int, count: int | None = None) -> AsyncIterator[list[tuple[int, AnyRecord]]]:
+    async def read(self, run: str, after: int, count: int | None = None) -> AsyncIterator[list[LedgerEntry]]:
         """Read the entries after number `after`, in chunks; at most `count` in all. Raises `Unreadable`."""
         left, chunk = count, FIRST_CHUNK_ENTRIES
         while left is None or left > 0:
@@ -107,7 +143,7 @@ class LedgerStore:
             size = sum(len(fields.get(b"r", b"")) for _, fields in raw)
             records = _read(raw) if size < READ_CHUNK_BYTES else await asyncio.to_thread(_read, raw)
             yield records
-            after = records[-1][0]
+            after = records[-1].number
             left = None if left is None else left - len(records)
             chunk = min(max(1, READ_CHUNK_BYTES // (size // len(raw) + 1)), 8 * chunk, READ_CHUNK_ENTRIES)
 
@@ -134,13 +170,13 @@ def _read_candidates(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[in
         ) from error
 
 
-def _read(raw: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[tuple[int, AnyRecord]]:
+def _read(raw: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[LedgerEntry]:
     return [_read_one(*entry) for entry in raw]
 
 
-def _read_one(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, AnyRecord]:
+def _read_one(entry_id: bytes, fields: Mapping[bytes, bytes]) -> LedgerEntry:
     number = int(entry_id.partition(b"-")[0])
     try:
-        return number, decode_record(fields[b"r"])
+        return LedgerEntry(number, decode_record(fields[b"r"]), text(fields.get(b"k", b"")))
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Unreadable(f"ledger entry {number} does not decode: {error}", name="entry", value=number) from error

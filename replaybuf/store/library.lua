@@ -10,13 +10,23 @@ local function number_of(entry)
   return entry and tonumber(string.match(entry[1], '^%d+')) or 0
 end
 
--- Numbers of the newest ledger entry and of the newest group.
+-- Numbers of the newest ledger entry and of the newest group, and the key of that entry ('' = it has none).
 local function read_ends(run)
-  local found = redis.call('HMGET', run.counts, 'entries', 'stored')
+  local found = redis.call('HMGET', run.counts, 'entries', 'stored', 'entry_key')
   if not found[1] then -- no entry yet, or entries of a release that did not count them
     found[1] = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1])
   end
-  return tonumber(found[1]), tonumber(found[2] or 0)
+  return tonumber(found[1]), tonumber(found[2] or 0), found[3] or ''
+end
+
+-- Whether ledger entry `known` of the caller is in the ledger under its key ('' = unknown). `newest`, `newest_key`: what
+-- Redis holds. A caller that is behind may know a trimmed entry: then it cannot be compared.
+local function holds_entry(run, known, key, newest, newest_key)
+  if key == '' or newest <= known then
+    return newest >= known and (key == '' or key == newest_key)
+  end
+  local entry = redis.call('XRANGE', run.ledger, known .. '-0', known .. '-0')[1]
+  return not entry or entry[2][4] == key
 end
 
 -- Whether group `known` of the caller is in the index, under the payload key `key` ('' = unknown).
@@ -32,36 +42,45 @@ end
 -- How long a caller's ends are kept that Redis lacks. Living servers show theirs at least once a second.
 local LOST_MS = 30000
 
--- Return the furthest ends known of a run: those of the caller, or those that another caller has shown. Ends of a later
--- incarnation are further; those of one that Redis knows to be deleted do not count.
-local function furthest_known(run, incarnation)
-  local known = {
-    incarnation = tonumber(run.known_incarnation), entry = tonumber(run.entry), group = tonumber(run.group),
-    payload_key = run.payload_key,
-  }
-  local shown = run.shown ~= '' and redis.call('GET', run.lost)
-  local its_incarnation, its_entry, its_group, its_key = string.match(shown or '', '^(%d+) (%d+) (%d+) (.*)$')
+-- Return the ends that another caller has shown; nil without any, or if Redis knows that run to be deleted.
+local function read_shown(run, incarnation)
+  local shown = run.shown ~= '' and redis.call('GET', run.lost) or ''
+  local its_incarnation, entry, entry_key, group, key = string.match(shown, '^(%d+) (%d+):(%d*) (%d+) (.*)$')
   if its_incarnation and tonumber(its_incarnation) >= incarnation then
-    if tonumber(its_incarnation) > known.incarnation then
-      known = {incarnation = tonumber(its_incarnation), entry = 0, group = 0}
-    end
-    if tonumber(its_incarnation) == known.incarnation then
-      known.entry = math.max(known.entry, tonumber(its_entry))
-      if tonumber(its_group) >= known.group then
-        known.group, known.payload_key = tonumber(its_group), its_key
-      end
-    end
+    return {
+      incarnation = tonumber(its_incarnation), entry = tonumber(entry), entry_key = entry_key,
+      group = tonumber(group), payload_key = key,
+    }
   end
-  return known
 end
 
--- Whether Redis holds less than is known: fewer entries or groups, another group under a known number, or a run whose
+-- Return the further ends of `one` and `other`, each stream for itself; those of `one` if both are as far, unless only the
+-- other one's key is known. Ends of a later incarnation are further.
+local function furthest(one, other)
+  if one.incarnation ~= other.incarnation then
+    return one.incarnation > other.incarnation and one or other
+  end
+  local entry, group = one, one
+  if other.entry > one.entry or other.entry == one.entry and one.entry_key == '' then
+    entry = other
+  end
+  if other.group > one.group or other.group == one.group and one.payload_key == '' then
+    group = other
+  end
+  return {
+    incarnation = one.incarnation, entry = entry.entry, entry_key = entry.entry_key,
+    group = group.group, payload_key = group.payload_key,
+  }
+end
+
+-- Whether Redis holds less than is known: fewer entries or groups, another one under a known number, or a run whose
 -- deletion it does not know.
-local function holds_less(run, incarnation, entries, stored, known)
+local function holds_less(run, incarnation, known, entries, stored, entry_key)
   if known.entry == 0 and known.group == 0 then
     return false
   end
-  return incarnation < known.incarnation or entries < known.entry or stored < known.group
+  return incarnation < known.incarnation or stored < known.group
+    or not holds_entry(run, known.entry, known.entry_key, entries, entry_key)
     or known.group > 0 and not holds_group(run, known.group, known.payload_key)
 end
 
@@ -95,10 +114,11 @@ end
 -- copy, an emptied Redis, another history), if the caller knows a run of this name that was deleted since, or if a newer
 -- leader exists.
 -- first keys: fence, ledger, index, group ids, counts, lost, incarnation
--- first args: fencing token ('' = not a leader), ledger entry, group, its payload key and incarnation that the caller
--- knows, '1' to show these ends to other callers ('' if Redis is private or may lose its last second)
+-- first args: fencing token ('' = not a leader), ledger entry, its key, group, its payload key and incarnation that the
+-- caller knows, '1' to show these ends to other callers ('' if Redis is private or may lose its last second)
 -- returns {'older', newest entry, newest group, incarnation, known entry, known group, its payload key, known
--- incarnation}, {'replaced', incarnation}, {'fenced', newest token}, or the callback's {outcome, detail, incarnation}
+-- incarnation, key of the known entry}, {'replaced', incarnation}, {'fenced', newest token}, or the callback's
+-- {outcome, detail, incarnation}
 local function guarded(callback)
   return function(keys, args)
     if not serving_since_ms then
@@ -108,21 +128,30 @@ local function guarded(callback)
     for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts', 'lost', 'incarnation'}) do
       run[name] = table.remove(keys, 1)
     end
-    for _, name in ipairs({'token', 'entry', 'group', 'payload_key', 'known_incarnation', 'shown'}) do
+    for _, name in ipairs({'token', 'entry', 'entry_key', 'group', 'payload_key', 'known_incarnation', 'shown'}) do
       run[name] = table.remove(args, 1)
     end
     local incarnation = tonumber(redis.call('GET', run.incarnation) or 0)
     if tonumber(run.known_incarnation) < incarnation and (run.entry ~= '0' or run.group ~= '0') then
       return {'replaced', incarnation}
     end
-    local entries, stored = read_ends(run)
-    local known = furthest_known(run, incarnation)
-    if holds_less(run, incarnation, entries, stored, known) then
-      local shown = {known.incarnation, known.entry, known.group, known.payload_key}
+    local entries, stored, entry_key = read_ends(run)
+    local own, shown = {
+      incarnation = tonumber(run.known_incarnation), entry = tonumber(run.entry), entry_key = run.entry_key,
+      group = tonumber(run.group), payload_key = run.payload_key,
+    }, read_shown(run, incarnation)
+    if holds_less(run, incarnation, own, entries, stored, entry_key)
+      or shown and holds_less(run, incarnation, shown, entries, stored, entry_key) then
+      local known = shown and furthest(own, shown) or own
       if run.shown ~= '' and entries > 0 then -- for callers that know less; a deleted run has no entries
-        redis.call('SET', run.lost, table.concat(shown, ' '), 'PX', LOST_MS)
+        local entry = known.entry .. ':' .. known.entry_key
+        local ends = {known.incarnation, entry, known.group, known.payload_key}
+        redis.call('SET', run.lost, table.concat(ends, ' '), 'PX', LOST_MS)
       end
-      return {'older', entries, stored, incarnation, known.entry, known.group, known.payload_key, known.incarnation}
+      return {
+        'older', entries, stored, incarnation, known.entry, known.group, known.payload_key, known.incarnation,
+        known.entry_key,
+      }
     end
     local newest = run.token ~= '' and newest_fence(run.fence) or ''
     if newest ~= run.token then
@@ -154,24 +183,27 @@ local function find_number(ids, id, done, bit)
 end
 
 -- Put groups into the index, each unless its id, or its ticket's prompt, already has a group.
--- keys of each group: trimmed prompts of the id's adapter, and of the ticket's, payload
+-- keys of each group: trimmed prompts of the id's adapter, and of the ticket's, payload (unless it has another slot)
 -- args of each group: id, id of the ticket's prompt or '', numbers, strings, prompt index of the first id and of the
 -- second, or ''
 -- detail of each group: 1, number; 0, number of the first group (0 if its history is trimmed), and the payload is
 -- deleted; -1, 0 if there is no payload: the server had no memory for it
-local function publish(keys, args, run)
+-- `before`: args in front of these
+local function put_groups(keys, args, run, keys_each, before)
   local published = {}
-  for at = 0, #keys / 3 - 1 do
-    local done, prompt_done, payload = unpack(keys, 3 * at + 1, 3 * at + 3)
-    local id, prompt, numbers, strings, bit, prompt_bit = unpack(args, 6 * at + 1, 6 * at + 6)
+  for at = 0, (#args - before) / 6 - 1 do
+    local done, prompt_done, payload = unpack(keys, keys_each * at + 1, keys_each * (at + 1))
+    local id, prompt, numbers, strings, bit, prompt_bit = unpack(args, before + 6 * at + 1, before + 6 * at + 6)
     local has_prompt = prompt ~= '' and prompt ~= id
     local outcome, number = 0, find_number(run.ids, id, done, bit)
     if not number and has_prompt then
       number = find_number(run.ids, prompt, prompt_done, prompt_bit)
     end
     if number then
-      redis.call('UNLINK', payload)
-    elseif redis.call('PERSIST', payload) == 0 then
+      if payload then
+        redis.call('UNLINK', payload)
+      end
+    elseif payload and redis.call('PERSIST', payload) == 0 then
       outcome, number = -1, 0
     else
       outcome, number = 1, redis.call('HINCRBY', run.counts, 'stored', 1)
@@ -186,7 +218,52 @@ local function publish(keys, args, run)
   return 'ok', published
 end
 
--- Report the newest ledger entry and the newest group.
+local function publish(keys, args, run)
+  return put_groups(keys, args, run, 3, 0)
+end
+
+-- The same for payloads in buckets of a cluster, which are durable already. An attempt that began before the last two
+-- rounds is refused: its payloads may be deleted.
+-- keys: those of `publish`, what is published of the buckets
+-- args: round in which the attempt began, number of buckets, (bucket, its payloads ever written)..., those of `publish`
+-- outcomes: ok, with the newest round as the last detail; outdated, with it as the detail
+local function publish_stored(keys, args, run)
+  local buckets, count = keys[#keys], tonumber(args[2])
+  local newest = tonumber(redis.call('HGET', run.counts, 'round') or 0)
+  if tonumber(args[1]) < newest - 1 then
+    return 'outdated', newest
+  end
+  local outcome, published = put_groups(keys, args, run, 2, 2 + 2 * count)
+  for at = 3, 2 * count + 1, 2 do
+    if tonumber(args[at + 1]) > tonumber(redis.call('HGET', buckets, args[at]) or 0) then
+      redis.call('HSET', buckets, args[at], args[at + 1])
+    end
+  end
+  published[#published + 1] = newest
+  return outcome, published
+end
+
+-- Begin a round of append attempts; returns its number. Attempts of the one before may still be published.
+local function begin_round(keys, args, run)
+  return 'ok', redis.call('HINCRBY', run.counts, 'round', 1)
+end
+
+-- Note append attempts in a bucket of a cluster, before their payloads are written to it.
+-- keys: attempts, written; args: how many payloads the bucket is known to have had, round, key of each payload
+-- returns {1, how many payloads it has had now}, or {0, how many} and changes nothing, if that is less than known
+local function note(keys, args)
+  local written = tonumber(redis.call('GET', keys[2]) or 0)
+  if written < tonumber(args[1]) then
+    return {0, written}
+  end
+  for at = 3, #args do
+    redis.call('ZADD', keys[1], args[2], args[at])
+  end
+  redis.call('SET', keys[2], written + #args - 2)
+  return {1, written + #args - 2}
+end
+
+-- Report the newest ledger entry, the newest group, and the key of that entry.
 local function ends(keys, args, run)
   -- Errors for keys of another type: XREAD of the streams of many runs would fail for all of them.
   redis.call('XLEN', run.ledger)
@@ -195,30 +272,34 @@ local function ends(keys, args, run)
   return 'ok', {read_ends(run)}
 end
 
--- Append ledger entry `n`. A repeat of the same entry is 'ok'.
--- keys: candidates; args: n, record, what the batch was chosen from (only with a batch)
--- outcomes: ok, taken, gap; detail: number of the newest entry
+-- Append ledger entry `n` under a key: a random number of at most 18 digits, which identifies the history.
+-- A repeat of the same entry is 'ok'.
+-- keys: candidates; args: n, record, key, what the batch was chosen from (only with a batch)
+-- outcomes: ok, taken, gap; detail: key of the entry, or number of the newest entry
 local function append(keys, args, run)
   local n, id = tonumber(args[1]), args[1] .. '-0'
   local newest = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1])
   if newest >= n then
     local stored = redis.call('XRANGE', run.ledger, id, id)[1]
     redis.call('SET', run.fence, run.token) -- a write: the caller's wait for durability then covers the stored entry
-    return (stored and stored[2][2] == args[2]) and 'ok' or 'taken', tostring(newest)
+    if stored and stored[2][2] == args[2] then
+      return 'ok', stored[2][4] or ''
+    end
+    return 'taken', tostring(newest)
   end
   if newest + 1 ~= n then
     return 'gap', tostring(newest)
   end
-  redis.call('XADD', run.ledger, id, 'r', args[2])
-  if args[3] then
-    redis.call('XADD', keys[1], id, 'c', args[3])
+  redis.call('XADD', run.ledger, id, 'r', args[2], 'k', args[3])
+  if args[4] then
+    redis.call('XADD', keys[1], id, 'c', args[4])
   end
-  redis.call('HSET', run.counts, 'entries', n)
-  return 'ok', args[1]
+  redis.call('HSET', run.counts, 'entries', n, 'entry_key', args[3])
+  return 'ok', args[3]
 end
 
 -- Append ledger entry `n`, which adds late columns, and publish their frames. A repeat of the same entry is 'ok'.
--- keys of each column: of the attempt, of the column; args: n, record, name of each column
+-- keys of each column: of the attempt, of the column; args: n, record, key, name of each column
 -- outcomes: those of append, and missing: the server had no memory for a frame
 local function columns(keys, args, run)
   local first = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1]) < tonumber(args[1])
@@ -227,11 +308,11 @@ local function columns(keys, args, run)
       return 'missing'
     end
   end
-  local outcome, detail = append({}, {args[1], args[2]}, run)
+  local outcome, detail = append({}, {args[1], args[2], args[3]}, run)
   for at = 1, first and outcome == 'ok' and #keys or 0, 2 do
     redis.call('RENAME', keys[at], keys[at + 1])
     redis.call('PERSIST', keys[at + 1])
-    redis.call('HSET', run.counts, 'column:' .. args[2 + (at + 1) / 2], 1)
+    redis.call('HSET', run.counts, 'column:' .. args[3 + (at + 1) / 2], 1)
   end
   return outcome, detail
 end
@@ -467,7 +548,8 @@ end
 
 -- Go on from what this Redis holds of a run, which is less than was acknowledged. As after a deletion of the run, whoever
 -- knows more reads it again and writes nothing before. A Redis without the run has nothing to go on from.
--- keys: those of `guarded`, lead; args: newest entry and group here, incarnation, entry and group that are known, record
+-- keys: those of `guarded`, lead
+-- args: newest entry and group here, incarnation, entry and group that are known, record, its key
 -- returns the new incarnation, or 0 if these are other entries or groups, or another caller has shown that it knows more
 local function accept_loss(keys, args)
   local run = {ledger = keys[2], index = keys[3], counts = keys[5], lost = keys[6], incarnation = keys[7]}
@@ -475,15 +557,15 @@ local function accept_loss(keys, args)
   if entries ~= tonumber(args[1]) or stored ~= tonumber(args[2]) then
     return 0
   end
-  local shown = {string.match(redis.call('GET', run.lost) or '', '^(%d+) (%d+) (%d+) ')}
+  local shown = {string.match(redis.call('GET', run.lost) or '', '^(%d+) (%d+):%d* (%d+) ')}
   for at = 1, #shown do
     if tonumber(shown[at]) > tonumber(args[at + 2]) then
       return 0
     end
   end
   if entries > 0 then
-    redis.call('XADD', run.ledger, (entries + 1) .. '-0', 'r', args[6])
-    redis.call('HSET', run.counts, 'entries', entries + 1)
+    redis.call('XADD', run.ledger, (entries + 1) .. '-0', 'r', args[6], 'k', args[7])
+    redis.call('HSET', run.counts, 'entries', entries + 1, 'entry_key', args[7])
   end
   local incarnation = math.max(tonumber(redis.call('GET', run.incarnation) or 0), tonumber(args[3])) + 1
   redis.call('SET', run.incarnation, incarnation)
@@ -516,6 +598,8 @@ local function register(name, callback)
 end
 
 register('rb_publish', guarded(publish))
+register('rb_publish_stored', guarded(publish_stored))
+register('rb_begin_round', led(begin_round))
 register('rb_ends', guarded(ends))
 register('rb_append', led(append))
 register('rb_columns', led(columns))
@@ -532,6 +616,7 @@ register('rb_drop', led(drop))
 register('rb_evaluate', guarded(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
+register('rb_note', note)
 register('rb_resign', resign)
 register('rb_delete', led(delete))
 register('rb_erase', erase)

@@ -8,11 +8,13 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from redis.exceptions import ResponseError
 
 from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
-from replaybuf.store.loss.ends import Ends, Loss
+from replaybuf.store.buckets import BucketStore
+from replaybuf.store.loss.ends import Ends, Loss, read_known
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import RUN_NAME
@@ -42,8 +44,9 @@ class Lease:
 class RunStore:
     """Lists and adds runs; takes and releases their leases."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, buckets: BucketStore | None = None) -> None:
         self._connection = connection
+        self._buckets = buckets
         self._strange: set[bytes] = set()
 
     async def list_names(self) -> list[str]:
@@ -108,10 +111,15 @@ class RunStore:
         if isinstance(reply, ResponseError):
             raise self._connection.explain(reply)
         if text(reply[0]) != "older":
-            return None
-        entry, group, incarnation, *known = reply[1:]
-        found = Ends(int(entry), int(group), "", int(incarnation))
-        return Loss(found, Ends(int(known[0]), int(known[1]), text(known[2]), int(known[3])))
+            return await self._read_bucket_loss(self._buckets, run, reply) if self._buckets else None
+        return Loss(Ends(int(reply[1]), int(reply[2]), "", int(reply[3])), read_known(reply))
+
+    async def _read_bucket_loss(self, buckets: BucketStore, run: str, reply: Sequence[Any]) -> Loss | None:
+        """Return the loss of payloads as one of so many groups."""
+        (entry, group, _), incarnation = reply[1], int(reply[2])
+        missing = await buckets.count_missing(run)
+        ends = Ends(int(entry), int(group), "", incarnation)
+        return Loss(ends, msgspec.structs.replace(ends, group=ends.group + missing)) if missing else None
 
     async def accept_loss(self, run: str, loss: Loss, record: bytes) -> bool:
         """Let a run go on from what Redis holds, durably, with a ledger record of it. Every server reads the run again.
@@ -120,12 +128,14 @@ class RunStore:
         """
         found, known = loss
         names = [*keys.guarded(run), keys.lead(run)]
-        expected = [found.entry, found.group, known.incarnation, known.entry, known.group]
+        arguments = [found.entry, found.group, known.incarnation, known.entry, known.group, record, keys.new_entry()]
         pipe = self._connection.pipeline()
-        pipe.fcall("rb_accept_loss", len(names), *names, *expected, record)
+        pipe.fcall("rb_accept_loss", len(names), *names, *arguments)
         (incarnation,) = await self._connection.run_durably(pipe)
         if incarnation:
             self._connection.known.begin(run, int(incarnation))
+        if incarnation and self._buckets:
+            await self._buckets.accept_loss(run)
         return bool(incarnation)
 
     # ------------------------------------------------------------------ deleted runs
@@ -164,7 +174,12 @@ class RunStore:
         A restore that was killed after it kept payloads is a deletion from the end of its lease on.
         """
         names = self._check_names(await self._connection.run(self._connection.client.smembers(keys.DELETING)))
-        found = await self._connection.run(self._connection.client.mget(map(keys.deleted, names))) if names else []
+        pipe = self._connection.pipeline()
+        for name in names:  # not MGET: their keys may be on several servers
+            pipe.get(keys.deleted(name))
+        found = await self._connection.run(pipe.execute())
+        if self._connection.cluster:
+            await self._forget_names([name for name, mark in zip(names, found, strict=True) if mark == b"deleted"])
         marks = {name: text(mark) for name, mark in zip(names, found, strict=True) if mark is not None}
         for name, mark in marks.items():
             if mark.startswith(RESTORING) and await self._abandon(name, mark, deletion := _new_mark()):
@@ -179,15 +194,35 @@ class RunStore:
 
     async def erase(self, run: str, mark: str, names: Sequence[str]) -> bool:
         """Delete keys of a deleted run. Returns False, and deletes nothing, if its mark has changed."""
-        return await self._erase("rb_erase", [keys.deleted(run), *names], [mark])
+        if self._buckets is None:
+            return await self._erase("rb_erase", [keys.deleted(run), *names], [mark])
+        # Between the two another server may finish the deletion, but no run gets the same payload keys: a cluster takes
+        # no restored runs.
+        marked = await self._erase("rb_erase", [keys.deleted(run)], [mark])
+        if marked and self._buckets:
+            await self._buckets.unlink(names, durably=True)
+        return marked
 
     async def erase_last(self, run: str, mark: str, adapters: Iterable[str]) -> bool:
         """Delete the keys of a deleted run except its payloads, and start the day after which its name is free.
 
         Returns False, and deletes nothing, if its mark has changed.
         """
-        names = [keys.deleted(run), keys.RUNS, keys.DELETING, keys.incarnation(run), *keys.all_of(run, adapters)]
-        return await self._erase("rb_erase_last", names, [mark, run, NAME_TAKEN_S])
+        lists = (keys.RUNS, keys.DELETING)
+        if self._connection.cluster:  # other slots: the names go after the mark, and again by `read_deletions`
+            lists = (keys.no_names(run), keys.no_names(run))
+        names = [keys.deleted(run), *lists, keys.incarnation(run), *keys.all_of(run, adapters)]
+        erased = await self._erase("rb_erase_last", names, [mark, run, NAME_TAKEN_S])
+        if erased and self._connection.cluster:
+            await self._forget_names([run])
+        return erased
+
+    async def _forget_names(self, runs: Sequence[str]) -> None:
+        """Remove deleted runs of a cluster from the list of all runs, then from the list of work."""
+        for key in (keys.RUNS, keys.DELETING) if runs else ():
+            pipe = self._connection.pipeline()
+            pipe.srem(key, *runs)
+            await self._connection.run_durably(pipe)
 
     async def _erase(self, function: str, names: Sequence[str], arguments: Sequence[str | int]) -> bool:
         pipe = self._connection.pipeline()

@@ -8,7 +8,7 @@ Each function of a run (`library.lua`) first compares what Redis holds with what
 (`KnownEnds`), and the fencing token of a leader with the newest one. So nothing is written to an older copy of Redis,
 and nothing by a leader that was suspended while another one took over. These writes are outside of functions:
 
-    SET, UNLINK of a payload   its key belongs to one append attempt; it has a TTL until it is published
+    SET, UNLINK of a payload   its key belongs to one append attempt; it has a TTL until it is published, or a note
     names of runs              they only grow; the name "" that tests writability never exists
     keys of a deleted run      a fenced mark deleted them; each call compares the mark, which names this deletion
     `rb_resign`, `rb_restore`  they compare the holder of the lease
@@ -21,6 +21,7 @@ import logging
 from typing import Any
 
 from replaybuf.errors import Unreadable
+from replaybuf.store.buckets import BucketStore
 from replaybuf.store.copying import CopyStore
 from replaybuf.store.cursors import CursorStore
 from replaybuf.store.evaluations import EvaluationStore
@@ -47,10 +48,11 @@ class Store:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.runs = RunStore(connection)
-        self.groups = GroupStore(connection)
+        buckets = BucketStore(connection, connection.cluster) if connection.cluster else None
+        self.runs = RunStore(connection, buckets)
+        self.groups = GroupStore(connection, buckets)
         self.ledger = LedgerStore(connection)
-        self.streams = StreamEnds(connection)
+        self.streams = StreamEnds(connection, buckets)
         self.snapshots = SnapshotStore(connection)
         self.tickets = TicketStore(connection)
         self.counters = CounterStore(connection)
@@ -100,6 +102,8 @@ class Store:
         # The folder was read before the mark is found unchanged, so it is that of the deleted run.
         if folder and await self.runs.erase(run, mark, []):
             await self.spill.remove_files(run, *folder)
+        if self.groups.buckets and await self.runs.erase(run, mark, []):
+            await self.groups.buckets.delete_all(run)
         adapters = [name.partition(":")[2] for name in counters if name.startswith("next:")]
         return groups if await self.runs.erase_last(run, mark, adapters) else None
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replaybuf.errors import DataLost, LedgerGap
 from replaybuf.store import keys
+from replaybuf.store.buckets import BucketStore
 from replaybuf.store.loss.ends import Ends
-from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.connection import Connection, text
+
+SHORTEST_LOOK_S, LOOK_S = 0.02, 0.001
+"""Pause between two looks for new entries on a cluster, at least and for each run."""
 
 
 class StreamEnds:
     """Reads the ends of streams and waits until they move."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, buckets: BucketStore | None = None) -> None:
         self._connection = connection
+        self._buckets = buckets
 
     async def read_end(self, run: str) -> Ends:
         """Read where the streams of a run end. Raises `DataLost` or `LedgerGap` if that is before what is known."""
@@ -32,6 +39,9 @@ class StreamEnds:
                 found.append(_ends(self._connection.check_reply(run, "", reply)[1]))
             except (DataLost, LedgerGap) as error:
                 found.append(error)
+        for position, run in enumerate(runs):
+            if self._buckets and (loss := await self._buckets.find_loss_again(run)):
+                found[position] = loss
         return found
 
     async def read_confirmed_end(self, run: str) -> Ends | None:
@@ -48,6 +58,8 @@ class StreamEnds:
 
     async def wait_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
         """Block until a stream of a run has entries after its known end; return those runs."""
+        if self._connection.cluster:
+            return await self._look_for_entries(known, timeout_s)
         streams: dict[Any, Any] = {}
         for run, ends in known.items():
             streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
@@ -55,7 +67,20 @@ class StreamEnds:
         moved = set(reply or {})
         return [run for run in known if moved & {keys.index(run).encode(), keys.ledger(run).encode()}]
 
+    async def _look_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
+        """Look often: a blocking read covers one slot, so it would take a connection for each run."""
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            pipe = self._connection.pipeline()
+            for run, ends in known.items():
+                pipe.xread({keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}, count=1)
+            replies = await self._connection.run_each(pipe)
+            moved = [run for run, reply in zip(known, replies, strict=True) if reply and isinstance(reply, dict)]
+            if moved or time.monotonic() >= ends_s:
+                return moved
+            await asyncio.sleep(max(SHORTEST_LOOK_S, len(known) * LOOK_S))
+
 
 def _ends(detail: Sequence[int]) -> Ends:
-    entry, group = detail
-    return Ends(int(entry), int(group))
+    entry, group, entry_key = detail
+    return Ends(int(entry), int(group), entry_key=text(entry_key))

@@ -2,7 +2,8 @@
 
     redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH    one server
     redis+sentinel://HOST:PORT[,HOST:PORT...]/NAME[/DB]          the primary that these sentinels call NAME
-    rediss+sentinel://...                                        the same, with TLS to sentinels and servers
+    redis+cluster://HOST:PORT[,HOST:PORT...]                     the Redis Cluster that these nodes belong to
+    rediss+sentinel://..., rediss+cluster://...                  the same, with TLS to sentinels and servers
 
 A topology opens clients, whose new connections lead to the primary. User, password and options of a URL are those of
 its servers; `sentinel_username` and `sentinel_password` are options for the sentinels.
@@ -18,18 +19,21 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import redis
 import redis.asyncio as aioredis
+from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import parse_url
 from redis.sentinel import Sentinel
 
 from replaybuf.errors import Invalid
+from replaybuf.store.redis.cluster import Cluster
 from replaybuf.store.redis.faults import without_password
 from replaybuf.store.redis.sentinel import SentinelPrimary
 from replaybuf.store.redis.sentinel_answers import Address
 
 _SENTINEL_FORM = "redis+sentinel://HOST:PORT[,HOST:PORT...]/NAME[/DB]"
-URL_FORMS = f"redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH or {_SENTINEL_FORM}"
+_CLUSTER_FORM = "redis+cluster://HOST:PORT[,HOST:PORT...]"
+URL_FORMS = f"redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:///PATH, {_SENTINEL_FORM} or {_CLUSTER_FORM}"
 _SCHEME = re.compile(r"(?:rediss?|rediss?\+sentinel|rediss?\+cluster|unix)://")
-_SENTINEL_PORT = 26379
+_PORT, _SENTINEL_PORT = 6379, 26379
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 
 
@@ -99,11 +103,7 @@ def parse_topology(url: str, on_switch: Callable[[], None] = lambda: None) -> To
     """
     scheme = url.partition("://")[0]
     if scheme.endswith("+cluster"):
-        detail = (
-            f"redis_url is {without_password(url)!r}; a Redis Cluster cannot be used yet. Give one server "
-            "(redis://HOST:PORT/DB), or one with replicas under Sentinel (redis+sentinel://HOST:PORT/NAME)"
-        )
-        raise Invalid(detail, name="redis_url", value=without_password(url), bound=URL_FORMS)
+        return Cluster(*_parse_cluster(url), on_switch)
     if not scheme.endswith("+sentinel"):
         return SingleServer(url)
     sentinels = SentinelUrl.parse(url)
@@ -112,8 +112,32 @@ def parse_topology(url: str, on_switch: Callable[[], None] = lambda: None) -> To
     )
 
 
-def open_reader(url: str, **options: Any) -> redis.Redis:
+def _parse_cluster(url: str) -> tuple[tuple[Address, ...], dict[str, Any]]:
+    """Return the hosts of a `redis+cluster://` URL, and the options of all nodes. Raises `Invalid`."""
+    try:
+        parts = urlsplit(url)
+        user, _, hosts = parts.netloc.rpartition("@")
+        if parts.path.strip("/") not in ("", "0"):
+            raise ValueError("a cluster has no databases")
+        scheme = parts.scheme.removesuffix("+cluster")
+        plain = f"{scheme}://{user}@/0?{parts.query}"
+        options = parse_url(plain)  # type: ignore[no-untyped-call]
+        options.pop("connection_class", None)
+        options.pop("db", None)
+        return tuple(_parse_host(host, _PORT) for host in hosts.split(",")), {**options, "ssl": scheme == "rediss"}
+    except ValueError:  # its message may hold a part of the password
+        shown = without_password(url)
+        raise Invalid(
+            f"redis_url is {shown!r}; use {_CLUSTER_FORM}", name="redis_url", value=shown, bound=_CLUSTER_FORM
+        ) from None
+
+
+def open_reader(url: str, **options: Any) -> redis.Redis | RedisCluster:
     """Open a client for one thread that asks for the primary at each new connection. Raises `Invalid`."""
+    if url.partition("://")[0].endswith("+cluster"):
+        hosts, own = _parse_cluster(url)
+        nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
+        return RedisCluster(startup_nodes=nodes, **own, **options)  # type: ignore[no-untyped-call,unused-ignore]
     if not url.partition("://")[0].endswith("+sentinel"):
         return parse_topology(url).open_blocking_client(**options)
     sentinels = SentinelUrl.parse(url)
@@ -162,15 +186,15 @@ class SentinelUrl:
         tls = scheme == "rediss"
         servers.pop("connection_class", None)
         return cls(
-            hosts=tuple(_parse_host(host) for host in hosts.split(",")),
+            hosts=tuple(_parse_host(host, _SENTINEL_PORT) for host in hosts.split(",")),
             name=name,
             server_options={**servers, "ssl": tls},
             sentinel_options={**own, **shared, "ssl": tls},
         )
 
 
-def _parse_host(text: str) -> Address:
+def _parse_host(text: str, port: int) -> Address:
     parts = urlsplit(f"//{text}")
     if not parts.hostname:
         raise ValueError("no host")
-    return parts.hostname, parts.port or _SENTINEL_PORT
+    return parts.hostname, parts.port or port

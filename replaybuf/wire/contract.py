@@ -59,11 +59,13 @@ class ProducerFailure(Request, frozen=True, kw_only=True):
 class HeartbeatRequest(Request, frozen=True, kw_only=True):
     """Report that a producer is at work.
 
-    `in_flight`: groups from their ticket to their append; `engines`: engines that take requests; `held_back_by`: why
-    the producer does less than it could; `failure`: the newest one since the last heartbeat.
+    `in_flight`: groups from their ticket to their append; `slots`: the most of them at a time; `engines`: engines that
+    take requests; `held_back_by`: why the producer does less than it could; `failure`: the newest one since the last
+    heartbeat.
     """
 
     in_flight: NonNegative | None = None
+    slots: NonNegative | None = None
     engines: NonNegative | None = None
     held_back_by: Name | None = None
     failure: ProducerFailure | None = None
@@ -274,7 +276,7 @@ class ProducerStatus(Answer, frozen=True, kw_only=True):
     - `tickets_out`: tickets that it has; `groups_per_min`: its tickets whose groups were stored in the last minute
     - `faults`: its tickets that expired or were returned for a failure, since this server leads the run
     - `heartbeats`: it sends them; `gone`: it has been silent for `tickets.heartbeat_s` and lost its tickets
-    - `in_flight`, `engines`, `held_back_by`: from its last heartbeat
+    - `in_flight`, `slots`, `engines`, `held_back_by`: from its last heartbeat
     - `failure`: the newest that it reported; of at most 20 producers, in the memory of the server that leads
     """
 
@@ -286,6 +288,7 @@ class ProducerStatus(Answer, frozen=True, kw_only=True):
     heartbeats: bool = False
     gone: bool = False
     in_flight: int | None = None
+    slots: int | None = None
     engines: int | None = None
     held_back_by: str | None = None
     failure: ReportedFailure | None = None

@@ -29,9 +29,17 @@ def adaptive_capacity(buffer: BufferView, flow: Flow, window: int) -> int:
     budget = buffer.budget
     by_groups = math.inf if budget.groups is None else budget.groups
     by_tokens = math.inf if budget.tokens is None else budget.tokens / flow.tokens_per_group
-    generating = flow.group_s / flow.step_s
-    spread = _DEVIATIONS * math.sqrt(generating / max(1.0, min(by_groups, by_tokens)))
-    ahead = _IN_HAND + max(0.0, generating + spread + _CORRECTION * (flow.waited - flow.too_stale))
+    ahead = _IN_HAND + in_generation(flow, min(by_groups, by_tokens))
     # Admits nothing between the last ack of a version and the next publication: such groups would be older by one.
     loaded = min(buffer.steps_done, (buffer.published_version + 1) * buffer.steps_per_publish - 1)
     return min(window, capacity_of(buffer, flow, loaded + ahead - buffer.step))
+
+
+def in_generation(flow: Flow, groups_per_step: float) -> float:
+    """Return how many steps' worth of new groups are in generation, with the spread and the correction; at least 0.
+
+    Speeds must be measured.
+    """
+    generating = flow.group_s / flow.step_s
+    spread = _DEVIATIONS * math.sqrt(generating / max(1.0, groups_per_step))
+    return max(0.0, generating + spread + _CORRECTION * (flow.waited - flow.too_stale))

@@ -104,6 +104,12 @@ def first_in_first_out(groups: Groups, may: May) -> Pieces:
         yield piece[may(groups.take(piece))]
 
 
+def least_slack_first(groups: Groups, may: May, slack: Column) -> Pieces:
+    """Order groups by slack (`reuse.slack`), then by policy version, then by storing."""
+    for piece in ascending(slack, groups.policy_version):
+        yield piece[may(groups.take(piece))]
+
+
 def in_blocks(groups: Groups, may: May) -> Pieces:
     """Order groups by storing, those that were used before first: a batch comes again until its uses are up, a a b b.
 

@@ -24,13 +24,22 @@ from replaybuf.strategy import (
     too_few,
 )
 from replaybuf_strategies.composition import Composed, prefix
-from replaybuf_strategies.draws import May, Pieces, Propensity, drawn, first_in_first_out, in_blocks, newest_first
+from replaybuf_strategies.draws import (
+    May,
+    Pieces,
+    Propensity,
+    drawn,
+    first_in_first_out,
+    in_blocks,
+    least_slack_first,
+    newest_first,
+)
 from replaybuf_strategies.fresh import with_fresh
 from replaybuf_strategies.mixture import interleave
 from replaybuf_strategies.places import Composition
 from replaybuf_strategies.prompts import by_prompt, limit_prompts
-from replaybuf_strategies.replay_options import LOOK_AHEAD, ROUNDING, ReplayOptions
-from replaybuf_strategies.reuse import Limiter, largest_window, reuse_capacity
+from replaybuf_strategies.replay_options import ROUNDING, ReplayOptions
+from replaybuf_strategies.reuse import Limiter, largest_window, reuse_capacity, slack
 from replaybuf_strategies.strict_shares import BEYOND_SHARE, at_most, balanced, beyond, quotas
 
 _NEVER = -1
@@ -56,7 +65,6 @@ class Replay(Strategy[ReplayOptions]):
     """
 
     Options: ClassVar[type[StrategyOptions]] = ReplayOptions
-    look_ahead = LOOK_AHEAD
 
     def __init__(self, options: ReplayOptions) -> None:
         super().__init__(options)
@@ -77,6 +85,11 @@ class Replay(Strategy[ReplayOptions]):
     def max_uses(self) -> int | None:
         """Most batches a group may be in: the option u."""
         return self.options.max_uses
+
+    @property
+    def look_ahead(self) -> int:
+        """Batches chosen before the step ahead of them is acked."""
+        return self.options.look_ahead
 
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
         """Check the options against the run's batch. Raises `Invalid`."""
@@ -138,6 +151,8 @@ class Replay(Strategy[ReplayOptions]):
     def draw_order(self, groups: Groups) -> npt.NDArray[Any]:
         """Return the order of the draw; with random draws the least probable last, then what is too stale first."""
         match self.options.order:
+            case "least_slack":
+                return groups.policy_version.astype(np.int64) + groups.times_sampled
             case "fifo":
                 return groups.last_step.astype(np.float64) * 2.0**32 + groups.policy_version
             case "blocks":
@@ -169,7 +184,7 @@ class Replay(Strategy[ReplayOptions]):
 
         def pieces(source: int = 0, fresh: bool = False) -> Pieces:
             may = self._of_source(usable, source, fresh) if options.mix or fresh else usable
-            return self._pieces(groups, may, rng, wanted)
+            return self._pieces(groups, may, buffer, rng, wanted)
 
         if options.prompts_together:
             return by_prompt(groups, usable, pieces(), budget)
@@ -222,8 +237,10 @@ class Replay(Strategy[ReplayOptions]):
         )
         return rules.fill(budget)
 
-    def _pieces(self, groups: Groups, may: May, rng: np.random.Generator, wanted: int) -> Pieces:
+    def _pieces(self, groups: Groups, may: May, buffer: BufferView, rng: np.random.Generator, wanted: int) -> Pieces:
         match self.options.order:
+            case "least_slack":
+                return least_slack_first(groups, may, slack(self.options, groups, buffer))
             case "fifo":
                 return first_in_first_out(groups, may)
             case "blocks":

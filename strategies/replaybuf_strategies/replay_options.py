@@ -24,7 +24,6 @@ _SMALLEST_GROUP_TOKENS = 2
 """A prompt and a completion of one token each."""
 ROUNDING = 1e-6
 """Shares that sum to 1 within this bound are complete."""
-LOOK_AHEAD = 1
 
 
 class ReplayOptions(StrategyOptions, frozen=True):
@@ -39,12 +38,22 @@ class ReplayOptions(StrategyOptions, frozen=True):
         Meta(description="Most versions that a group may be behind at its use (m). null: no bound."),
     ] = 4
     order: Annotated[
-        Literal["uniform", "fifo", "newest", "prioritized", "blocks"],
+        Literal["least_slack", "uniform", "fifo", "newest", "prioritized", "blocks"],
         Meta(
-            description="uniform: at random. fifo: by last use, then age. newest: from the newest back. "
-            "prioritized: by priority. blocks: whole batches again in the order of storing."
+            description="least_slack: groups first that would otherwise be too stale before their last use. uniform: "
+            "at random. fifo: by last use, then age. newest: from the newest back. prioritized: by priority. blocks: "
+            "whole batches again in the order of storing."
         ),
     ] = "uniform"
+    look_ahead: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1,
+            description="Batches chosen before the step ahead of them is acked. 0: later, so one more use per group "
+            "and one version fresher; the trainer waits for each batch to arrive. 1: fetched while it trains.",
+        ),
+    ] = 1
     priority: Annotated[
         Literal["advantage", "reward_std", "feedback"],
         Meta(description="What prioritized draws by (x): mean abs(advantage), reward std, or the trainer's feedback."),
@@ -150,7 +159,7 @@ class ReplayOptions(StrategyOptions, frozen=True):
         A group has w = (m + 1) * steps_per_publish batches, so at most ceil(w / (c + 1)) uses.
         """
         spi = self.samples_per_insert
-        batches = LOOK_AHEAD + 1 + ((self.max_uses or 1) - 1) * (self.cooldown + 1)
+        batches = self.look_ahead + 1 + ((self.max_uses or 1) - 1) * (self.cooldown + 1)
         if self.max_staleness is not None:
             batches = (self.max_staleness + 1) * steps_per_publish
             uses = math.ceil(batches / (self.cooldown + 1))

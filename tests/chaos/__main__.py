@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 
 from tests.chaos.chaos import chaos
+from tests.chaos.cluster import TOPOLOGIES
 from tests.chaos.faults import WEIGHTS
 from tests.chaos.runs import RUNS
 
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--fault", nargs="+", choices=list(WEIGHTS), default=list(WEIGHTS), help="kinds of faults; all")
     parser.add_argument("--adapters", type=int, default=0, help="add one run that trains this many adapters")
     parser.add_argument(
-        "--topology", choices=("single", "sentinel"), default="single", help="sentinel: Valkey fails over"
+        "--topology", choices=TOPOLOGIES, default="single", help="Valkey alone, or with replicas: it fails over"
     )
     parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
@@ -45,7 +46,7 @@ def main() -> None:
         Console(),
         given.adapters,
         given.fault,
-        sentinel=given.topology == "sentinel",
+        topology=given.topology,
     )
     if given.report:
         given.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))

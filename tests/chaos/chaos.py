@@ -15,8 +15,8 @@ from rich.console import Console
 
 from replaybuf.client.client import Client
 from tests.chaos.checker import check
-from tests.chaos.cluster import Cluster
-from tests.chaos.faults import NOT_UNDER_SENTINEL, WEIGHTS, Faults
+from tests.chaos.cluster import Cluster, Topology
+from tests.chaos.faults import NOT_IN_FAILOVERS, WEIGHTS, Faults
 from tests.chaos.history import Recorder, now_s, read_history
 from tests.chaos.observer import Follower, Observer
 from tests.chaos.report import Report, build, show
@@ -40,19 +40,20 @@ def chaos(
     adapters: int = 0,
     kinds: Sequence[str] = tuple(WEIGHTS),
     *,
-    sentinel: bool = False,
+    topology: Topology = "single",
 ) -> Report:
     """Run the cluster for `kills` faults of these kinds or `time_limit_s`, let it come to rest, check the history.
 
-    `folder` keeps logs and history; without it they are kept only after a violation. `sentinel`: Valkey fails over.
+    `folder` keeps logs and history; without it they are kept only after a violation. With another
+    `topology` than `single` Valkey fails over.
     """
     signal.signal(signal.SIGTERM, _interrupted)
     # A short path: a unix socket path has at most 108 bytes.
     place = folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     started_s = now_s()
-    cluster = Cluster(place, seed, runs, adapters, sentinel=sentinel)
-    if sentinel:
-        kinds = [kind for kind in kinds if kind not in NOT_UNDER_SENTINEL]
+    cluster = Cluster(place, seed, runs, adapters, topology=topology)
+    if topology != "single":
+        kinds = [kind for kind in kinds if kind not in NOT_IN_FAILOVERS]
     try:
         ended = _run_load(cluster, kills, seed, started_s + time_limit_s, kinds)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import httpx
 import msgspec
@@ -15,6 +16,7 @@ from tests.chaos.failover import Failover
 from tests.chaos.jumping_clock import set_offset
 from tests.chaos.processes import Child, Valkey, python, read_address
 from tests.chaos.runs import ADAPTERS, CURSOR, KEEP, STAGED, TICKET_TTL_S, config_of, policies_of
+from tests.chaos.spread import Spread
 from tests.generator.doubles import LETTERS, write_tokenizer
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -28,17 +30,22 @@ SHORT_HISTORY = ("--history-groups", "40")
 """A short history: both streams are trimmed many times during the faults."""
 
 
+Topology = Literal["single", "sentinel", "cluster"]
+TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
+
+
 class Cluster:
     """Valkey, two servers, two producers, engine and generator, a trainer per run, a reader, and a stage.
 
     `folder` has data and logs.
 
     `runs` names those of `RUNS` that are trained; the generator feeds the last of them, the producers all, and besides,
-    where `adapters` are asked for, the run that they share. `sentinel`: Valkey has two replicas, and fails over.
+    where `adapters` are asked for, the run that they share. `topology`: of Valkey, with replicas
+    that take over unless it is `single`.
     """
 
     def __init__(
-        self, folder: Path, seed: int, runs: Sequence[str], adapters: int = 0, *, sentinel: bool = False
+        self, folder: Path, seed: int, runs: Sequence[str], adapters: int = 0, *, topology: Topology = "single"
     ) -> None:
         self.runs = (*([ADAPTERS] if adapters else []), *runs)
         self._adapters = adapters
@@ -46,7 +53,12 @@ class Cluster:
         self.history.mkdir(parents=True)
         self.folder, self._seed = folder, seed
         self._address = folder / "redis.sock"
-        self.failover = Failover(folder) if sentinel else None
+        self.failover: Failover | Spread | None = None
+        self._spill_folder: Path | None = folder / "spill"
+        if topology == "sentinel":
+            self.failover = Failover(folder)
+        elif topology == "cluster":  # it takes no spill folder
+            self.failover, self._spill_folder = Spread(folder), None
         self.valkey = self.failover.valkeys[0] if self.failover else Valkey("valkey", folder / "valkey")
         self.redis_url = self.failover.url if self.failover else f"unix://{self._address}"
         self.point_to(self.valkey)
@@ -113,7 +125,7 @@ class Cluster:
             self.wait_listening(url)
         for run in self.runs:
             with Client(self.url, run, timeout_s=10.0, retry_for_s=START_TIMEOUT_S) as client:
-                client.put_run(config_of(run, self._adapters, self.folder / "spill"))
+                client.put_run(config_of(run, self._adapters, self._spill_folder))
                 client.read_cursor(CURSOR)  # it keeps nothing of what was freed before it existed
         self.engine.start()
         self.generator = self._generator(read_address(self.engine, START_TIMEOUT_S))

@@ -56,12 +56,12 @@ class Failover:
 
     def whole(self) -> bool:
         """Check that one Valkey is the primary, and the others follow it."""
-        roles = [_role(client) for client in self._clients[:3]]
+        roles = [role_of(client) for client in self._clients[:3]]
         return sorted(roles) == ["connected", "connected", "master"]
 
     def choose(self, rng: random.Random) -> Valkey | None:
         """Choose a Valkey to hurt."""
-        roles = [_role(client) for client in self._clients[:3]]
+        roles = [role_of(client) for client in self._clients[:3]]
         primary = rng.random() < PRIMARY_SHARE
         chosen = [valkey for valkey, role in zip(self.valkeys, roles, strict=True) if (role == "master") == primary]
         return rng.choice(chosen) if chosen else None
@@ -77,7 +77,7 @@ def _sentinel(folder: Path, number: int, port: int, primary: int) -> Child:
     return Child(f"sentinel-{number}", "sentinel", [str(valkey_binary()), str(settings), "--sentinel"], folder)
 
 
-def _role(client: redis.Redis) -> str:
+def role_of(client: redis.Redis) -> str:
     """Return "master", or how a replica is connected to one; "" if it does not answer."""
     with contextlib.suppress(redis.RedisError):
         kind, *details = client.role()

@@ -36,7 +36,7 @@ OTHERS = {
 }
 """Faults of other kinds than `kill` and `stop`, with their names in the report."""
 WEIGHTS = {"process": 14, "older": 1, "lagging": 1, "jump": 2, "crowd": 1, "ranks": 1, "hostile": 2, "side_run": 2}
-NOT_UNDER_SENTINEL = ("older", "lagging", "side_run")
+NOT_IN_FAILOVERS = ("older", "lagging", "side_run")
 """They put another Redis behind the address of one, or write without waiting for a replica."""
 JUMPS_S = (660.0, 660.0, 86_400.0, -660.0, -3_600.0)
 """A jump of +11 minutes is longer than the default lifetime of a ticket."""
@@ -191,7 +191,9 @@ class Faults:
         if failover and role in ("valkey", "sentinel"):
             if self._down & {child.name for child in failover.all} or not failover.whole():
                 return None, []  # with two away, what is acknowledged may be on none of the others
-            return (failover.choose(self._rng) if role == "valkey" else self._rng.choice(failover.sentinels)), []
+            if role == "valkey":
+                return failover.choose(self._rng), []
+            return (self._rng.choice(failover.sentinels) if failover.sentinels else None), []
         processes: dict[str, Sequence[Child]] = {
             "valkey": [cluster.valkey],
             "producer": cluster.producers,

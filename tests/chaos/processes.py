@@ -100,12 +100,12 @@ def python(module: str, *arguments: str) -> list[str]:
 class Valkey(Child):
     """A strict Valkey with its data, its unix socket and its log in `folder`."""
 
-    def __init__(self, name: str, folder: Path, port: int = 0) -> None:
+    def __init__(self, name: str, folder: Path, port: int = 0, settings: str = "") -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.port = folder, port
         self.socket = folder / "valkey.sock"
         config = folder / "valkey.conf"
-        config.write_text(_VALKEY_CONFIG.format(folder=folder, port=port))
+        config.write_text(_VALKEY_CONFIG.format(folder=folder, port=port) + settings)
         super().__init__(name, "valkey", [str(valkey_binary()), str(config)], folder)
 
     def connect(self) -> redis.Redis:

@@ -66,9 +66,12 @@ def policies_of(run: str, adapters: int) -> list[str]:
     return list(adapters_of(run, adapters)) or [""]
 
 
-def config_of(run: str, adapters: int, folder: Path) -> dict[str, Any]:
-    """Return the configuration of a run; `adapters` says how many the run `ADAPTERS` has, `folder` is for frames."""
-    if run == SPILLED:
+def config_of(run: str, adapters: int, folder: Path | None) -> dict[str, Any]:
+    """Return the configuration of a run; `adapters` says how many the run `ADAPTERS` has, `folder` is for frames.
+
+    None = they stay in Redis.
+    """
+    if run == SPILLED and folder:
         return RUNS[run] | spill_to(folder)
     if run != ADAPTERS:
         return RUNS[run]

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
+import os
 from pathlib import Path
 
 from tests.cli.test_generate import bounded, write_prompts
 from tests.conftest import RunClient
+from tests.forked import run_forked
 from tests.generator.doubles import EngineDouble, write_tokenizer
 
 
-async def evaluated(
-    folder: Path, engine: str, *options: str, environment: str = "exact-match"
-) -> tuple[int | None, str, str]:
+async def evaluated(folder: Path, engine: str, *options: str, environment: str = "exact-match") -> tuple[int, str, str]:
     """Run `replaybuf eval`; return exit code, standard output and standard error."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "replaybuf", "eval", "--engine", engine, "--environment", environment),
+    arguments = (
+        *("eval", "--engine", engine, "--environment", environment),
         *("--tokenizer", str(write_tokenizer(folder / "model")), "--max-tokens", "8"),
         *(options if "--prompts" in options else ("--prompts", str(write_prompts(folder)), *options)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
     )
-    out, error = await process.communicate()
-    return process.returncode, out.decode(), error.decode()
+    ended = await asyncio.to_thread(run_forked, "replaybuf", arguments, os.environ, 60.0)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 def test_it_prints_json_and_the_run_records_the_result(tmp_path: Path, run: RunClient) -> None:

@@ -19,17 +19,12 @@ from replaybuf.cli.short_help import FIRST_OPTIONS
 from replaybuf.tracing import spans
 from tests.command_lines import options_of
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import run_forked
 
 
 def replaybuf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would."""
-    return subprocess.run(
-        [sys.executable, "-m", "replaybuf", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | environment,
-    )
+    return run_forked("replaybuf", arguments, os.environ | environment, timeout_s=60)
 
 
 def test_help_lists_every_command_with_a_summary() -> None:

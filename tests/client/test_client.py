@@ -16,6 +16,7 @@ import pytest
 from replaybuf.client.calls import RunCalls
 from replaybuf.client.client import AsyncClient, Client
 from replaybuf.client.retries import Backoff, Patience
+from replaybuf.client.transport import AsyncHttpxTransport, HttpxTransport
 from replaybuf.errors import (
     Conflict,
     Fenced,
@@ -72,12 +73,16 @@ class Service:
 
     def client(self, url: str = "http://buffer:8900", **options: Any) -> Client:
         made = Client(url, "r", **options)
-        made._http = httpx.Client(transport=httpx.MockTransport(self), headers=made._servers.headers)
+        for address in made._transports:
+            made._transports[address] = transport = HttpxTransport(address, {})
+            transport._http = httpx.Client(transport=httpx.MockTransport(self), headers=made._servers.headers)
         return made
 
     def async_client(self, url: str = "http://buffer:8900", **options: Any) -> AsyncClient:
         made = AsyncClient(url, "r", **options)
-        made._http = httpx.AsyncClient(transport=httpx.MockTransport(self), headers=made._servers.headers)
+        for address in made._transports:
+            made._transports[address] = transport = AsyncHttpxTransport(address, {})
+            transport._http = httpx.AsyncClient(transport=httpx.MockTransport(self), headers=made._servers.headers)
         return made
 
     @property

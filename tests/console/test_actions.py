@@ -243,6 +243,60 @@ def test_a_run_is_created_from_fields(service: ServeProcess, open_page: OpenPage
     }
 
 
+def test_filters_adapters_and_a_spill_folder_are_rows_and_fields(
+    service: ServeProcess, open_page: OpenPage, tmp_path: Path
+) -> None:
+    """A wrong value in a row is refused before anything is sent; a row that is removed is not sent."""
+    page = open_page(service.url, "/new")
+    page.get_by_label("Name:").fill("with-rows")
+    page.get_by_text("Filters", exact=True).click()
+    for name in ("reward-window", "zero-variance", "overlong"):
+        page.get_by_label("Add to filters").select_option(name)
+        page.get_by_role("button", name="Add", exact=True).click()
+    page.get_by_role("group", name="zero-variance").get_by_role("button", name="Remove").click()
+    page.get_by_role("group", name="reward-window").get_by_label("low", exact=True).fill("0.1")
+    longest = page.get_by_role("group", name="overlong").get_by_label("max_tokens", exact=True)
+    longest.fill("1")
+    page.get_by_role("button", name="Create the run").click()
+    page.get_by_text("Mend filters.2.options.max_tokens first.").wait_for()
+    longest.fill("300")
+    page.get_by_text("Spill", exact=True).click()
+    page.get_by_label("url", exact=True).fill(f"file://{tmp_path}/spill")
+    page.get_by_text("Limits", exact=True).click()
+    page.get_by_label("max_bytes_in_memory", exact=True).fill("100000000")
+    page.get_by_role("button", name="Create the run").click()
+    page.get_by_role("heading", name="with-rows").wait_for()
+    config = httpx.get(f"{service.url}/v1/runs/with-rows").json()["config"]
+    assert [entry["name"] for entry in config["filters"]] == ["reward-window", "overlong"]
+    assert config["filters"][1]["options"]["max_tokens"] == 300
+    assert config["spill"] == {"url": f"file://{tmp_path}/spill"}
+    page = open_page(service.url, "/new")
+    page.get_by_label("Name:").fill("with-adapters")
+    page.get_by_text("LoRA adapters", exact=True).click()
+    for number, name in enumerate(("red", "blue")):
+        page.get_by_role("button", name="Add an adapter").click()
+        row = page.get_by_role("group", name=f"adapter {number + 1}")
+        row.get_by_label("name", exact=True).fill(name)
+        row.get_by_label("groups_per_batch", exact=True).fill(str(number + 1))
+    page.locator("#field-batch\\.groups_per_batch").fill("")
+    page.get_by_role("button", name="Create the run").click()
+    page.get_by_role("heading", name="with-adapters").wait_for()
+    adapters = httpx.get(f"{service.url}/v1/runs/with-adapters").json()["config"]["adapters"]
+    assert {name: adapter["groups_per_batch"] for name, adapter in adapters.items()} == {"red": 1, "blue": 2}
+
+
+def test_a_live_run_gets_a_filter_from_the_form(run: RunClient, open_page: OpenPage) -> None:
+    """Its effect is shown first; the filters that the run has are rows already."""
+    run.put(batch={"groups_per_batch": 1}, filters=[{"name": "zero-variance", "options": {}}])
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}/act", expected=REFUSED)
+    page.get_by_role("group", name="zero-variance").wait_for()
+    page.get_by_label("Add to filters").select_option("overlong")
+    page.get_by_role("button", name="Add", exact=True).click()
+    page.get_by_role("group", name="overlong").get_by_label("max_tokens", exact=True).fill("64")
+    page.get_by_label("Effect of the change").get_by_text("overlong").wait_for()
+    assert [one["name"] for one in run.state()["config"]["filters"]] == ["zero-variance"]
+
+
 def test_a_problem_that_only_the_service_sees_is_shown_at_the_field(service: ServeProcess, open_page: OpenPage) -> None:
     """A multiple that does not divide seq_len; the other values stay."""
     page = open_page(service.url, "/new", expected=REFUSED)

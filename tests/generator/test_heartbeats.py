@@ -51,7 +51,7 @@ def test_a_failure_of_a_cancelled_heartbeat_comes_with_the_last_one() -> None:
 
     async def main() -> None:
         client = Client(None, ANSWER)
-        inflight, heartbeats = inflight_of(client), Heartbeats("p", lambda: None)
+        inflight, heartbeats = inflight_of(client), Heartbeats("p", lambda: None, lambda: 1)
         task = asyncio.ensure_future(heartbeats.report_failure(inflight, FLEET))
         await client.asked.wait()
         task.cancel()
@@ -68,7 +68,7 @@ def test_a_failure_of_a_cancelled_heartbeat_comes_with_the_last_one() -> None:
 def test_a_failure_is_kept_until_the_service_has_answered(answer: Any, left: ProducerFailure | None) -> None:
     """One that it refuses would be refused again."""
     inflight = inflight_of(Client(answer))
-    asyncio.run(Heartbeats("p", lambda: None).report_failure(inflight, FLEET))
+    asyncio.run(Heartbeats("p", lambda: None, lambda: 1).report_failure(inflight, FLEET))
     assert inflight.failure is left
 
 
@@ -84,7 +84,7 @@ def test_a_failure_during_the_heartbeat_is_the_next_to_be_reported() -> None:
             return await answer(*args, **kwargs)
 
         client.send_heartbeat = meanwhile  # type: ignore[method-assign]
-        await Heartbeats("p", lambda: None).report_failure(inflight, FLEET)
+        await Heartbeats("p", lambda: None, lambda: 1).report_failure(inflight, FLEET)
         assert client.sent == [FAILURE] and inflight.failure is newer
 
     asyncio.run(main())

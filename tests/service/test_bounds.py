@@ -79,6 +79,7 @@ EXAMPLES: dict[str, Any] = {
     },
     "HeartbeatRequest": {
         "in_flight": 0,
+        "slots": 1,
         "engines": 1,
         "held_back_by": "p",
         "failure": {"reason": "reward_raised", "prompt_index": 0, "traceback": "ValueError"},

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 
 from replaybuf.client.client import Client
+from replaybuf.client.http_reply import Reply
 from replaybuf.errors import NotAcceptable
 from replaybuf.packing import batches
 from replaybuf.service.bodies import writer as bodies
@@ -126,17 +127,19 @@ def test_a_request_with_the_current_etag_gets_304(run: RunClient) -> None:
     assert ask(0, etag).status_code == 200
 
 
-def test_a_client_requests_compression_only_if_configured(run: RunClient, service: ServeProcess) -> None:
-    """httpx alone would ask for zstd as soon as the library for it is installed."""
+def test_a_client_requests_compression_only_if_configured(
+    run: RunClient, service: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("a", tokens=4000))
     found = []
     for compress in (False, True):
         with Client(service.url, run.run, compress=compress) as client:
-            codings: list[str | None] = []
-            client._http.event_hooks["response"] = [lambda r, c=codings: c.append(r.headers.get("content-encoding"))]
-            found.append((client.fetch_batch(0, epoch), codings))
+            transport = client._transports[service.url]
+            replies: list[Reply] = []
+            monkeypatch.setattr(transport, "send", lambda sent, t=transport.send, r=replies: r.append(t(sent)) or r[-1])
+            found.append((client.fetch_batch(0, epoch), [reply.headers.get("content-encoding") for reply in replies]))
     assert found[0][0] == found[1][0]
     assert (found[0][1], found[1][1]) == ([None], ["zstd"])
 

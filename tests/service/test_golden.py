@@ -22,7 +22,7 @@ from tests.kernel.test_state import Run
 FRAMES = "5807bb3b57de99ef"
 SNAPSHOT = "56db5ae3a35a1080"
 BODIES = "3dba128fc7516a4e"
-LEDGER = "c65e2e52bbeed117"
+LEDGER = "8821a7d74b177c91"
 HEADER_BYTES = len(MAGIC) + 20
 
 

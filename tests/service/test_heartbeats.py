@@ -59,7 +59,7 @@ def pass_time(clocked: ClockedServe, run: RunClient, until_gone: str) -> None:
 def test_a_heartbeat_is_answered_with_version_and_state(run: RunClient) -> None:
     """An unknown producer becomes known; nothing is written."""
     run.put(batch={"groups_per_batch": 2})
-    answer = heartbeat(run, "a/b@c", in_flight=3, engines=2, held_back_by="engine_away")
+    answer = heartbeat(run, "a/b@c", in_flight=3, slots=8, engines=2, held_back_by="engine_away")
     assert answer.status_code == 200, answer.text
     assert answer.json() == {"published_version": 0, "state": "running", "heartbeat_s": 15.0}
     (listed,) = run.get("producers").json()["producers"]
@@ -72,6 +72,7 @@ def test_a_heartbeat_is_answered_with_version_and_state(run: RunClient) -> None:
         "heartbeats": True,
         "gone": False,
         "in_flight": 3,
+        "slots": 8,
         "engines": 2,
         "held_back_by": "engine_away",
         "failure": None,

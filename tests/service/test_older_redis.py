@@ -20,10 +20,12 @@ import httpx
 import pytest
 import redis
 
+from replaybuf.errors import DataLost, ServiceUnavailable
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import Lease, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from tests.conftest import RunClient, ServeProcess, group
+from tests.store.test_store import to_append
 from tests.valkeys import Valkey
 from tests.waiting import eventually
 
@@ -239,6 +241,74 @@ def test_another_history_of_the_same_length_is_data_lost(
         assert "group 5 as it was acknowledged" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize("who", ["leader", "follower", "restarted server", "direct writer"])
+def test_the_last_entry_tells_two_histories_of_one_length_apart(
+    who: str, valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
+) -> None:
+    """A replica without the last entry was promoted, and another entry took its number. Each notices it by itself."""
+    run = connect(serving.url, "r")
+    run.put(batch={"groups_per_batch": 8})
+    with (
+        Valkey(tmp_path / "older") as older,
+        asyncio.Runner() as runner,
+        contextlib.ExitStack() as ending,
+    ):
+        copy_to(older, valkey)
+        url = serving.url
+        if who == "follower":
+            standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url).start()
+            ending.callback(standby.end)
+            url = standby.url
+        if who == "direct writer":
+            serving.kill()
+            writer = runner.run(Store.open(forwarder.url))
+            ending.callback(lambda: runner.run(writer.close()))
+            write_last(runner, writer, "here")
+        else:
+            assert run.http.patch(run.path, json={"state": "paused"}).status_code == 200
+            eventually(lambda: connect(url, "r").state()["state"] == "paused", WITHIN_S)
+            serving.kill() if who != "leader" else None
+        older.start()
+        other = ServeProcess(tmp_path / "other", "--redis-url", older.url).start()
+        ending.callback(other.end)
+        there = connect(other.url, "r")
+        eventually(lambda: "lead taken" in other.log(), WITHIN_S)  # before, it hands calls to the holder of the lease
+        if who == "direct writer":
+            there.append(group("there"))
+        else:
+            assert there.http.patch(there.path, json={"state": "paused"}).status_code == 200
+        other.stop()
+        assert length(valkey) == length(older)
+        before = dump(older.client)
+        forwarder.switch(older.socket_path)
+        if who == "direct writer":
+            with pytest.raises(DataLost, match="group 1 as it was acknowledged"):
+                eventually(lambda: write_last(runner, writer, "new"), WITHIN_S)
+        else:
+            if who == "restarted server":
+                serving.start()
+                url = serving.url
+            seen = connect(url, "r")
+            answer = eventually(lambda: seen.http.get(seen.path), WITHIN_S, lambda reply: reply.status_code == 500)
+            assert "ledger entry 2 or group 0 as it was acknowledged" in answer.json()["detail"]
+        assert dump(older.client) == before
+
+
+def write_last(runner: asyncio.Runner, writer: Store, group_id: str) -> bool:
+    """Append a group as a direct writer; False while its Redis cannot be reached."""
+    try:
+        runner.run(writer.groups.append("r", [to_append(group_id)], {"": 0}, 0.0))
+    except ServiceUnavailable:
+        return False
+    return True
+
+
+def length(valkey: Valkey) -> list[Any]:
+    """Return the numbers of the newest entries of both streams."""
+    newest: list[Any] = [valkey.client.xrevrange(f"rb:{{r}}:{name}", count=1) for name in ("led", "idx")]
+    return [[number for number, _ in entries] for entries in newest]
+
+
 @pytest.mark.parametrize("ending", ["alive", "killed"])
 def test_a_standby_that_knows_less_than_the_leader_writes_nothing_either(
     ending: str, valkey: Valkey, forwarder: Forwarder, serving: ServeProcess, tmp_path: Path, connect: Connect
@@ -264,6 +334,7 @@ def test_a_standby_that_knows_less_than_the_leader_writes_nothing_either(
             answer = eventually(lambda: behind.post("groups", **group("new")), WITHIN_S, lambda a: a.status_code != 503)
             assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
             assert "missing: groups 7 to 11" in answer.json()["detail"]
+            eventually(lambda: behind.http.get(behind.path).status_code == 500, WITHIN_S)  # its own answer, no leader's
             older.client.delete("rb:{r}:lost")  # as if its time were over: the standby shows the ends again
             assert behind.post("groups", **group("new")).status_code == 500
             eventually(lambda: httpx.get(f"{standby.url}/readyz").status_code == 503, WITHIN_S)

@@ -106,6 +106,7 @@ def call_every_route(api: CheckedClient, name: str) -> None:
         producer="p",
         body={
             "in_flight": 1,
+            "slots": 1,
             "engines": 1,
             "held_back_by": "no_room",
             "failure": {"reason": "r", "traceback": "a\n\tb"},

@@ -24,7 +24,7 @@ from replaybuf.service.run.append.admission import Incoming
 from replaybuf.service.run.append.group_commit import APPEND_CHUNK
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.traffic import Traffic
-from replaybuf.store import EmbeddedServer, Ends, PendingGroup, Store
+from replaybuf.store import EmbeddedServer, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
@@ -302,7 +302,7 @@ def test_a_server_that_loses_the_lead_during_a_decision_records_nothing(server: 
             run.journal.follow("http://successor")
             with pytest.raises(NotLeader):
                 await run.journal.append(record)
-        assert await store.streams.read_end(run.name) == Ends(entries, 0)
+        assert await store.streams.read_end(run.name) == run.journal.ends
         await store.ledger.append(run.name, str(successor.token), entries + 1, record)
 
     on_a_run(server, work)

@@ -23,6 +23,7 @@ from replaybuf.errors import Invalid
 from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.tasks import cancel_all
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import run_forked
 
 ROLES = ("producer", "trainer", "reader", "operator")
 
@@ -110,7 +111,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServePro
 def new_token(role: str, path: Path) -> str:
     """Make a token with the command a user would type."""
     command = ["token", "new", "--role", role, "--name", f"a {role}", "--tokens-file", str(path)]
-    made = subprocess.run([sys.executable, "-m", "replaybuf", *command], capture_output=True, text=True, check=True)
+    made = run_forked("replaybuf", command, os.environ, timeout_s=60)
+    assert made.returncode == 0, made.stderr
     return made.stdout.strip()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -12,7 +12,7 @@ from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
-from replaybuf.store.redis import connection
+from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.ledger import AnyRecord
 from tests.simulation.plan import Plan
@@ -32,7 +32,7 @@ end
 def _library(before: str, after: str) -> AbstractContextManager[object]:
     if before not in LIBRARY_CODE:
         raise LookupError(f"library.lua lacks {before!r}, which is to be broken")
-    return mock.patch.object(connection, "LIBRARY_CODE", LIBRARY_CODE.replace(before, after))
+    return mock.patch.object(inspection, "LIBRARY_CODE", LIBRARY_CODE.replace(before, after))
 
 
 def _without_deduplication() -> AbstractContextManager[object]:
@@ -62,22 +62,22 @@ def _without_use_count() -> Iterator[None]:
 @contextlib.contextmanager
 def _apply_before_write() -> Iterator[None]:
     """Apply a record before it is written."""
-    write_first = Journal._appending
+    write_first = Journal._write
 
-    @contextlib.contextmanager
-    def appending(journal: Journal, record: AnyRecord) -> Iterator[int]:
+    async def write(journal: Journal, record: AnyRecord, send: Callable[[int], Awaitable[str]]) -> None:
         entry = journal.state.entries + 1
         freed = journal.state.apply(entry, record)
 
-        def note(entry: int, record: AnyRecord) -> None:
+        def note(entry: int, record: AnyRecord, key: str) -> None:
+            journal._entry_key = key
             journal._record_ends()
             if len(freed):
                 journal._to_free.append((entry, freed))
 
-        with mock.patch.object(journal, "_apply", note), write_first(journal, record):
-            yield entry
+        with mock.patch.object(journal, "_apply", note):
+            await write_first(journal, record, send)
 
-    with mock.patch.object(Journal, "_appending", appending):
+    with mock.patch.object(Journal, "_write", write):
         yield
 
 

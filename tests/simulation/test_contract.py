@@ -133,7 +133,7 @@ def test_every_modelled_command_has_a_contract() -> None:
 
 
 def guard(token: str = NEWEST, **known: object) -> list[object]:
-    ends = {"entry": 0, "group": 0, "payload_key": "", "incarnation": 0} | known
+    ends = {"entry": 0, "entry_key": "", "group": 0, "payload_key": "", "incarnation": 0} | known
     return [token, *ends.values(), "1"]
 
 
@@ -156,6 +156,7 @@ def group(number: int, prompt: str = "") -> list[object]:
     return [f"p{number}", prompt, b"numbers", b"strings " + PAYLOADS[number].encode(), number, ""]
 
 
+NOTED = [keys.attempts(RUN, 7), keys.written(RUN, 7)]
 LISTED = [MARK, keys.RUNS, keys.DELETING, keys.incarnation(RUN)]
 WRITES = ["SET", 1, b"value", "HSET", 2, "f", "v"]
 SNAPSHOT = b"rbs4" + b"%020d" % 3
@@ -171,17 +172,22 @@ CALLS: list[list[object]] = [
     ["SET", PAYLOADS[2], b"frame", "EX", 3600],
     function("rb_publish", [DONE, DONE, PAYLOADS[2]], "p0", "", b"n", b"s", "", "", token=""),
     function("rb_publish", [DONE, DONE, PAYLOADS[2]], *group(2)),
-    function("rb_append", [keys.candidates(RUN)], 1, b"first"),
-    function("rb_append", [keys.candidates(RUN)], 1, b"first"),
-    function("rb_append", [keys.candidates(RUN)], 1, b"other"),
-    function("rb_append", [keys.candidates(RUN)], 3, b"gap"),
-    function("rb_append", [keys.candidates(RUN)], 2, b"batch", b"candidates"),
-    function("rb_append", [keys.candidates(RUN)], 3, b"fenced", token="0:older"),
-    function("rb_append", [keys.candidates(RUN)], 3, b"no token", token=""),
+    plain("rb_note", NOTED, 0, 0, "payload"),
+    plain("rb_note", NOTED, 2, 0, "payload"),
+    function("rb_begin_round", []),
+    function("rb_publish_stored", [DONE, DONE, keys.buckets(RUN)], 0, 1, 7, 3, *group(0)),
+    function("rb_publish_stored", [DONE, DONE, keys.buckets(RUN)], -1, 1, 7, 3, *group(0)),
+    function("rb_append", [keys.candidates(RUN)], 1, b"first", 101),
+    function("rb_append", [keys.candidates(RUN)], 1, b"first", 101),
+    function("rb_append", [keys.candidates(RUN)], 1, b"other", 101),
+    function("rb_append", [keys.candidates(RUN)], 3, b"gap", 103),
+    function("rb_append", [keys.candidates(RUN)], 2, b"batch", 102, b"candidates"),
+    function("rb_append", [keys.candidates(RUN)], 3, b"fenced", 103, token="0:older"),
+    function("rb_append", [keys.candidates(RUN)], 3, b"no token", 103, token=""),
     ["SET", ATTEMPT, b"late", "EX", 3600],
-    function("rb_columns", [ATTEMPT, LATE], 3, b"columns", "late"),
-    function("rb_columns", [ATTEMPT, LATE], 3, b"columns", "late"),
-    function("rb_columns", [ATTEMPT, LATE], 4, b"columns", "late"),
+    function("rb_columns", [ATTEMPT, LATE], 3, b"columns", 103, "late"),
+    function("rb_columns", [ATTEMPT, LATE], 3, b"columns", 103, "late"),
+    function("rb_columns", [ATTEMPT, LATE], 4, b"columns", 104, "late"),
     function("rb_tickets", [TICKETS], 1, "gone", 2, 5000, "t0", 6000, "t1", "issued", 2, "next:", 2),
     function("rb_count", [], "rejected:broken", 3, "issued", 1),
     function("rb_spill", [SPILL, PAYLOADS[0], PAYLOADS[2]], "file:///spill", "folder", 1, b"stub", 70, 9, b"stub", 8),
@@ -202,9 +208,12 @@ CALLS: list[list[object]] = [
     function("rb_cursor", [keys.cursors(RUN)], "reader", b"position"),
     function("rb_cursor", [keys.cursors(RUN)], "reader", ""),
     function("rb_ends", [], entry=9, group=9, payload_key="lost"),
-    function("rb_ends", [], entry=1),
-    plain("rb_accept_loss", [*GUARDED, LEAD], 3, 2, 0, 9, 9, b"loss"),
-    plain("rb_accept_loss", [*GUARDED, LEAD], 1, 2, 0, 9, 9, b"loss"),
+    function("rb_ends", [], entry=3, entry_key="103"),
+    function("rb_ends", [], entry=3, entry_key="999"),
+    function("rb_ends", [], entry=2, entry_key="102"),
+    function("rb_ends", [], entry=2, entry_key="999"),
+    plain("rb_accept_loss", [*GUARDED, LEAD], 3, 2, 0, 9, 9, b"loss", 104),
+    plain("rb_accept_loss", [*GUARDED, LEAD], 1, 2, 0, 9, 9, b"loss", 104),
     function("rb_ends", [], entry=1),
     function("rb_lead", [LEAD], "there", 50000, "1", token=""),
     plain("rb_resign", [LEAD], "there"),

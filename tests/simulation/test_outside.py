@@ -33,6 +33,7 @@ EXCEPTIONS = {
     "service/server.py": "starts the HTTP server",
     "service/sockets.py": "opens sockets for HTTP",
     "service/workers.py": "starts servers",
+    "store/redis/cluster.py": "ends connections of threads",
     "store/redis/embedded.py": "starts Valkey",
     "store/redis/sentinel.py": "asks sentinels",
     "client/http_client.py": "a client in a process of its users",

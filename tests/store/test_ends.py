@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import time
@@ -25,9 +26,9 @@ from tests.waiting import eventually
 def test_known_ends_never_move_back_until_they_are_forgotten() -> None:
     """Each end advances for itself; a payload key that becomes known is kept."""
     known = KnownEnds()
-    for ends in (Ends(3, 5, "b"), Ends(2, 9), Ends(4, 8, "c"), Ends(0, 9, "d"), Ends(0, 9)):
+    for ends in (Ends(3, 5, "b"), Ends(2, 9), Ends(4, 8, "c"), Ends(0, 9, "d"), Ends(0, 9), Ends(4, 0, entry_key="7")):
         known.advance("r", ends)
-    assert known.of("r") == Ends(4, 9, "d")
+    assert known.of("r") == Ends(4, 9, "d", entry_key="7")
     known.forget("r")
     assert known.of("r") == Ends(0, 0)
 
@@ -75,11 +76,16 @@ def reads(store: Store, run: str) -> dict[str, Callable[[], Awaitable[object]]]:
     }
 
 
-@pytest.mark.parametrize("missing", ["entry", "group", "other group"])
+@pytest.mark.parametrize("missing", ["entry", "group", "other entry", "other group"])
 def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: EmbeddedServer, missing: str) -> None:
-    """Ledger entries or groups are missing, or another group has the number of a known one."""
+    """Ledger entries or groups are missing, or another one has the number of a known one."""
     run = f"less-{missing.replace(' ', '-')}"
-    known = {"entry": Ends(2, 1), "group": Ends(1, 2), "other group": Ends(1, 1, f"rb:p:{{{run}:a}}:other")}[missing]
+    known = {
+        "entry": Ends(2, 1),
+        "group": Ends(1, 2),
+        "other entry": Ends(1, 1, entry_key="1"),
+        "other group": Ends(1, 1, f"rb:p:{{{run}:a}}:other"),
+    }[missing]
 
     async def work(store: Store) -> None:
         token = (await store.runs.take_lease(run, "one", 5.0)).token
@@ -167,6 +173,45 @@ def test_a_follower_behind_the_trimming_is_not_taken_for_a_loss(server: Embedded
                 assert (await one.streams.read_end("behind")).group == 3
         finally:
             await follower.close()
+
+    with_store(server, work)
+
+
+def test_a_follower_that_is_behind_knows_its_entry_from_another(server: EmbeddedServer) -> None:
+    """Its newest entry is not the newest of Redis; once it is trimmed nothing is left to compare."""
+
+    async def work(store: Store) -> None:
+        token = str((await store.runs.take_lease("between", "one", 5.0)).token)
+        first, _ = [await store.ledger.append("between", token, n, AckRecord(step=n, epoch=1)) for n in (1, 2)]
+        await store.groups.append("between", [to_append("a")], {"": 0}, time.time(), token)
+        for key, same in ((first, True), ("1", False)):
+            follower = await Store.open(server.url, private=True)
+            try:
+                follower.connection.known.advance("between", Ends(1, 0, entry_key=key))
+                with contextlib.nullcontext() if same else pytest.raises(DataLost, match="ledger entry 1 "):
+                    await follower.streams.read_end("between")
+                if not same:
+                    await store.snapshots.write("between", token, b"snap" + b"%020d" % 0, 1, 2, {})
+                    await follower.streams.read_end("between")
+            finally:
+                await follower.close()
+
+    with_store(server, work)
+
+
+def test_ends_that_others_show_do_not_hide_what_a_caller_knows(server: EmbeddedServer) -> None:
+    """Redis holds the shown entry, and another one than the caller knows under the same number."""
+
+    async def work(store: Store) -> None:
+        token = str((await store.runs.take_lease("two", "one", 5.0)).token)
+        key = await store.ledger.append("two", token, 1, AckRecord(step=0, epoch=1))
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            client.set(keys.lost("two"), f"0 1:{key} 0 ")
+        assert (await store.streams.read_end("two")).entry_key == key
+        store.connection.known.forget("two")
+        store.connection.known.advance("two", Ends(1, 0, entry_key="1"))
+        with pytest.raises(DataLost):
+            await store.streams.read_end("two")
 
     with_store(server, work)
 

@@ -45,7 +45,7 @@ def primary(tmp_path: Path) -> Iterator[Valkey]:
 
 def test_a_node_of_a_cluster_is_refused_and_holds_nothing(tmp_path: Path) -> None:
     with Valkey(tmp_path / "node", cluster_enabled="yes") as node:
-        assert "is a node of a cluster; needed: one primary" in refusal(node.url)
+        assert "is a node of a cluster; needed: one primary. give the cluster: redis+cluster:" in refusal(node.url)
         assert node.client.function_list() == []
         doctor = (sys.executable, "-m", "replaybuf", "doctor", "--json", "--redis-url", node.url, "--port", "0")
         checks = subprocess.run(doctor, capture_output=True, text=True, timeout=60)

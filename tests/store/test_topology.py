@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.errors import Invalid
+from replaybuf.store.redis.cluster import Cluster
 from replaybuf.store.redis.sentinel_answers import Answer, View, agreed, combine
 from replaybuf.store.topology import SentinelUrl, is_redis_url, parse_topology
 
@@ -36,7 +37,7 @@ def test_a_url_has_several_sentinels_a_name_and_options_of_both_sides() -> None:
         "redis+sentinel://user:SE/CRET@one:7000/policy",
         "redis+sentinel://one:7000,,two/policy?sentinel_password=SECRET",
         "redis+sentinel://:SECRET@one/policy/first",
-        "redis+cluster://:SECRET@one:7000,two:7000",
+        "redis+cluster://:SECRET@one:7000,two:7000/name",
     ],
 )
 def test_a_malformed_url_is_refused_without_its_password(url: str) -> None:
@@ -45,11 +46,10 @@ def test_a_malformed_url_is_refused_without_its_password(url: str) -> None:
     assert "CRET" not in repr((refused.value.detail, refused.value.value))
 
 
-def test_a_cluster_is_refused_and_still_meant_as_a_redis() -> None:
+def test_the_url_of_a_cluster_has_several_nodes_and_is_meant_as_a_redis() -> None:
     """`backup --to` must not write a file of this name."""
     assert is_redis_url("redis+cluster://one:7000")
-    with pytest.raises(Invalid, match="Cluster cannot be used yet"):
-        parse_topology("redis+cluster://one:7000")
+    assert isinstance(parse_topology("rediss+cluster://user:a%2Fb@one:7000,[::1]:7001,two?ssl_ca_certs=/ca"), Cluster)
 
 
 @pytest.mark.parametrize("text", ["run.backup", "/data/redis", "redis/run.backup"])

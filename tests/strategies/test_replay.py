@@ -120,7 +120,7 @@ def test_contradicting_options_are_rejected(options: dict[str, Any], name: str, 
     ("option", "value", "message"),
     [
         ("max_uses", 0, "max_uses: int >= 1 or null (default 4)"),
-        ("order", "random", "order: blocks | fifo | newest | prioritized | uniform"),
+        ("order", "random", "order: blocks | fifo | least_slack | newest | prioritized | uniform"),
         ("exponent", -0.1, "exponent: number >= 0 and <= 4 (default 0.6)"),
         ("fresh_fraction", 1.1, "fresh_fraction: number >= 0 and <= 1"),
         ("samples_per_insert", 0, "samples_per_insert: number > 0 or null"),
@@ -734,6 +734,45 @@ def test_the_calls_of_a_selection_do_not_grow_with_the_batch(order: str, rule: d
     assert selected(16_000) < selected(2_000) + 4_000
 
 
+# ---------------------------------------------------------------------- slack
+
+
+@given(st.data())
+@steady
+def test_least_slack_first_gives_every_group_all_its_uses_if_any_order_does(data: st.DataObject) -> None:
+    """The groups come from a plan that uses each of them in time, so there is such an order."""
+    batch, per_version = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    plan = data.draw(st.lists(st.sets(st.integers(0, 11), max_size=batch), min_size=1, max_size=8))
+    last = {group: step for step, groups in enumerate(plan) for group in groups}
+    spare = {group: data.draw(st.integers(0, 2)) for group in last}
+    staleness, most = 8, 8
+    columns = {
+        # The last step s of version v has floor(s / steps per publication) = v + staleness.
+        "policy_version": [(step + 10) // per_version - staleness + spare[group] for group, step in last.items()],
+        "times_sampled": [most - sum(group in groups for groups in plan) for group in last],
+    }
+    strategy = replay(order="least_slack", max_staleness=staleness, max_uses=most)
+    left = shown(len(last), **columns)
+    step = 10
+    while len(left):
+        assert (left.policy_version + staleness >= step // per_version).all(), "a group is too stale"
+        view = view_of(left, step=step, steps_per_publish=per_version, budget=Budget(None, min(batch, len(left)), 64))
+        chosen = strategy.select(left, view, view.budget, np.random.default_rng(0))
+        assert isinstance(chosen, Selection)
+        uses = left.times_sampled + np.isin(left.row, chosen.rows)
+        kept = np.flatnonzero(uses < most)
+        left = shown(len(kept), policy_version=left.policy_version[kept], times_sampled=uses[kept])
+        step += 1
+
+
+def test_without_a_bound_the_other_one_gives_the_order() -> None:
+    """No staleness: most uses left first. No uses: least time left first."""
+    by_uses = replay(order="least_slack", max_staleness=None)
+    assert select(by_uses, shown(4, times_sampled=[2, 0, 3, 1]), budget=Budget(None, 2, 64)) == [2, 4]
+    by_age = replay(order="least_slack", max_uses=None)
+    assert select(by_age, shown(4, policy_version=[9, 7, 8, 10]), budget=Budget(None, 2, 64)) == [2, 3]
+
+
 # ---------------------------------------------------------------------- rate
 
 
@@ -844,6 +883,27 @@ def test_admission_for_one_use_equals_the_staleness_window() -> None:
     """Counted in tokens: 5 batches of 100 tokens, 10 each."""
     assert admitted(replay(max_uses=1), budget=Budget(100, None, 64)) == 50
     assert admitted(build_strategy("one-step-off-policy", {"max_staleness": 4}), budget=Budget(100, None, 64)) == 50
+
+
+def test_admission_by_measured_speeds_holds_the_uses_of_a_steady_run() -> None:
+    """r = 4: 2.5 batches of uses in the buffer, and a tenth of a step of new groups in generation, with its spread."""
+    flow = Flow(0.0, 10.0, step_s=10.0, group_s=1.0)
+    batch_of_64 = Budget(None, 64, 64)
+    live = {"groups_live": 48, "tokens_live": 480, "uses_live": 96, "budget": batch_of_64}
+    assert replay().admit(view_of(shown(0), **live), flow) == 21  # 64 / 4, and 0.26 * 64 / 4
+    unmeasured = Flow(0.0, 10.0)
+    assert replay().admit(view_of(shown(0), **live), unmeasured) == 56
+    waits = dataclasses.replace(flow, waited=1.0)
+    assert replay().admit(view_of(shown(0), **live), waits) == 56
+
+
+@pytest.mark.parametrize(("options", "least"), [({}, 3.3), ({"max_staleness": 6}, 3.8)])
+def test_groups_of_a_steady_run_reach_nearly_all_their_uses(options: dict[str, Any], least: float) -> None:
+    """Four uses each, batches chosen after the ack, least slack first."""
+    strategy = replay(look_ahead=0, order="least_slack", **options)
+    progress = ClosedLoop(strategy).run(80)
+    assert progress.steps == 80
+    assert progress.uses[progress.counted].mean() >= least
 
 
 # ---------------------------------------------------------------------- reasons

@@ -81,7 +81,7 @@ export function openActions({ refreshNow }, run) {
     const budgets = Object.keys(known.schemas.BatchChange.properties); // other fields of a batch are fixed
     values.batch = Object.fromEntries(budgets.map((name) => [name, stored.batch[name]]));
     if (editor) return editor.set(values);
-    const parts = [["Batch", "batch", false, budgets], ["Limits", "limits", true]];
+    const parts = [["Batch", "batch", false, budgets], ["Limits", "limits", true], ["Filters", "filters"]];
     editor = configForm(known, parts, values, { id: "change", label: "Change of the run", changed: () => (clearTimeout(timer), (timer = setTimeout(foresee, PAUSE_MS))) });
     place.replaceWith(editor.node);
   }

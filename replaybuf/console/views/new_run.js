@@ -13,6 +13,10 @@ const PARTS = [
   ["Tickets", "tickets", false],
   ["Limits", "limits", false],
   ["Samples", "history", false],
+  ["Filters", "filters"],
+  ["Admissions", "admissions"],
+  ["LoRA adapters", "adapters"],
+  ["Spill", "spill", false],
 ];
 
 export function openNewRun() {
@@ -48,7 +52,6 @@ export function openNewRun() {
     { submit, class: "card" },
     h("label", { for: "name" }, "Name: lower-case letters, digits, dot, dash, underscore"),
     name,
-    h("p", { class: "quiet" }, "Filters, admissions, LoRA adapters and a spill folder: in the JSON."),
     place,
     result,
     h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Create the run"), h("a", { class: "button", href: "#/" }, "Cancel")),

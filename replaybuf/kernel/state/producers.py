@@ -61,8 +61,8 @@ class Failure:
 class Producer:
     """One producer; `announced`: it sends heartbeats.
 
-    `in_flight`, `engines` and `held_back_by` are from its last heartbeat, `faults` counts tickets lost or given back
-    for a failure.
+    `in_flight`, `slots`, `engines`, `held_back_by` are from its last heartbeat, `faults` counts tickets lost or given
+    back for a failure.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Producer:
     faults: int = 0
     groups: PerMinute = dataclasses.field(default_factory=PerMinute)
     in_flight: int | None = None
+    slots: int | None = None
     engines: int | None = None
     held_back_by: str | None = None
     failure: Failure | None = None

@@ -7,6 +7,7 @@ ledger does not hold; the report names the resulting workload.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from replaybuf.client.client import Client
 from replaybuf.errors import Invalid, Malformed, NotFound, counted
-from replaybuf.kernel.rows.index import ENTRY, NO_PROMPT_INDEX
+from replaybuf.kernel.rows.index import ENTRY
+from replaybuf.lab.simulate.latencies import LEAST_S, least_slots, measure_latencies
 from replaybuf.lab.simulate.workload import BLOCK, DEFAULT_GROUP_SIZE, LONGEST_S, Block, Supply, Workload
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.files import RECORDING_BYTES, read_bounded
@@ -46,13 +48,17 @@ class RecordedGroup(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """Configuration, ticket counts, groups in the order they were stored, ledger records."""
+    """Configuration, ticket counts, groups in the order they were stored, ledger records.
+
+    `slots`: the most groups that the producers generate at a time, by their heartbeats; 0 = they reported none.
+    """
 
     run: str
     config: RunConfig
     tickets: dict[str, int]
     groups: list[RecordedGroup]
     records: list[dict[str, Any]]
+    slots: int = 0
 
 
 def read_service(url: str, run: str, token: str | None) -> Recording:
@@ -65,6 +71,7 @@ def read_service(url: str, run: str, token: str | None) -> Recording:
             "tickets": msgspec.to_builtins(status.tickets),
             "groups": list(_pages(client, "groups")),
             "records": list(_pages(client, "records")),
+            "slots": sum(producer.slots or 0 for producer in client.list_producers()),
         }
     try:
         return _checked(msgspec.convert(raw, Recording))
@@ -129,17 +136,16 @@ def derive(recording: Recording, workload: Workload) -> Workload:
 
     - A step trains from its batch (or the publication before it, if later) to its ack: fit train_s + train_token_s ·
       tokens by least squares, both at least 0. publish_s is the median from ack to publication.
-    - A group starts while its policy version is published: its latency counts from the middle of that time.
-      token_s = median latency / mean longest rollout.
-    - Producers often wait, so their rate is that of the busier quarter of the run; slots = rate · latency (Little's
-      law).
+    - Slots are those that producers reported. Each group then has a latency of its own (`latencies`), and token_s is
+      their mean / mean longest rollout.
+    - Without reported slots: a group starts while its policy version is published, and its latency counts from the
+      middle of that time. Producers often wait, so their rate is that of the busier quarter of the run; slots = rate ·
+      latency (Little's law), at least those in generation at one publication.
     """
     times = _times(recording.records)
     train_s, train_token_s = _training(times)
-    arrivals = np.sort([group.arrival_s for group in recording.groups])
-    latency_s = _latency_s(recording.groups, times, float(arrivals[0]))
+    slots, latencies = measure_slots(recording)
     longest = float(np.mean([group.longest_tokens for group in recording.groups]))
-    rate = _busy_rate(arrivals)
     tickets = recording.tickets
     issued = max(1, tickets.get("issued", 0))
     steps_per_publish = recording.config.steps_per_publish
@@ -149,9 +155,9 @@ def derive(recording: Recording, workload: Workload) -> Workload:
         if version * steps_per_publish - 1 in times.acks
     ]
     recorded: dict[str, Any] = {
-        "slots": max(1, round(rate * latency_s)),
+        "slots": slots,
         "group_s": 0.0,
-        "token_s": latency_s / longest,
+        "token_s": float(np.clip(latencies.mean(), LEAST_S, LONGEST_S)) / longest,
         "failure_rate": min(0.9, tickets.get("returned", 0) / issued),
         "lost_rate": min(0.09, tickets.get("expired", 0) / issued),
         "train_s": train_s,
@@ -195,7 +201,26 @@ def _training(times: _Times) -> tuple[float, float]:
     return float(np.median(seconds)), 0.0
 
 
+def measure_slots(recording: Recording) -> tuple[int, npt.NDArray[np.float64]]:
+    """Return the slots, and the seconds that each group occupied one of them [groups], in the order of prompts."""
+    times, groups = _times(recording.records), _in_order(recording.groups)
+    arrivals = np.array([group.arrival_s for group in groups])
+    versions = np.array([group.policy_version for group in groups])
+    if recording.slots:
+        return recording.slots, measure_latencies(arrivals, versions, times.published, recording.slots)
+    latency_s = _latency_s(groups, times, float(arrivals.min()))
+    slots = max(round(_busy_rate(np.sort(arrivals)) * latency_s), least_slots(arrivals, versions, times.published))
+    longest = np.array([group.longest_tokens for group in groups])
+    return max(1, slots), latency_s * longest / longest.mean()
+
+
+def _in_order(groups: list[RecordedGroup]) -> list[RecordedGroup]:
+    """Sort groups by prompt; those without a prompt come last, as they were stored."""
+    return sorted(groups, key=lambda g: (math.inf if g.prompt_index is None else g.prompt_index, g.number))
+
+
 def _latency_s(groups: list[RecordedGroup], times: _Times, first_s: float) -> float:
+    """Estimate the median latency: each group starts in the middle of the time in which its version is the newest."""
     latencies = []
     for group in groups:
         since_s = times.published.get(group.policy_version, first_s)
@@ -212,14 +237,18 @@ def _busy_rate(arrivals: npt.NDArray[np.float64]) -> float:
 
 
 class RecordedSupply(Supply):
-    """Groups of a recording, repeated in the order of their prompts, with the speeds of a workload."""
+    """Groups of a recording, repeated in the order of their prompts, with the speeds of a workload.
+
+    A group takes as much longer or shorter than its length suggests as it did when it was recorded: rewards, engines
+    and queues differ too.
+    """
 
     def __init__(self, recording: Recording, workload: Workload, config: RunConfig, seed: int) -> None:
         super().__init__(workload, config, seed)
-        groups = sorted(
-            recording.groups,
-            key=lambda g: (NO_PROMPT_INDEX if g.prompt_index is None else g.prompt_index, g.number),
-        )
+        groups = _in_order(recording.groups)
+        longest = np.array([group.longest_tokens for group in groups], np.float64)
+        latencies = measure_slots(recording)[1]
+        self._effective = latencies / latencies.mean() * longest.mean()
         self._feedback: dict[int, dict[str, Any] | None] = {
             record["step"]: record.get("feedback") for record in recording.records if record["type"] == "ACK"
         }
@@ -237,7 +266,7 @@ class RecordedSupply(Supply):
         picks = (block * BLOCK + np.arange(BLOCK)) % len(self._entries)
         entries = self._entries[picks].copy()
         lengths = _spread(entries["tokens"], entries["longest_tokens"], self._group_size)
-        return self._finish(block, number, entries, lengths, lengths.max(axis=1), self._rng(block, number))
+        return self._finish(block, number, entries, lengths, self._effective[picks], self._rng(block, number))
 
 
 def _spread(tokens: npt.NDArray[np.int32], longest: npt.NDArray[np.int32], rollouts: int) -> npt.NDArray[np.int32]:

@@ -234,10 +234,10 @@ class Supply:
         number: int,
         entries: npt.NDArray[Any],
         lengths: Lengths,
-        longest: Lengths,
+        longest: npt.NDArray[np.integer | np.floating],
         rng: np.random.Generator,
     ) -> Block:
-        """Fill in sizes and durations, and draw the fates; `longest`: tokens of the longest completions."""
+        """Fill in sizes and durations, and draw the fates; `longest`: tokens that the time of a group follows."""
         w = self.workload
         if self._config.batch.overlong == "truncate":
             lengths = np.minimum(lengths, self._config.batch.seq_len)

@@ -14,7 +14,8 @@ def record_heartbeat(run: Run, name: str, report: HeartbeatRequest) -> Heartbeat
     producers, now_s = journal.presence.producers, journal.clock.monotonic()
     producer = producers.see(name, now_s)
     producer.announced = True
-    producer.in_flight, producer.engines, producer.held_back_by = report.in_flight, report.engines, report.held_back_by
+    producer.in_flight, producer.slots = report.in_flight, report.slots
+    producer.engines, producer.held_back_by = report.engines, report.held_back_by
     if report.failure is not None:
         producers.record_failure(producer, report.failure, now_s)
     return Heartbeat(
@@ -38,6 +39,7 @@ def list_producers(run: Run) -> ProducerList:
                 heartbeats=one.announced,
                 gone=one.gone,
                 in_flight=one.in_flight,
+                slots=one.slots,
                 engines=one.engines,
                 held_back_by=one.held_back_by,
                 failure=None if one.failure is None else _describe(one.failure, now_s),

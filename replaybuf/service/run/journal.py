@@ -78,7 +78,8 @@ class Journal:
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._uncertain = False
-        self._newest_key = ""
+        self._entry_key = ""
+        self._group_key = ""
         self._incarnation = 0
         self._to_free: deque[tuple[int, Numbers]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,11 +173,14 @@ class Journal:
         if isinstance(found, Exception):
             raise found
         self.lost = None
+        if not self._entry_key and found.entry == self.state.entries:  # the snapshot of a run does not hold the key
+            self._entry_key = found.entry_key
+            self._record_ends()
 
     @property
     def ends(self) -> Ends:
         """How far both streams are folded."""
-        return Ends(self.state.entries, self.state.stored, self._newest_key, self._incarnation)
+        return Ends(self.state.entries, self.state.stored, self._group_key, self._incarnation, self._entry_key)
 
     def _note_incarnation(self) -> None:
         """Note which run of this name the state begins with. `known` may be of a later one while this state ends."""
@@ -231,8 +235,8 @@ class Journal:
             async for chunk in self.store.ledger.read(self.name, self.state.entries, count):
                 # A record names groups that were stored before it: read them first.
                 await self._read_groups(through)
-                for entry, record in chunk:
-                    self._apply(entry, record)
+                for entry in chunk:
+                    self._apply(*entry)
             await self._read_groups(through)
 
     async def ingest(self, published: Sequence[AppendResult]) -> None:
@@ -258,7 +262,7 @@ class Journal:
 
     def _fold(self, chunk: IndexChunk) -> None:
         self.state.store(chunk.numbers, chunk.values, chunk.malformed)
-        self._newest_key = chunk.strings[-1].payload_key
+        self._group_key = chunk.strings[-1].payload_key
 
     # ------------------------------------------------------------------ ledger
 
@@ -287,28 +291,27 @@ class Journal:
 
     async def append(self, record: AnyRecord, candidates: Candidates | None = None) -> None:
         """Write one record, and what a batch was chosen from, then apply the record. Called within a decision."""
-        with self._appending(record) as entry:
-            await self.store.ledger.append(self.name, self.token, entry, record, candidates)
+        ledger = self.store.ledger
+        await self._write(record, lambda entry: ledger.append(self.name, self.token, entry, record, candidates))
 
     async def append_columns(self, record: ColumnsRecord, frames: Sequence[NewColumn]) -> None:
         """Write a record with the late columns that it names, then apply it. Called within a decision."""
-        with self._appending(record) as entry:
-            await self.store.ledger.append_columns(self.name, self.token, entry, record, frames)
+        ledger = self.store.ledger
+        await self._write(record, lambda entry: ledger.append_columns(self.name, self.token, entry, record, frames))
 
-    @contextlib.contextmanager
-    def _appending(self, record: AnyRecord) -> Iterator[int]:
-        """Apply a record after the body has written it as the entry of this number."""
+    async def _write(self, record: AnyRecord, write: Callable[[int], Awaitable[str]]) -> None:
+        """Apply a record after `write` has written it as the entry of this number, and returned the entry's key."""
         entry = self.state.entries + 1
         try:
             with self.recording_loss():
-                yield entry
+                key = await write(entry)
         except NotLeader:
             self.follow(None)
             raise
         except (ServiceUnavailable, asyncio.CancelledError):
             self._uncertain = True  # this record may be written, or one before it
             raise
-        self._apply(entry, record)
+        self._apply(entry, record, key)
 
     async def set_status(self, status: RunStatus, reason: str | None) -> None:
         """Record that the run is running, paused or finished. Called within a decision."""
@@ -318,7 +321,7 @@ class Journal:
         """Read up to `limit` ledger records behind entry `after`."""
         async for chunk in self.store.ledger.read(self.name, after, limit):
             for entry in chunk:
-                yield entry
+                yield entry.number, entry.record
 
     async def batch_record(self, entry: int) -> BatchRecord:
         """Read the batch record at ledger entry `entry`."""
@@ -330,8 +333,9 @@ class Journal:
             await self.store.streams.read_end(self.name)
         raise ReplaybufError(f"ledger entry {entry} of run {self.name} is not a batch", name="entry", value=entry)
 
-    def _apply(self, entry: int, record: AnyRecord) -> None:
+    def _apply(self, entry: int, record: AnyRecord, key: str) -> None:
         numbers = self.state.apply(entry, record)
+        self._entry_key = key
         self._record_ends()
         if len(numbers):
             self._to_free.append((entry, numbers))

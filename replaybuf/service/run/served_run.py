@@ -27,6 +27,7 @@ from replaybuf.service.run.append.admission import AdmissionCheck
 from replaybuf.service.run.append.admissions import Admissions
 from replaybuf.service.run.append.appends import Appends
 from replaybuf.service.run.append.arrivals import Arrivals
+from replaybuf.service.run.append.attempts import AttemptSweep
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.append.late_columns import LateColumnWriter
 from replaybuf.service.run.batches import Batches
@@ -73,6 +74,7 @@ class Run:
         self.admission = AdmissionCheck(journal, self.book)
         self.admissions = Admissions(journal)
         self.spill = Spill(journal, self.selector)
+        self.attempt_sweep = AttemptSweep(journal)
         self.history_lock = lock = HistoryLock()
         self.appends = Appends(
             journal,
@@ -209,6 +211,7 @@ class Run:
         await self.journal.free_payloads(self.spill.forget)
         self.spill.start()
         await self.trimming.tick()
+        await self.attempt_sweep.tick()
         await self.cursors.expire()
 
     # ------------------------------------------------------------------ operator

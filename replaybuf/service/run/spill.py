@@ -29,7 +29,7 @@ from replaybuf.store import IndexEntry
 from replaybuf.store.chunks import split_chunks
 from replaybuf.store.groups import with_columns
 from replaybuf.store.keys import late_column
-from replaybuf.store.spill import Move, SpillFiles
+from replaybuf.store.spill import Move, SpillFiles, SpillStore
 from replaybuf.wire.answer.run_status import SpillStatus
 from replaybuf.wire.spill import is_stub, is_unfinished, number_in, path_of
 
@@ -316,8 +316,9 @@ class Spill:
                 self._strays.setdefault(move.number, set()).add(move.path)
 
 
-async def check_folder(url: str) -> None:
-    """Write and delete a file in the spill folder of a new run. Raises `Invalid` if that fails."""
+async def check_folder(store: SpillStore, url: str) -> None:
+    """Write and delete a file in the spill folder of a new run. Raises `Invalid` if that fails, and on a cluster."""
+    store.check_supported()
     files = SpillFiles(url)
     try:
         await files.probe()

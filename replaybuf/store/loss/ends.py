@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,6 +13,7 @@ class Ends(msgspec.Struct, frozen=True, order=True):
 
     - `payload_key`: key of that group's payload, "" if unknown. It is random, so it identifies the history: an older
       Redis on which others went on has another group under the same number.
+    - `entry_key`: that ledger entry's key, "" if unknown. It is random for the same reason.
     - `incarnation`: how often runs of this name had been deleted before, or a loss accepted. The run then continues at
       older ends than were known.
     """
@@ -20,12 +22,19 @@ class Ends(msgspec.Struct, frozen=True, order=True):
     group: int
     payload_key: str = ""
     incarnation: int = 0
+    entry_key: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.entry or self.group)
 
 
 NO_ENDS = Ends(0, 0)
+
+
+def read_known(reply: Sequence[Any]) -> Ends:
+    """Return the ends that are known, from the reply `older` of a function."""
+    entry, group, payload_key, incarnation, entry_key = reply[4:9]
+    return Ends(int(entry), int(group), payload_key.decode(errors="replace"), int(incarnation), entry_key.decode())
 
 
 class Loss(NamedTuple):

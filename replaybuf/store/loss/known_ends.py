@@ -42,8 +42,9 @@ class KnownEnds:
         if ends.incarnation > known.incarnation:
             furthest = ends
         else:
-            newest = ends if (ends.group, ends.payload_key) > (known.group, known.payload_key) else known
-            furthest = Ends(max(known.entry, ends.entry), newest.group, newest.payload_key, known.incarnation)
+            group = ends if (ends.group, ends.payload_key) > (known.group, known.payload_key) else known
+            entry = ends if (ends.entry, ends.entry_key) > (known.entry, known.entry_key) else known
+            furthest = Ends(entry.entry, group.group, group.payload_key, known.incarnation, entry.entry_key)
         if furthest == known:
             return
         self._ends[run] = furthest

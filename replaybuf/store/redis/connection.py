@@ -16,21 +16,24 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import MovedError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry as BlockingRetry
 
-from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable, Unreadable
+from replaybuf.errors import Invalid, NotDurable, ReplaybufError, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
-from replaybuf.store.loss.ends import Ends
+from replaybuf.store.loss.ends import Ends, read_known
 from replaybuf.store.loss.known_ends import KnownEnds
 from replaybuf.store.redis.awake import keep_awake
-from replaybuf.store.redis.durability import STRICT, Barrier, WritePolicy, assess
+from replaybuf.store.redis.cluster import Cluster
+from replaybuf.store.redis.cluster_pipeline import ClusterClient, Router
+from replaybuf.store.redis.durability import STRICT, Barrier, WritePolicy
 from replaybuf.store.redis.faults import (
     fenced,
     lacks_functions,
@@ -41,18 +44,15 @@ from replaybuf.store.redis.faults import (
     with_known_errors,
     without_password,
 )
-from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections, execute_tolerantly
-from replaybuf.store.redis.server import (
-    CONFIG_NAMES,
-    LIBRARY,
-    LIBRARY_CODE,
-    ServerReport,
-    check_role,
-    check_version,
-    read_name,
-    read_settings,
-    read_version,
+from replaybuf.store.redis.inspection import (
+    build_report,
+    check_cluster,
+    inspect_servers,
+    load_library,
+    load_on_cluster,
 )
+from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections, execute_tolerantly
+from replaybuf.store.redis.server import ServerReport, check_role, check_version
 from replaybuf.store.topology import URL_FORMS, parse_topology
 
 COMMAND_TIMEOUT_S = 10.0
@@ -72,6 +72,7 @@ class Connection:
     - `replicas_confirmed`: replicas that confirmed the last write that waited for any
     - `process_id`: of the Redis process that was asked last; another one may lack what was not written durably
     - `explain_outage`: returns why the server is down, if the caller knows better than Sentinel
+    - `cluster`: the nodes, if the keys are spread over several
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Connection:
         self.replicas_confirmed = 0
         self.process_id = ""
         self._topology = parse_topology(url, self._forget_server)
+        self.cluster = self._topology if isinstance(self._topology, Cluster) else None
         self._explain_outage = explain_outage or self._topology.explain
         self._prepared = False
         self._preparing = asyncio.Lock()
@@ -112,9 +114,12 @@ class Connection:
         try:
             self.client = self._topology.open_client(socket_timeout=timeout_s, retry=retry, **common)
         except ValueError:  # its message may hold a part of the password
-            message = f"redis_url is {self.url!r}; use {URL_FORMS}"
-            raise Invalid(message, name="redis_url", value=self.url, bound=URL_FORMS) from None
-        self._idle = IdleConnections(self.client.connection_pool)
+            detail = f"redis_url is {self.url!r}; use {URL_FORMS}"
+            raise Invalid(detail, name="redis_url", value=self.url, bound=URL_FORMS) from None
+        self._send = IdleConnections(self.client.connection_pool).exchange
+        if self.cluster:
+            self._send = Router(self.cluster).exchange
+            self.client = ClusterClient(self.client.connection_pool, self._send)
         self._blocking = self._topology.open_client(socket_timeout=None, retry=retry, **common)
         self.payload_client = self._topology.open_blocking_client(
             socket_timeout=timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
@@ -132,7 +137,14 @@ class Connection:
 
     def pipeline(self) -> FastPipeline:
         """Start a pipeline; it is not a transaction."""
-        return FastPipeline(self.client, self._idle)
+        return FastPipeline(self.client, self._send)
+
+    async def client_of(self, key: str) -> aioredis.Redis:
+        """Return a client whose connections lead to the server of this key."""
+        if self.cluster is None:
+            return self.client
+        await self._answer(self.cluster.find())
+        return self.cluster.node(self.cluster.owner(key)).client
 
     async def run(self, command: Awaitable[Any]) -> Any:
         """Await a command on a prepared server, and translate its errors."""
@@ -193,7 +205,8 @@ class Connection:
         server all that others know, and unless `token` (if given) is the newest.
         """
         known, first = self.known.of(run), keys.guarded(run)
-        guard = [token, known.entry, known.group, known.payload_key, known.incarnation, self._shown]
+        group = known.group, known.payload_key
+        guard = [token, known.entry, known.entry_key, *group, known.incarnation, self._shown]
         return ["FCALL", function, len(first) + len(names), *first, *names, *guard, *arguments]
 
     def check_reply(self, run: str, token: str, reply: Sequence[Any] | ResponseError) -> tuple[str, Any]:
@@ -208,7 +221,7 @@ class Connection:
         outcome = text(reply[0])
         if outcome == "older":
             # Another server may know more than we do. It may end; we go on.
-            self.known.advance(run, Ends(int(reply[4]), int(reply[5]), text(reply[6]), int(reply[7])))
+            self.known.advance(run, read_known(reply))
             known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]), "", int(reply[3]))
             raise older(run, known, found, relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
@@ -275,8 +288,15 @@ class Connection:
             self._start_stall()
             raise unavailable(self.url, f"did not answer a blocking read within {within_s} s") from None
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the primary, or one of them, cannot be used; None if nothing is known."""
+        return self._topology.explain()
+
     async def check_writable(self) -> None:
         """Raise `ServiceUnavailable` while Redis cannot be reached or takes no writes."""
+        if self.cluster and self.trouble:
+            raise unavailable(self.url, f"cannot be used: {self.trouble}")
         await self.run(self.client.srem(keys.RUNS, ""))  # a write that changes nothing
 
     # ------------------------------------------------------------------ the server
@@ -289,7 +309,10 @@ class Connection:
     async def check_role(self) -> None:
         """Raise `UnsupportedServer` unless a primary of its own answers, `Invalid` for a name unknown to Sentinel."""
         await self._topology.check()
-        check_role(await self._answer(self.client.info()), self.url)
+        if self.cluster:
+            await check_cluster(self.cluster, self._answer, self.policy, self.url)
+        else:
+            check_role(await self._answer(self.client.info()), self.url)
 
     async def prepare(self) -> None:
         """Check the server's version and load the function library, unless the prepared server still answers.
@@ -313,49 +336,17 @@ class Connection:
         return await self._inspect()
 
     async def _load_library(self) -> None:
-        listed = await self._answer(self.client.function_list(LIBRARY, withcode=True))
-        if any(entry[b"library_code"] == LIBRARY_CODE.encode() for entry in listed):
-            return  # loading needs memory, which a full server does not have
-        await self._answer(self.client.function_load(LIBRARY_CODE, replace=True))
+        if self.cluster:
+            await load_on_cluster(self.cluster, self._answer)
+        else:
+            await load_library(self.client, self._answer)
 
     async def _inspect(self) -> ServerReport:
-        info: dict[str, Any] = await self._answer(self.client.info())
-        config, refusal = await self._read_config()
-        self.process_id = str(info.get("run_id", ""))
-        settings = read_settings(info, config, await self._has_waitaof(), refusal, self._topology.fails_over)
-        durability = assess(settings, self.policy)
+        found = await inspect_servers(self.client, self.cluster, self._answer, self._topology.fails_over)
+        report, durability = build_report(found, self.policy)
+        self.process_id = " ".join(sorted(str(server.info.get("run_id", "")) for server in found))
         self._barrier, self._reads_durable = durability.barrier, durability.reads_durable
-        return ServerReport(
-            version=read_version(info),
-            name=read_name(info),
-            durability=durability.level,
-            met_by=durability.met_by,
-            reasons=durability.reasons,
-            policy=self.policy,
-            replicas=settings.replicas,
-            used_memory_bytes=int(info.get("used_memory", 0)),
-            max_memory_bytes=int(info.get("maxmemory", 0)),
-            max_memory_policy=settings.policy or "unknown",
-        )
-
-    async def _read_config(self) -> tuple[dict[str, str], str | None]:
-        """Return the server's configuration, or why the server refuses it."""
-        try:
-            raw = await self._answer(self.client.config_get(*CONFIG_NAMES))
-        except ReplaybufError as error:  # some Redis services refuse CONFIG; INFO holds a part of it
-            if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
-                raise
-            return {}, str(error.__cause__)
-        return {text(key): text(value) for key, value in raw.items()}, None
-
-    async def _has_waitaof(self) -> bool:
-        try:
-            await self._answer(self.client.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
-        except ReplaybufError as error:
-            if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
-                return False
-            raise
-        return True
+        return report
 
     async def _answer(self, command: Awaitable[Any]) -> Any:
         try:
@@ -367,7 +358,11 @@ class Connection:
 
     def _failed(self, error: RedisError | OSError) -> ReplaybufError:
         """Note what an error says of the server; return the translated one."""
-        if isinstance(error, RedisTimeoutError):
+        if isinstance(error, MovedError) and self.cluster:
+            self.cluster.move_slot(error)
+        elif isinstance(error, (RedisConnectionError, OSError)) and self.cluster:
+            self.cluster.suspect()  # its map says which nodes are to be prepared
+        elif isinstance(error, RedisTimeoutError):
             self._start_stall()
         elif isinstance(error, (RedisConnectionError, OSError)):
             self._forget_server()  # a refused connection fails at once: no caller has to be spared

@@ -14,7 +14,7 @@ from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufEr
 from replaybuf.store.loss.ends import Ends, Loss
 
 # Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
-_RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED"
+_RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED|MOVED|ASK"
 _TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_RETRY_CODES})\b")
 
 
@@ -88,7 +88,9 @@ def older(run: str, known: Ends, found: Ends, *, relaxed: bool) -> DataLost | Le
     ]
     if known.incarnation > found.incarnation:
         missing = ["the deletion of the run and what followed it"]
-    lacks = " and ".join(missing) or f"group {known.group} as it was acknowledged (another group has its number)"
+    if not missing:
+        missing = [f"ledger entry {known.entry} or group {known.group} as it was acknowledged (another has its number)"]
+    lacks = " and ".join(missing)
     if relaxed and found.entry:
         return LedgerGap(f"run {run}: Redis lost {lacks}; durability is relaxed", name="redis", value=run)
     seen = f"the ledger ends at entry {found.entry} and the index at group {found.group}"

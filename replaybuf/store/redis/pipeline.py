@@ -10,8 +10,8 @@ on it fails, times out or is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import hiredis
 import redis
@@ -27,6 +27,10 @@ from replaybuf.wire.config import LARGEST_STORED_BYTES
 _BYTES = (bytes, memoryview)
 _LARGE_BYTES = 4096
 """Larger arguments are sent without a copy."""
+
+
+Send: TypeAlias = Callable[[Sequence[Sequence[Any]]], Awaitable[list[Any]]]
+"""Sends commands and returns their replies, errors too."""
 
 
 class IdleConnections:
@@ -49,6 +53,14 @@ class IdleConnections:
             await self._pool.release(connection)
         return await self._pool.get_connection()  # type: ignore[no-untyped-call]
 
+    async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send commands on one connection and return their replies, errors too."""
+        connection = await self.take()
+        try:
+            return await _exchange(connection, commands, len(commands))
+        finally:
+            await self.give_back(connection)
+
     async def give_back(self, connection: Any) -> None:
         """Keep a connection for the next pipeline, unless it is closed."""
         if connection.is_connected:
@@ -60,9 +72,9 @@ class IdleConnections:
 class FastPipeline(Pipeline):
     """A pipeline that is never a transaction."""
 
-    def __init__(self, client: aioredis.Redis, idle: IdleConnections) -> None:
+    def __init__(self, client: aioredis.Redis, send: Send) -> None:
         super().__init__(client.connection_pool, client.response_callbacks, transaction=False, shard_hint=None)
-        self._idle = idle
+        self._send = send
 
     def execute_command(self, *words: Any, **options: Any) -> FastPipeline:  # type: ignore[override]
         """Add a command. Not redis-py's own, which looks for scripts and watched keys first."""
@@ -74,11 +86,7 @@ class FastPipeline(Pipeline):
         commands, self.command_stack = self.command_stack, []
         if not commands:
             return []
-        connection = await self._idle.take()
-        try:
-            replies = await _exchange(connection, [words for words, _ in commands], len(commands))
-        finally:
-            await self._idle.give_back(connection)
+        replies = await self._send([words for words, _ in commands])
         if raise_on_error:
             _raise_first(replies)
         if not self.response_callbacks:

@@ -71,8 +71,7 @@ def check_version(version: str, url: str) -> None:
 def check_role(info: Mapping[str, Any], url: str) -> None:
     """Raise `UnsupportedServer`, with the right URL, for a sentinel, a node of a cluster and a replica.
 
-    A cluster refuses functions over keys of several nodes, and a replica all writes: a run could be created there, and
-    its appends would fail.
+    A node of a cluster takes only the runs of its own slots, and a replica nothing.
     """
     mode = str(info.get("server_mode") or info.get("redis_mode"))
     if mode == "sentinel":
@@ -80,7 +79,7 @@ def check_role(info: Mapping[str, Any], url: str) -> None:
         urls = ", ".join(f"redis+sentinel://{urlsplit(url).netloc}/{value.get('name')}" for value in watched)
         what, way_out = "a sentinel", f"give the name that it watches too: {urls or 'it watches none'}"
     elif mode == "cluster":
-        what, way_out = "a node of a cluster", "give a server without cluster-enabled, such as redis://HOST:PORT/0"
+        what, way_out = "a node of a cluster", f"give the cluster: {_cluster_url(url)}"
     elif info.get("role") == "slave":
         primary = f"redis://{info.get('master_host')}:{info.get('master_port')}"
         what, way_out = "a replica", f"give its primary: {primary}"
@@ -88,6 +87,20 @@ def check_role(info: Mapping[str, Any], url: str) -> None:
         return
     detail = f"Redis at {url} is {what}; needed: one primary. {way_out}"
     raise UnsupportedServer(detail, name="redis_url", value=url, bound="one primary")
+
+
+def _cluster_url(url: str) -> str:
+    parts = urlsplit(url)
+    hosts = parts.netloc if parts.scheme != "unix" else "HOST:PORT"
+    return f"{'rediss' if parts.scheme == 'rediss' else 'redis'}+cluster://{hosts}[,HOST:PORT...]"
+
+
+def check_cluster_mode(info: Mapping[str, Any], address: str) -> None:
+    """Raise `UnsupportedServer` for a server that is not a node of a cluster."""
+    mode = str(info.get("server_mode") or info.get("redis_mode"))
+    if mode != "cluster":
+        detail = f"Redis at {address} is not a node of a cluster; give redis://{address}/0, or a node"
+        raise UnsupportedServer(detail, name="redis_url", value=address, bound="cluster-enabled yes")
 
 
 def read_settings(

@@ -53,6 +53,7 @@ class Play:
         """Train all steps while all slots generate."""
         self._epoch = self._client.attach(dp_world_size=1).epoch
         self._asked_s = 0.0
+        self._client.send_heartbeat("scripted", slots=self._supply.workload.slots)
         self._ask()
         while self._step < self._steps:
             self._now_s, _, happens = heapq.heappop(self._events)

@@ -346,7 +346,7 @@ async def get_readyz(request: Request) -> Response:
     """Check that Redis answers and holds every acknowledged write. Names only runs that the caller may see."""
     service, seen = _service(request), list_runs(request)
     report = service.report
-    trouble = service.outage or describe_lost(request)
+    trouble = service.outage or service.store.connection.trouble or describe_lost(request)
     ready = trouble is None and report is not None
     answer = Readiness(
         status="ready" if ready else "not ready",

@@ -1,0 +1,301 @@
+"""Payloads in the buckets of a cluster, which lie on other servers than the index.
+
+An append takes two steps. First each bucket gets a note of the attempt and then its payloads, without a TTL. They are
+durable before the second step, which publishes the groups in the index. So every index entry has its payload, and no
+crash needs a repair. What a crash between the steps leaves behind is found by its note.
+
+Attempts are counted in rounds, which a leader begins some minutes apart. The index refuses attempts from before the
+last two rounds, so their payloads may be deleted unless the index names them. No clock decides this, and a leader that
+was suspended meanwhile does no harm.
+
+A bucket counts the payloads that were ever written to it, and the index keeps the highest count that was published. A
+bucket whose count is lower has lost acknowledged payloads, and takes no new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from redis.exceptions import AskError, ResponseError
+
+from replaybuf.errors import DataLost, ReplaybufError
+from replaybuf.store import keys
+from replaybuf.store.redis.cluster import Cluster, ClusterNode
+from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.faults import data_lost
+from replaybuf.store.redis.pipeline import read_values
+
+DELETED_AT_ONCE = 1_000
+MOST_SETTLED = 1_000
+"""Notes of published attempts that wait for the next append to their bucket; the leader removes further ones."""
+ATTEMPTS_AT_ONCE = 500
+FindPublished = Callable[[str, Sequence[str]], Awaitable[set[str]]]
+"""Returns which of these payloads of a run have an index entry."""
+
+
+@dataclasses.dataclass(slots=True)
+class KnownBuckets:
+    """What this process knows of the buckets of a run, for one incarnation of it.
+
+    - `round`: in which new attempts begin
+    - `written`: payloads that each bucket had
+    - `settled`: keys of published attempts, by bucket, whose notes are to be removed
+    """
+
+    incarnation: int
+    round: int
+    written: dict[int, int]
+    settled: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+    """Payloads that are durable and not published yet: the round, and how many payloads each of their buckets had."""
+
+    round: int
+    written: dict[int, int]
+
+
+class BucketStore:
+    """Writes, reads and deletes payloads on the nodes of a cluster."""
+
+    def __init__(self, connection: Connection, cluster: Cluster) -> None:
+        self._connection = connection
+        self._cluster = cluster
+        self._known: dict[str, KnownBuckets] = {}
+        self._lost: dict[str, int] = {}
+        """A bucket by run that had lost payloads when it was last looked at."""
+
+    # ------------------------------------------------------------------ append
+
+    async def write(self, run: str, payloads: Mapping[str, bytes | memoryview]) -> Attempt:
+        """Write payloads of one attempt, durably. Raises `DataLost` if a bucket is older than known, `NoRoom`."""
+        known = await self._load(run)
+        by_bucket = _by_bucket(run, payloads)
+        pipe = self._connection.pipeline()
+        pipe.response_callbacks = {}
+        settled = [(bucket, known.settled.pop(bucket)) for bucket in by_bucket if bucket in known.settled]
+        for bucket, own in by_bucket.items():
+            lowest = 0 if self._connection.policy.level == "relaxed" else known.written.get(bucket, 0)
+            names = [keys.attempts(run, bucket), keys.written(run, bucket)]
+            pipe.execute_command("FCALL", "rb_note", 2, *names, lowest, known.round, *own)
+        for key, frame in payloads.items():
+            pipe.execute_command("SET", key, frame)
+        for bucket, done in settled:
+            pipe.execute_command("ZREM", keys.attempts(run, bucket), *done)
+        count = len(by_bucket) + len(payloads)
+        replies = await self._connection.run_durably(pipe, may_fail=count)
+        written = dict(zip(by_bucket, replies, strict=False))
+        try:
+            self._check(run, known, written, replies[:count])
+        except ReplaybufError:
+            await self.withdraw(run, list(payloads))
+            raise
+        counts = {bucket: int(reply[1]) for bucket, reply in written.items()}
+        for bucket, number in counts.items():
+            known.written[bucket] = max(known.written.get(bucket, 0), number)
+        return Attempt(known.round, counts)
+
+    def _check(self, run: str, known: KnownBuckets, written: Mapping[int, Any], replies: Sequence[Any]) -> None:
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise self._connection.explain(reply)
+        for bucket, (noted, number) in written.items():
+            if not noted:
+                raise self._record_loss(run, bucket, known.written[bucket], int(number))
+
+    def _record_loss(self, run: str, bucket: int, known: int, found: int) -> DataLost:
+        node = self._cluster.owner_name(keys.written(run, bucket))
+        self._lost[run] = bucket
+        cause = f"bucket {bucket} on node {node} has had {found} payloads, but {known} were acknowledged"
+        return data_lost(run, cause, groups=known - found)
+
+    def settle(self, run: str, attempt: Attempt, published: Iterable[str], newest: int) -> None:
+        """Remove the notes of published payloads with the next append; `newest`: the round that the index is in."""
+        known = self._known[run]
+        known.round = max(known.round, newest)
+        for bucket, own in _by_bucket(run, published).items():
+            waiting = known.settled.setdefault(bucket, [])
+            if len(waiting) < MOST_SETTLED:
+                waiting += own
+
+    def begin_round(self, run: str, newest: int) -> None:
+        """Begin new attempts in round `newest`: the index refused those of an older one."""
+        self._known[run].round = newest
+
+    async def withdraw(self, run: str, payload_keys: Sequence[str]) -> None:
+        """Delete payloads that are surely not published; what fails is found by its note."""
+        with contextlib.suppress(ReplaybufError):
+            await self.unlink(payload_keys)
+            pipe = self._connection.pipeline()
+            for bucket, own in _by_bucket(run, payload_keys).items():
+                pipe.execute_command("ZREM", keys.attempts(run, bucket), *own)
+            await self._connection.run(pipe.execute())
+
+    # ------------------------------------------------------------------ known counts
+
+    async def _load(self, run: str) -> KnownBuckets:
+        """Return what is known of the buckets of a run; read it first for a new run or incarnation."""
+        known, incarnation = self._known.get(run), self._connection.known.of(run).incarnation
+        if known is None or known.incarnation != incarnation:
+            written, newest = await self._read_published(run)
+            known = self._known[run] = KnownBuckets(incarnation, newest, written)
+        return known
+
+    async def _read_published(self, run: str) -> tuple[dict[int, int], int]:
+        pipe = self._connection.pipeline()
+        pipe.hgetall(keys.buckets(run))
+        pipe.hget(keys.counts(run), "round")
+        published, newest = await self._connection.read(run, pipe)
+        return {int(bucket): int(number) for bucket, number in published.items()}, int(newest or 0)
+
+    async def find_loss(self, run: str, buckets: Iterable[int] = range(keys.BUCKETS)) -> DataLost | None:
+        """Check that buckets have had as many payloads as are published; return what is wrong with the first."""
+        published, _ = await self._read_published(run)  # before the counts, which only grow
+        asked = [bucket for bucket in buckets if bucket in published]
+        if not asked or self._connection.policy.level == "relaxed":
+            return None
+        for bucket, number in zip(asked, await self._read_written(run, asked), strict=True):
+            if number < published[bucket]:
+                return self._record_loss(run, bucket, published[bucket], number)
+        return None
+
+    async def find_loss_again(self, run: str) -> DataLost | None:
+        """Check again the bucket of a run in which a loss was found; return None when it has its payloads again."""
+        if run not in self._lost:
+            return None
+        loss = await self.find_loss(run, [self._lost[run]])
+        if loss is None:
+            del self._lost[run]
+        return loss
+
+    async def count_missing(self, run: str) -> int:
+        """Return how many published payloads the buckets of a run have never had."""
+        return sum((await self._read_missing(run)).values())
+
+    async def accept_loss(self, run: str) -> None:
+        """Let the buckets of a run go on without what they lack: each then has had what is published, durably."""
+        pipe = self._connection.pipeline()
+        for bucket, missing in (await self._read_missing(run)).items():
+            pipe.incrby(keys.written(run, bucket), missing)
+        if pipe.command_stack:
+            await self._connection.run_durably(pipe)
+        self._lost.pop(run, None)
+
+    async def _read_missing(self, run: str) -> dict[int, int]:
+        published, _ = await self._read_published(run)  # before the counts, which only grow
+        written = dict(zip(published, await self._read_written(run, list(published)), strict=True))
+        return {bucket: number - written[bucket] for bucket, number in published.items() if written[bucket] < number}
+
+    async def _read_written(self, run: str, buckets: Sequence[int]) -> list[int]:
+        pipe = self._connection.pipeline()
+        for bucket in buckets:
+            pipe.get(keys.written(run, bucket))
+        return [int(number or 0) for number in await self._connection.run(pipe.execute())]
+
+    # ------------------------------------------------------------------ read
+
+    async def read(self, run: str, payload_keys: Sequence[str]) -> list[bytes | None]:
+        """Read payloads. Raises `DataLost` if one is missing in a bucket that has lost payloads."""
+        values, _ = await asyncio.gather(self._read(payload_keys), self._connection.call(run, "rb_ends"))
+        missing = [key for key in payload_keys if values[key] is None]
+        buckets = {bucket for key in missing if (bucket := keys.bucket_of_payload(run, key)) is not None}
+        if buckets and (loss := await self.find_loss(run, sorted(buckets))):
+            raise loss
+        return [values[key] for key in payload_keys]
+
+    async def _read(self, payload_keys: Sequence[str]) -> dict[str, bytes | None]:
+        try:
+            return await self._connection.run(self._read_nodes(payload_keys))  # type: ignore[no-any-return]
+        except ReplaybufError as error:
+            if not isinstance(error.__cause__, AskError):
+                raise
+        pipe = self._connection.pipeline()  # a slot moves: the pipeline follows
+        for key in payload_keys:
+            pipe.get(key)
+        return dict(zip(payload_keys, await self._connection.run(pipe.execute()), strict=True))
+
+    async def _read_nodes(self, payload_keys: Sequence[str]) -> dict[str, bytes | None]:
+        """Read payloads in threads, one for each node."""
+        await self._cluster.find()
+        by_node: dict[ClusterNode, list[str]] = {}
+        for key in payload_keys:
+            by_node.setdefault(self._cluster.node(self._cluster.owner(key)), []).append(key)
+        reads = [asyncio.to_thread(read_values, node.reader, own, ("PING",)) for node, own in by_node.items()]
+        replies = await asyncio.gather(*reads)
+        pairs = (zip(own, found, strict=True) for own, (found, _) in zip(by_node.values(), replies, strict=True))
+        return {key: value for each in pairs for key, value in each}
+
+    # ------------------------------------------------------------------ delete
+
+    async def unlink(self, names: Sequence[str], *, durably: bool = False) -> None:
+        """Delete keys, wherever they are."""
+        for start in range(0, len(names), DELETED_AT_ONCE):
+            pipe = self._connection.pipeline()
+            for key in names[start : start + DELETED_AT_ONCE]:
+                pipe.unlink(key)
+            await (self._connection.run_durably(pipe) if durably else self._connection.run(pipe.execute()))
+
+    async def delete_all(self, run: str) -> None:
+        """Delete what the buckets of a deleted run hold beside published payloads."""
+        for bucket in range(keys.BUCKETS):
+            async for attempts in self._attempts(run, bucket, "+inf"):
+                await self.unlink(attempts)
+                await self._forget(run, bucket, attempts)
+        names = [key(run, bucket) for bucket in range(keys.BUCKETS) for key in (keys.attempts, keys.written)]
+        await self.unlink(names, durably=True)
+        self._known.pop(run, None)
+
+    async def sweep(self, run: str, token: str, find_published: FindPublished) -> int:
+        """Begin a round of attempts; delete payloads of older attempts that the index lacks. Return how many.
+
+        Raises `NotLeader`.
+        """
+        if not await self._has_attempts(run):
+            return 0
+        known = await self._load(run)
+        _, newest = await self._connection.call(run, "rb_begin_round", (), (), token, durably=True)
+        known.round = max(known.round, newest)
+        swept = 0
+        for bucket in range(keys.BUCKETS):
+            async for attempts in self._attempts(run, bucket, newest - 2):
+                published = await find_published(run, attempts)
+                orphans = [key for key in attempts if key not in published]
+                await self.unlink(orphans)
+                await self._forget(run, bucket, attempts)
+                swept += len(orphans)
+        return swept
+
+    async def _has_attempts(self, run: str) -> bool:
+        pipe = self._connection.pipeline()
+        for bucket in range(keys.BUCKETS):
+            pipe.exists(keys.attempts(run, bucket))
+        return any(await self._connection.run(pipe.execute()))
+
+    async def _attempts(self, run: str, bucket: int, last: int | str) -> AsyncIterator[list[str]]:
+        """Read attempts of rounds up to `last`, in chunks; each chunk is forgotten before the next is read."""
+        while True:
+            pipe = self._connection.pipeline()
+            pipe.zrangebyscore(keys.attempts(run, bucket), "-inf", last, start=0, num=ATTEMPTS_AT_ONCE)
+            (found,) = await self._connection.run(pipe.execute())
+            if not found:
+                return
+            yield [key.decode() for key in found]
+
+    async def _forget(self, run: str, bucket: int, attempts: Sequence[str]) -> None:
+        pipe = self._connection.pipeline()
+        pipe.zrem(keys.attempts(run, bucket), *attempts)
+        await self._connection.run(pipe.execute())
+
+
+def _by_bucket(run: str, payload_keys: Iterable[str]) -> dict[int, list[str]]:
+    buckets: dict[int, list[str]] = {}
+    for key in payload_keys:
+        bucket = keys.bucket_of_payload(run, key)
+        if bucket is not None:
+            buckets.setdefault(bucket, []).append(key)
+    return buckets

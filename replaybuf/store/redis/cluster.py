@@ -1,0 +1,253 @@
+"""The nodes of a Redis Cluster: which one serves a key, and the connections to each.
+
+Some nodes are asked at once for what they know, twice a second, and ten times a second for a while after the first sign
+of trouble. When a primary is down, or another node has its place, all connections to it are cut: their callers get an
+error at once and not after a timeout, and a write that began before is not confirmed. A redirection (MOVED) changes the
+map at once.
+
+redis-py's own cluster client is not used: its pipeline sends a redirected command again on some other connection, so
+the wait for the disk that follows the command would cover nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import redis
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import AuthenticationError, MovedError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.maint_notifications import MaintNotificationsConfig
+
+from replaybuf.errors import Invalid
+from replaybuf.store.redis.cluster_map import ClusterView, Node, combine, name, parse_nodes
+from replaybuf.store.redis.pipeline import IdleConnections
+from replaybuf.store.redis.sentinel_answers import Address, as_text
+
+ASK_TIMEOUT_S = 1.0
+MOST_ASKED = 8
+"""Nodes that are asked at once; the next call asks others."""
+CONNECT_TIMEOUT_S = 2.0
+"""Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
+FRESH_S = 0.1
+WATCH_PERIOD_S = 0.5
+ALERT_S = 10.0
+"""How long to ask often after a sign of trouble."""
+
+
+class ClusterNode:
+    """The connections to one node: of the event loop, and of threads that read payloads."""
+
+    def __init__(self, address: Address, options: Mapping[str, Any], thread_options: Mapping[str, Any]) -> None:
+        self.address = address
+        host, port = address
+        self.client = aioredis.Redis(host=host, port=port, **options)
+        self.reader = redis.Redis(host=host, port=port, **thread_options)
+        self.exchange = IdleConnections(self.client.connection_pool).exchange
+
+    def cut(self) -> None:
+        """End whatever waits for an answer, with an error; the next use connects again."""
+        pool: Any = self.client.connection_pool
+        for connection in (*pool._available_connections, *pool._in_use_connections):
+            if connection._writer is not None:
+                connection._writer.transport.abort()
+        readers: Any = self.reader.connection_pool
+        for reader in (*readers._available_connections, *readers._in_use_connections):
+            with contextlib.suppress(OSError, AttributeError):  # it is closed already
+                reader._sock.shutdown(socket.SHUT_RDWR)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.client.aclose()
+        self.reader.close()
+
+
+class Cluster:
+    """The cluster that the nodes at `hosts` belong to. Calls `on_switch` when a primary was lost or a node added."""
+
+    fails_over = True
+
+    def __init__(self, hosts: Sequence[Address], options: Mapping[str, Any], on_switch: Callable[[], None]) -> None:
+        self.switches = 0
+        self.view = ClusterView()
+        self._hosts, self._options, self._on_switch = tuple(hosts), dict(options), on_switch
+        self._loop_options: dict[str, Any] = {}
+        self._thread_options: dict[str, Any] = {}
+        self._nodes: dict[Address, ClusterNode] = {}
+        self._asked: dict[Address, aioredis.Redis] = {}
+        self._turn = itertools.count()
+        self._asked_s = -float("inf")
+        self._asking = asyncio.Lock()
+        self._signs = asyncio.Event()
+        self._alert_until_s = -float("inf")
+        self._watching: asyncio.Task[None] | None = None
+
+    def open_client(self, **options: Any) -> aioredis.Redis:
+        """Open a client of the first host: the connections to nodes have its options."""
+        self._loop_options = self._with_bound(options)
+        host, port = self._hosts[0]
+        return aioredis.Redis(host=host, port=port, **self._loop_options)
+
+    def open_blocking_client(self, **options: Any) -> redis.Redis:
+        """Open such a client for threads."""
+        self._thread_options = self._with_bound(options)
+        host, port = self._hosts[0]
+        return redis.Redis(host=host, port=port, **self._thread_options)
+
+    def _with_bound(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        connect_s = min(options["socket_connect_timeout"], CONNECT_TIMEOUT_S)
+        return {**options, **self._options, "socket_connect_timeout": connect_s}
+
+    async def check(self) -> None:
+        """Raise `Invalid` for servers that are not nodes of a cluster."""
+        for host in self._hosts:
+            try:
+                await self._ask_one(host)
+            except (ResponseError, AuthenticationError) as error:
+                detail = f"{name(host)} is not a node of a cluster, or it refuses CLUSTER NODES: {error}"
+                raise Invalid(detail, name="redis_url", value=name(host)) from error
+            except (RedisError, OSError):
+                continue  # the next host may answer
+            return
+
+    def explain(self) -> str | None:
+        """Return which slots cannot be used, and why."""
+        return self.view.trouble
+
+    async def close(self) -> None:
+        """Stop watching, and close all connections."""
+        if self._watching:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        for node in self._nodes.values():
+            await node.close()
+        for client in self._asked.values():
+            await client.aclose()
+
+    # ------------------------------------------------------------------ nodes
+
+    @property
+    def primaries(self) -> list[ClusterNode]:
+        """List the nodes that own slots."""
+        return [self.node(address) for address in self.view.primaries]
+
+    @property
+    def replicas(self) -> list[ClusterNode]:
+        """List the nodes that may take the place of a primary, without those that are down."""
+        return [self.node(address) for address in self.view.replicas if address not in self.view.down]
+
+    def node(self, address: Address) -> ClusterNode:
+        """Return a node."""
+        if address not in self._nodes:
+            self._nodes[address] = ClusterNode(address, self._loop_options, self._thread_options)
+        return self._nodes[address]
+
+    def owner(self, key: str | bytes) -> Address:
+        """Return the address of the primary of a key. Raises redis-py's `ConnectionError` while there is none."""
+        slot = key_slot(key.encode() if isinstance(key, str) else key)
+        address = self.view.owners[slot]
+        if address is None or address in self.view.down:
+            raise RedisConnectionError(self.view.trouble or f"the cluster does not serve slot {slot}")
+        return address
+
+    def owner_name(self, key: str) -> str:
+        """Return the address of the primary of a key as text, for messages."""
+        address = self.view.owners[key_slot(key.encode())]
+        return name(address) if address else "(nobody)"
+
+    def move_slot(self, moved: MovedError) -> None:
+        """Follow a redirection, and ask the nodes soon."""
+        owners = list(self.view.owners)
+        owners[moved.slot_id] = (moved.host or self._hosts[0][0], moved.port)
+        self.view = ClusterView(
+            tuple(owners), self.view.primaries, self.view.replicas, self.view.down, self.view.trouble
+        )
+        self._signs.set()
+
+    def suspect(self) -> None:
+        """Ask the nodes soon: a connection was lost."""
+        self._signs.set()
+
+    async def find(self) -> None:
+        """Read the map of the cluster, unless it is known. Raises redis-py's `ConnectionError` if no node answers."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="watch cluster")
+        if self._watching.done():
+            self._watching.result()  # raises its fault
+        if self.view.primaries:
+            return
+        async with self._asking:
+            if not self.view.primaries and time.monotonic() >= self._asked_s + FRESH_S:
+                await self._look()
+        if not self.view.primaries:
+            raise RedisConnectionError(self.view.trouble)
+
+    # ------------------------------------------------------------------ questions
+
+    async def _watch(self) -> None:
+        while True:
+            if self._signs.is_set():
+                self._signs.clear()
+                self._alert_until_s = time.monotonic() + ALERT_S
+            if self.view.trouble or time.monotonic() < self._alert_until_s:
+                await asyncio.sleep(FRESH_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._signs.wait(), WATCH_PERIOD_S)
+            async with self._asking:
+                await self._look()
+
+    async def _look(self) -> None:
+        answers = await self._ask_some()
+        self._asked_s = time.monotonic()
+        if not answers and self.view.primaries:
+            return  # most likely nothing is wrong with the nodes but our way to them: each command reports it
+        before, self.view = self.view, combine(answers)
+        lost = {address for address in before.primaries if address in self.view.down or address in self.view.replicas}
+        lost -= before.down
+        for address in lost:
+            self.node(address).cut()
+        self.switches += bool(lost)
+        if lost or set(self.view.primaries) != set(before.primaries):
+            self._on_switch()
+
+    async def _ask_some(self) -> list[list[Node]]:
+        known = self.view.addresses or self._hosts
+        first = next(self._turn) % len(known)
+        asked = [known[(first + number) % len(known)] for number in range(min(MOST_ASKED, len(known)))]
+        answers = await asyncio.gather(*map(self._ask, asked))
+        return [answer for answer in answers if answer]
+
+    async def _ask(self, address: Address) -> list[Node]:
+        """Ask one node; an empty list if it does not answer."""
+        try:
+            return await self._ask_one(address)
+        except (RedisError, OSError):
+            return []
+
+    async def _ask_one(self, address: Address) -> list[Node]:
+        if address not in self._asked:
+            self._asked[address] = aioredis.Redis(
+                host=address[0],
+                port=address[1],
+                socket_timeout=ASK_TIMEOUT_S,
+                socket_connect_timeout=ASK_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+                **self._options,
+            )
+        # redis-py's own method parses the reply, without the epochs.
+        pipe = self._asked[address].pipeline(transaction=False)
+        pipe.response_callbacks = {}
+        pipe.execute_command("CLUSTER", "NODES")
+        (reply,) = await pipe.execute()
+        return parse_nodes(as_text(reply), address)

@@ -1,0 +1,207 @@
+"""Examines the servers behind a connection: version, persistence, functions, and what is true of all together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis.exceptions import ResponseError
+
+from replaybuf.errors import ReplaybufError, ServiceUnavailable, UnsupportedServer
+from replaybuf.store.redis.cluster import Cluster, ClusterNode
+from replaybuf.store.redis.cluster_map import name
+from replaybuf.store.redis.durability import Barrier, Durability, ServerSettings, WritePolicy, assess
+from replaybuf.store.redis.faults import unavailable
+from replaybuf.store.redis.server import (
+    CONFIG_NAMES,
+    LIBRARY,
+    LIBRARY_CODE,
+    ServerReport,
+    check_cluster_mode,
+    check_version,
+    read_name,
+    read_settings,
+    read_version,
+)
+
+NODE_TIMEOUT_S = 2.0
+"""Time for one node of a cluster: the others must not wait for one that is silent."""
+Answer = Callable[[Awaitable[Any]], Awaitable[Any]]
+"""Awaits a command, and raises its translated error."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a server said of itself. `address`: of a node of a cluster, else ""."""
+
+    address: str
+    info: dict[str, Any]
+    settings: ServerSettings
+
+
+async def inspect(client: aioredis.Redis, answer: Answer, fails_over: bool, address: str = "") -> Inspection:
+    """Read how a server persists."""
+    info: dict[str, Any] = await answer(client.info())
+    config, refusal = await _read_config(client, answer)
+    settings = read_settings(info, config, await _has_waitaof(client, answer), refusal, fails_over)
+    return Inspection(address, info, settings)
+
+
+async def inspect_servers(
+    client: aioredis.Redis, cluster: Cluster | None, answer: Answer, fails_over: bool
+) -> list[Inspection]:
+    """Read how the server persists, or each primary of a cluster that answers."""
+    return await inspect_cluster(cluster, answer) if cluster else [await inspect(client, answer, fails_over)]
+
+
+async def load_library(client: aioredis.Redis, answer: Answer) -> None:
+    """Load the function library, unless the server has it."""
+    listed = await answer(client.function_list(LIBRARY, withcode=True))
+    if any(entry[b"library_code"] == LIBRARY_CODE.encode() for entry in listed):
+        return  # loading needs memory, which a full server does not have
+    await answer(client.function_load(LIBRARY_CODE, replace=True))
+
+
+async def inspect_cluster(cluster: Cluster, answer: Answer) -> list[Inspection]:
+    """Read how each primary persists; skip those that do not answer, unless none does."""
+    await answer(cluster.find())
+
+    async def one(node: ClusterNode) -> Inspection:
+        async with asyncio.timeout(NODE_TIMEOUT_S):
+            return await inspect(node.client, answer, fails_over=True, address=name(node.address))
+
+    results = await asyncio.gather(*map(one, cluster.primaries), return_exceptions=True)
+    _raise_unexpected(results)
+    answered = [result for result in results if isinstance(result, Inspection)]
+    if not answered:
+        raise unavailable("the cluster", f"cannot be used: {cluster.explain() or 'no primary answers'}")
+    return answered
+
+
+async def load_on_cluster(cluster: Cluster, answer: Answer) -> None:
+    """Load the function library on every primary that answers; replicas get it from them."""
+
+    async def one(node: ClusterNode) -> None:
+        async with asyncio.timeout(NODE_TIMEOUT_S):
+            await load_library(node.client, answer)
+
+    _raise_unexpected(await asyncio.gather(*map(one, cluster.primaries), return_exceptions=True))
+
+
+def _raise_unexpected(results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, (ServiceUnavailable, TimeoutError)):
+            raise result
+
+
+async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, url: str) -> None:
+    """Refuse a cluster with slots that nobody serves, and under `strict` nodes that lose data or differ.
+
+    Replicas count too: each may become a primary. Raises `ServiceUnavailable`, `UnsupportedServer`.
+    """
+    await answer(cluster.find())
+    if trouble := cluster.explain():
+        raise unavailable(url, f"cannot be used: {trouble}")
+    nodes = [*cluster.primaries, *cluster.replicas]
+    found = await asyncio.gather(*(inspect(each.client, answer, True, name(each.address)) for each in nodes))
+    for each in found:
+        check_cluster_mode(each.info, each.address)
+        check_version(read_version(each.info), each.address)
+    if policy.level != "strict":
+        return
+    faults = [f"{each.address}: {fault}" for each in found for fault in _faults(each.settings)]
+    versions = {read_name(each.info): each.address for each in found}
+    if len(versions) > 1:
+        faults.append("mixed versions: " + ", ".join(f"{address} has {own}" for own, address in versions.items()))
+    if faults:
+        raise UnsupportedServer(
+            f"the cluster at {url} does not keep acknowledged writes: {'; '.join(faults)}. Change this on every node, "
+            "replicas too, or serve with --durability relaxed",
+            name="redis_url",
+            value=url,
+            bound="strict",
+        )
+
+
+def _faults(node: ServerSettings) -> list[str]:
+    faults = []
+    if node.appendonly is False:
+        faults.append("appendonly is 'no': set appendonly yes")
+    if node.policy not in ("noeviction", None):
+        faults.append(f"maxmemory-policy is {node.policy!r}: set noeviction")
+    return faults
+
+
+def build_report(found: Sequence[Inspection], policy: WritePolicy) -> tuple[ServerReport, Durability]:
+    """Build the report of one server, or of all primaries of a cluster: the weakest counts."""
+    each = [assess(one.settings, policy) for one in found]
+    first, info = found[0], found[0].info
+    weakest = next((one for one in each if one.level == "relaxed"), each[0])
+    reasons = dict.fromkeys(
+        _reason(one.address, text) for one, own in zip(found, each, strict=True) for text in own.reasons
+    )
+    names = sorted({read_name(one.info) for one in found})
+    durability = dataclasses.replace(
+        weakest,
+        reasons=tuple(reasons),
+        barrier=_common_barrier([own.barrier for own in each]),
+        reads_durable=all(own.reads_durable for own in each),
+    )
+    report = ServerReport(
+        version=read_version(info),
+        name=", ".join(names),
+        durability=durability.level,
+        met_by=durability.met_by,
+        reasons=durability.reasons,
+        policy=policy,
+        replicas=min(one.settings.replicas for one in found),
+        used_memory_bytes=sum(int(one.info.get("used_memory", 0)) for one in found),
+        max_memory_bytes=sum(int(one.info.get("maxmemory", 0)) for one in found),
+        max_memory_policy=first.settings.policy or "unknown",
+    )
+    return report, durability
+
+
+def _reason(address: str, text: str) -> str:
+    return f"{address}: {text}" if address and not text.startswith("wait_replicas") else text
+
+
+def _common_barrier(barriers: Sequence[Barrier | None]) -> Barrier | None:
+    """Return the wait that every node can answer."""
+    waits = [barrier for barrier in barriers if barrier]
+    if not waits:
+        return None
+    common = dataclasses.replace(
+        waits[0],
+        local=len(waits) == len(barriers) and all(wait.local for wait in waits),
+        in_background=any(wait.in_background for wait in waits),
+    )
+    return common if common.commands else None
+
+
+async def _read_config(client: aioredis.Redis, answer: Answer) -> tuple[dict[str, str], str | None]:
+    """Return the server's configuration, or why the server refuses it."""
+    try:
+        raw = await answer(client.config_get(*CONFIG_NAMES))
+    except ReplaybufError as error:  # some Redis services refuse CONFIG; INFO holds a part of it
+        if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
+            raise
+        return {}, str(error.__cause__)
+    return {_text(key): _text(value) for key, value in raw.items()}, None
+
+
+async def _has_waitaof(client: aioredis.Redis, answer: Answer) -> bool:
+    try:
+        await answer(client.execute_command("WAITAOF", 0, 0, 0))  # type: ignore[no-untyped-call]
+    except ReplaybufError as error:
+        if isinstance(error.__cause__, ResponseError):  # unknown, not allowed, or not on a replica
+            return False
+        raise
+    return True
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

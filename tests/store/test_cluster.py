@@ -1,0 +1,176 @@
+"""The store on a Valkey Cluster: cut appends are swept, and nodes that lose data are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from replaybuf.errors import DataLost, Invalid, UnsupportedServer
+from replaybuf.store import PendingGroup, Store, WritePolicy, keys
+from replaybuf.store.buckets import Attempt, BucketStore
+from tests.clusters import ValkeyCluster
+from tests.store.test_store import to_append
+from tests.valkeys import Valkey
+
+LEASE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
+    """Three primaries without replicas."""
+    with ValkeyCluster(tmp_path_factory.mktemp("cluster"), replicas=0) as nodes:
+        yield nodes
+
+
+def on_cluster(url: str, work: Callable[[Store], Awaitable[None]], policy: WritePolicy | None = None) -> None:
+    async def main() -> None:
+        store = await Store.open(url, policy or WritePolicy())
+        try:
+            await work(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def buckets_of(store: Store) -> BucketStore:
+    assert store.groups.buckets
+    return store.groups.buckets
+
+
+async def append(store: Store, run: str, *groups: PendingGroup) -> list[bool]:
+    return [result.stored for result in await store.groups.append(run, groups, {"": 0}, time.time())]
+
+
+def exists(cluster: ValkeyCluster, key: str) -> bool:
+    return bool(cluster.owner(key).client.exists(key))
+
+
+def test_what_a_cut_append_leaves_behind_goes_after_two_rounds(cluster: ValkeyCluster) -> None:
+    """Payloads that the index names stay, though the note of their attempt was not removed."""
+
+    async def work(store: Store) -> None:
+        token = (await store.runs.take_lease("cut", "leader", LEASE_S)).token or ""
+        cut = keys.payload_in_bucket("cut", "b")
+        await buckets_of(store).write("cut", {cut: b"never published"})
+        assert await append(store, "cut", to_append("a")) == [True]
+        (entry,) = await store.groups.read_entries("cut", [1])
+        stored = entry.strings.payload_key
+        assert [await store.groups.sweep("cut", token) for _ in range(2)] == [0, 1]
+        assert (exists(cluster, cut), exists(cluster, stored)) == (False, True)
+        assert not exists(cluster, keys.attempts("cut", keys.bucket_of("a")))
+        assert await append(store, "cut", to_append("b")) == [True]
+
+    on_cluster(cluster.url, work)
+
+
+def test_an_append_older_than_two_rounds_starts_again(cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was suspended between its two steps publishes nothing that was deleted meanwhile."""
+
+    async def work(store: Store) -> None:
+        token = (await store.runs.take_lease("late", "leader", LEASE_S)).token or ""
+        slow = await Store.open(cluster.url)
+        attempts: list[str] = []
+        write = buckets_of(slow).write
+
+        async def write_slowly(run: str, payloads: Mapping[str, bytes | memoryview]) -> Attempt:
+            attempt = await write(run, payloads)
+            attempts.extend(payloads)
+            while len(attempts) == 1 and exists(cluster, attempts[0]):
+                await store.groups.sweep("late", token)
+            return attempt
+
+        try:
+            monkeypatch.setattr(buckets_of(slow), "write", write_slowly)
+            assert await append(slow, "late", to_append("a")) == [True]
+        finally:
+            await slow.close()
+        (entry,) = await store.groups.read_entries("late", [1])
+        assert exists(cluster, entry.strings.payload_key) and len(attempts) == 2
+
+    on_cluster(cluster.url, work)
+
+
+def test_a_slot_on_its_way_is_followed(cluster: ValkeyCluster) -> None:
+    """Payloads are read on the node that has them, before and after the move; nobody sees an error."""
+
+    async def work(store: Store) -> None:
+        await append(store, "moved", to_append("a"))
+        (entry,) = await store.groups.read_entries("moved", [1])
+        key = entry.strings.payload_key
+        source = cluster.owner(key)
+        target = next(node for node in cluster.nodes if node is not source)
+        cluster.begin_move(key, target)
+        source.client.migrate("127.0.0.1", target.port, key, 0, 5000)
+        assert all(await store.groups.read_payloads("moved", [key]))
+        cluster.end_move(key, source, target)
+        assert await append(store, "moved", to_append("a"), to_append("b")) == [False, True]
+        assert all(await store.groups.read_payloads("moved", [key]))
+
+    on_cluster(cluster.url, work)
+
+
+def test_the_bucket_of_a_missing_payload_is_checked(cluster: ValkeyCluster) -> None:
+    """A payload that was freed is missing; one in a bucket that was emptied is lost."""
+
+    async def work(store: Store) -> None:
+        token = (await store.runs.take_lease("read", "leader", LEASE_S)).token or ""
+        await append(store, "read", to_append("a"), to_append("b"))
+        names = [entry.strings.payload_key for entry in await store.groups.read_entries("read", [1, 2])]
+        assert all(await store.groups.read_payloads("read", names))
+        await store.groups.free_payloads("read", token, names[:1], 1)
+        assert [bool(payload) for payload in await store.groups.read_payloads("read", names)] == [False, True]
+        written = keys.written("read", keys.bucket_of("b"))
+        cluster.owner(written).client.delete(written, names[1])
+        with pytest.raises(DataLost, match=f"bucket {keys.bucket_of('b')} on node .* has had 0 payloads, but 1 were"):
+            await store.groups.read_payloads("read", names)
+
+    on_cluster(cluster.url, work)
+
+
+@pytest.mark.parametrize(
+    ("setting", "good", "bad"), [("appendonly", "yes", "no"), ("maxmemory-policy", "noeviction", "allkeys-lru")]
+)
+def test_a_node_that_loses_data_is_refused_under_strict(
+    setting: str, good: str, bad: str, cluster: ValkeyCluster
+) -> None:
+    """Node and setting are named; with relaxed durability it is used and reported."""
+    node = cluster.nodes[1]
+    node.client.config_set(setting, bad)
+
+    async def report(store: Store) -> None:
+        found = await store.connection.report()
+        assert found.durability == "relaxed"
+        assert any(f"127.0.0.1:{node.port}: {setting} is {bad!r}" in reason for reason in found.reasons)
+        assert await append(store, f"relaxed-{bad}", *(to_append(f"g{number}") for number in range(20))) == [True] * 20
+
+    async def nothing(store: Store) -> None:
+        pass
+
+    try:
+        with pytest.raises(UnsupportedServer, match=f"127.0.0.1:{node.port}: {setting} is {bad!r}"):
+            on_cluster(cluster.url, nothing)
+        on_cluster(cluster.url, report, WritePolicy("relaxed"))
+    finally:
+        node.client.config_set(setting, good)
+
+
+def test_strict_needs_a_replica_that_confirms(cluster: ValkeyCluster) -> None:
+    async def report(store: Store) -> None:
+        found = await store.connection.report()
+        assert found.durability == "relaxed"
+        assert any("wait_replicas is 0" in reason for reason in found.reasons)
+
+    on_cluster(cluster.url, report)
+
+
+def test_a_single_server_is_not_a_cluster(tmp_path: Path) -> None:
+    async def nothing(store: Store) -> None:
+        pass
+
+    with Valkey(tmp_path / "single") as single, pytest.raises(Invalid, match="is not a node of a cluster"):
+        on_cluster(f"redis+cluster://127.0.0.1:{single.port}", nothing)
