@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import hashlib
 import multiprocessing
@@ -21,7 +22,7 @@ from tests.simulation.plan import Plan
 from tests.simulation.schedule import Outcome
 from tests.simulation.shrinking import Shrinker
 
-SHOWN_LINES = 40
+SHOWN_FAULTS, LINES_BEFORE, LINES_AFTER = 3, 6, 12
 SHOWN_VIOLATIONS = 8
 LARGEST_SEED = 10**9
 
@@ -88,18 +89,23 @@ def _outcomes(plans: list[Plan]) -> Generator[Outcome, None, None]:
         yield from pool.imap(simulate_broken, plans)
 
 
+def _time(line: str) -> float:
+    return float(line.split(maxsplit=1)[0])
+
+
 def _show(outcome: Outcome) -> None:
     if not outcome.violations:
         return
     print(f"FAILED: {outcome.plan.command}")
     for violation in outcome.violations[:SHOWN_VIOLATIONS]:
         print(f"  {violation}")
-    for number, (at_s, kind) in sorted(outcome.faults.items()):
-        print(f"    fault {number} at {at_s:.3f} s: {kind}")
     path = Path(tempfile.gettempdir()) / f"simulation-{outcome.plan.seed}.txt"
     path.write_text("\n".join(outcome.trace))
-    for line in outcome.trace[-SHOWN_LINES:]:
-        print(f"    {line}")
+    for number, (at_s, kind) in sorted(outcome.faults.items())[-SHOWN_FAULTS:]:
+        print(f"  fault {number} at {at_s:.3f} s: {kind}")
+        first = bisect.bisect_left(outcome.trace, at_s, key=_time)
+        for line in outcome.trace[max(0, first - LINES_BEFORE) : first + LINES_AFTER]:
+            print(f"    {line}")
     print(f"  all {len(outcome.trace)} events: {path}", flush=True)
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from unittest import mock
 
 from replaybuf.kernel.state.pool import GroupPool
+from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
 from replaybuf.store.redis import inspection
@@ -90,11 +91,17 @@ def _without_token() -> AbstractContextManager[object]:
     return _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)")
 
 
+def _without_slots() -> AbstractContextManager[object]:
+    """Let a batch of exact slots skip the slots that wait for a ticket."""
+    return mock.patch.object(TicketBook, "first_awaited", lambda book, adapter, most: ())
+
+
 BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
     "fencing": functools.partial(_unfence, "tickets"),
     "ledger-fencing": functools.partial(_unfence, "append"),
     "token": _without_token,
+    "exact-slots": _without_slots,
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,

@@ -18,13 +18,11 @@ from replaybuf.service import host, loop_watch, turns
 from replaybuf.service.host import Service
 from replaybuf.store.redis import awake
 from replaybuf.wire.config import RunConfig
-from tests.chaos.checker import check
-from tests.chaos.fault_checks import issued_too_early
-from tests.chaos.history import AnyEvent, Event
-from tests.chaos.run_history import RunHistory
+from tests.chaos.history import Event
 from tests.simulation.beside import Reader, operate, stage
 from tests.simulation.coverage import Reached
 from tests.simulation.disturbing import Disturber
+from tests.simulation.judging import judge
 from tests.simulation.looking import Observer, Rest, of_history
 from tests.simulation.loop import Node
 from tests.simulation.mix import TICKET_TTL_S
@@ -98,22 +96,13 @@ class Schedule:
             self.wrong += [*world.wrong, *world.loop.errors]
             for server in self._servers:
                 self.wrong += server.crashes
-            self.wrong += self._judge(of_history(self.history))
+            jumped = any(kind == "jump" for _, kind in world.faults.happened.values())
+            self.wrong += judge(of_history(self.history), world.mix, jumped=jumped)
             trace = world.trace() if traced or self.wrong else []
             world.coverage.reached.branches = take_branches()
             outcome = Outcome(self.plan, self.wrong, trace, world.faults.happened, world.coverage.reached)
             world.loop.discard()
         return outcome
-
-    def _judge(self, history: list[AnyEvent]) -> list[str]:
-        """Return violations of the guarantees, by the checker of chaos."""
-        # The next leader takes a deadline from the wall clock of the last one; where they differ it is an estimate.
-        estimated = (
-            set(issued_too_early(RunHistory(history)))
-            if "jump" in {kind for _, kind in self.world.faults.happened.values()}
-            else set()
-        )
-        return [f"{found.guarantee}: {found.what}" for found in check(history) if found.what not in estimated]
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
