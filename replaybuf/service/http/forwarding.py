@@ -86,6 +86,8 @@ class Forwarding:
             raise _unanswered(leader, str(error) or type(error).__name__) from error
         finally:
             await cancel_all([task for task in (answering, leaving) if not task.done()])
+            if leaving.done() and not leaving.cancelled():
+                leaving.exception()  # the caller left as the answer came: nobody else asks
 
     async def aclose(self) -> None:
         """Close all connections."""
