@@ -92,7 +92,7 @@ class Floor:
             names.append(header.group_id)
         async with self._lock:
             first = keys.guarded(RUN)
-            guard = ["", 0, self._stored, self._newest_key, 0, ""]
+            guard = ["", 0, "", self._stored, self._newest_key, 0, ""]
             words = ("FCALL", "rb_publish", len(first) + len(payloads), *first, *payloads, *guard, *arguments)
             pieces += [hiredis.pack_command(words), hiredis.pack_command(("WAITAOF", 1, 0, 1000))]
             *_, reply, durable = await self._redis.send(pieces, len(entries) + 2)

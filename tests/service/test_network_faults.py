@@ -165,7 +165,7 @@ def test_calls_end_in_time_while_redis_is_unavailable_and_nothing_is_lost_or_dou
 
 
 @pytest.mark.parametrize("fate", ["unsent", "lost", "cut"])
-@pytest.mark.parametrize("mark", [b"rb_publish", b"rb_append", b"rb_tickets", b"$3\r\nGET\r\n", b"rb_lead"])
+@pytest.mark.parametrize("mark", [b"rb_publish", b"rb_append", b"rb_tickets", b"$3\r\nGET\r\n", b"rb_hold"])
 def test_a_broken_reply_to_any_command_only_delays(world: World, run: RunClient, mark: bytes, fate: str) -> None:
     """Each call is repeated until it is answered: every group once, every index once, dense ledger, whole batches."""
     tickets = [until_answered(lambda: run.post("tickets", producer="p", count=1)).json()["tickets"][0]]

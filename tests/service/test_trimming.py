@@ -386,7 +386,7 @@ def publish_raw(server: EmbeddedServer, run: str, values: bytes, strings: bytes)
     with client_of(server) as client:
         client.set("payload", b"", ex=60)
         group_id = f"raw-{time.time_ns()}"
-        client.fcall("rb_publish", len(names), *names, "", 0, 0, "", 0, "", group_id, "", values, strings, "", "")
+        client.fcall("rb_publish", len(names), *names, "", 0, "", 0, "", 0, "", group_id, "", values, strings, "", "")
 
 
 def write_past_the_function(server: EmbeddedServer, run: str, **fields: bytes) -> None:
