@@ -149,6 +149,9 @@ def _data(history: History) -> Iterable[Chart]:
     lengths = {"mean": columns["length"], "longest": columns["longest"]}
     yield _over_steps(history, "Rollout length", "tokens", lengths)
     yield _over_steps(history, "Uses of a group", "this use counted", {"mean": columns["uses"]})
+    rates = zip(columns["tokens_in_per_s"], columns["tokens_out_per_s"], strict=True)
+    shares = {"share": [stored / trained if trained else None for stored, trained in rates]}
+    yield _over_steps(history, "Generated per step", "tokens stored per token trained", shares)
     yield _over_steps(history, "Groups per batch", "groups", {"groups": columns["groups"]})
     yield _over_steps(history, "Batch fill", "share of the budget", {"fill": columns["fill"]})
 

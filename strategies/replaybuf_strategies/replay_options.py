@@ -44,7 +44,7 @@ class ReplayOptions(StrategyOptions, frozen=True):
             "at random. fifo: by last use, then age. newest: from the newest back. prioritized: by priority. blocks: "
             "whole batches again in the order of storing."
         ),
-    ] = "uniform"
+    ] = "least_slack"
     look_ahead: Annotated[
         int,
         Meta(
@@ -53,7 +53,7 @@ class ReplayOptions(StrategyOptions, frozen=True):
             description="Batches chosen before the step ahead of them is acked. 0: later, so one more use per group "
             "and one version fresher; the trainer waits for each batch to arrive. 1: fetched while it trains.",
         ),
-    ] = 1
+    ] = 0
     priority: Annotated[
         Literal["advantage", "reward_std", "feedback"],
         Meta(description="What prioritized draws by (x): mean abs(advantage), reward std, or the trainer's feedback."),

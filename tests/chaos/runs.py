@@ -33,6 +33,7 @@ REPLAY = {
     "max_uses": 3,
     "max_staleness": 4,
     "order": "prioritized",
+    "look_ahead": 1,
     "priority": "feedback",
     "importance": 0.5,
     "cooldown": 1,

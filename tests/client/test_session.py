@@ -23,7 +23,7 @@ def client(run: RunClient, service: ServeProcess) -> Iterator[Client]:
     run.put(
         batch={"groups_per_batch": 1},
         max_steps=4,
-        strategy={"name": "replay", "options": {"max_staleness": 9, "max_uses": 1}},
+        strategy={"name": "replay", "options": {"max_staleness": 9, "max_uses": 1, "look_ahead": 1}},
     )
     run.append(*(group(f"g{n}") for n in range(4)))
     with Client(service.url, run.run) as client:

@@ -70,7 +70,7 @@ def test_a_group_that_is_too_stale_as_it_arrives_brings_its_prompt_back() -> Non
 
 def test_a_group_that_becomes_too_stale_while_it_waits_brings_its_prompt_back() -> None:
     """Here a batch takes a younger group: the order of `replay` may leave one behind."""
-    options = {"max_staleness": 1, "max_uses": 1, "order": "newest"}
+    options = {"max_staleness": 1, "max_uses": 1, "order": "newest", "look_ahead": 1}
     run = start(strategy=StrategySpec("replay", options))
     first, second = run.take_tickets(2)
     append(run, first, second, version=0)

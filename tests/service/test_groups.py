@@ -332,7 +332,7 @@ def test_groups_are_listed_in_pages_by_state(run: RunClient) -> None:
 
 def test_a_retired_group_lists_the_steps_that_used_it(run: RunClient) -> None:
     """Also after a checkpoint has freed the batches, alone and on a page."""
-    strategy = {"name": "replay", "options": {"max_uses": 2, "max_staleness": 3, "order": "fifo"}}
+    strategy = {"name": "replay", "options": {"max_uses": 2, "max_staleness": 3, "order": "fifo", "look_ahead": 1}}
     assert run.put(batch={"groups_per_batch": 1}, strategy=strategy).is_success
     epoch = run.attach()
     run.append(group("a"), group("b"))

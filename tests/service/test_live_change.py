@@ -16,7 +16,7 @@ DEEP = {"name": "one-step-off-policy", "options": {"max_staleness": 9}}
 
 def replay(**options: Any) -> dict[str, Any]:
     """The strategy `replay`, oldest first."""
-    return {"name": "replay", "options": {"order": "fifo", **options}}
+    return {"name": "replay", "options": {"order": "fifo", "look_ahead": 1, **options}}
 
 
 def begin(run: RunClient, strategy: dict[str, Any], groups: int = 2, **config: Any) -> int:

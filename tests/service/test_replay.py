@@ -16,7 +16,7 @@ def replay(run: RunClient, groups: int, **options: object) -> int:
     """Create a run of two groups per batch that may be replayed; store groups of version 0 and attach."""
     answer = run.put(
         batch={"groups_per_batch": 2, "seq_len": 64},
-        strategy={"name": "replay", "options": {"max_staleness": 50, **options}},
+        strategy={"name": "replay", "options": {"max_staleness": 50, "look_ahead": 1, **options}},
     )
     assert answer.status_code == 201, answer.text
     run.append(*(group(f"g{n}") for n in range(groups)))
@@ -90,7 +90,7 @@ def test_the_same_appends_and_configuration_give_the_same_batches_whatever_the_r
     chosen = []
     for name, seed in ((f"one-{order}", 7), (f"two-{order}", 7), (f"other-{order}", 8)):
         run = connect(service.url, name)
-        strategy = {"name": "replay", "options": {"order": order, "max_staleness": 50}}
+        strategy = {"name": "replay", "options": {"order": order, "max_staleness": 50, "look_ahead": 1}}
         assert run.put(batch={"groups_per_batch": 2, "seq_len": 64}, strategy=strategy, seed=seed).status_code == 201
         run.append(*(group(f"g{n}") for n in range(20)))
         chosen.append([read_batch(body).meta.group_ids for body in run.train(run.attach(), range(4))])

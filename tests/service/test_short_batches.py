@@ -121,7 +121,10 @@ def test_a_tail_gives_every_rank_the_same_number_of_micro_batches(run: RunClient
 
 def test_groups_of_replay_are_trained_once_more_only_with_a_new_one(run: RunClient) -> None:
     """Every group serves at least one batch; used ones alone make no short batch."""
-    epoch = finite(run, strategy={"name": "replay", "options": {"max_uses": 3, "max_staleness": 50, "order": "fifo"}})
+    epoch = finite(
+        run,
+        strategy={"name": "replay", "options": {"max_uses": 3, "max_staleness": 50, "order": "fifo", "look_ahead": 1}},
+    )
     step = 0
     while run.batch(step, epoch).status_code == 200:
         assert run.ack(step, epoch).status_code == 200

@@ -44,7 +44,7 @@ def trained(run: RunClient, steps: int = 1, **config: Any) -> int:
 
 def replay(**options: Any) -> dict[str, Any]:
     """A strategy with two uses per group."""
-    return {"name": "replay", "options": {"max_uses": 2, "order": "fifo", **options}}
+    return {"name": "replay", "options": {"max_uses": 2, "order": "fifo", "look_ahead": 1, **options}}
 
 
 def finished(run: RunClient) -> int:

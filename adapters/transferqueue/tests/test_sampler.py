@@ -95,7 +95,13 @@ def test_a_training_is_what_the_ledger_says(run: RunClient, queue: str, tmp_path
 
 
 def test_groups_are_used_again_by_priority(run: RunClient, queue: str, tmp_path: Path) -> None:
-    options = {"max_uses": 2, "max_staleness": 4, "order": "prioritized", "priority": "reward_std"}
+    options = {
+        "max_uses": 2,
+        "max_staleness": 4,
+        "order": "prioritized",
+        "priority": "reward_std",
+        "look_ahead": 1,
+    }
     config = config_of(2 * PROMPTS, strategy={"name": "replay", "options": options})
     assert run.put(**config).status_code == 201
     run_to_the_end(arguments(run, queue, tmp_path))

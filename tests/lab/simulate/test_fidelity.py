@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from replaybuf.client.client import Client
+from replaybuf.errors import NotLeader
 from replaybuf.lab.simulate.command import SimulateOptions, run_study
 from replaybuf.lab.simulate.figures import Figures
 from replaybuf.lab.simulate.recording import Recording, read_service
@@ -24,6 +25,7 @@ from tests.lab.simulate.scripted import Play
 from tests.lab.simulate.workloads import config, workload
 
 STEPS = 48
+ATTEMPTS = 3
 WITHIN = 0.15
 LEAST = 0.06
 """Shares of time and of groups, and versions, may differ by so much where 15 % of the value is less."""
@@ -76,7 +78,16 @@ class Pairs:
         self.real = functools.cache(self._run)
 
     def _run(self, fleet: str, strategy: str) -> tuple[Recording, Measured]:
-        name, (run, w) = f"{fleet}-{strategy}", case(fleet, strategy)
+        """Run a strategy on a fleet, again if a busy machine cost the service its lease."""
+        for attempt in range(ATTEMPTS - 1):
+            try:
+                return self._play(fleet, strategy, f"{fleet}-{strategy}-{attempt}")
+            except NotLeader:
+                continue
+        return self._play(fleet, strategy, f"{fleet}-{strategy}-last")
+
+    def _play(self, fleet: str, strategy: str, name: str) -> tuple[Recording, Measured]:
+        run, w = case(fleet, strategy)
         with Client(self._service.url, name) as client:
             client.put_run(msgspec.to_builtins(run))
             seen = Play(client, SlowRewards(w, run, seed=1), STEPS, self._service.put_forward).run()
