@@ -34,8 +34,7 @@ from replaybuf.service.http.guard.origins import HostNames, OwnPagesOnly
 from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.sockets import BACKLOG, listening_sockets
-from replaybuf.service.tls import certificate_of
+from replaybuf.service.sockets import BACKLOG, certificate_of, listening_sockets
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Listening sockets of a server: TCP, a unix socket, or both."""
+"""Listening sockets of a server: TCP, a unix socket, or both; and its certificate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from replaybuf.certificates import Certificate, open_certificate
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
 from replaybuf.service.options import ServeOptions
 
@@ -121,3 +122,15 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
     listening.setblocking(False)
     return listening
+
+
+def certificate_of(options: ServeOptions) -> Certificate | None:
+    """Return the certificate of a server, or None. Raises `Invalid`."""
+    if options.uds and options.tls_cert and options.tls_key:
+        raise Invalid(
+            f"uds is {options.uds}; with TLS a server listens on TCP only. Start another server for the socket",
+            name="uds",
+            value=str(options.uds),
+            bound=None,
+        )
+    return open_certificate(options.tls_cert, options.tls_key)
