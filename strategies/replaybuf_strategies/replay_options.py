@@ -44,16 +44,16 @@ class ReplayOptions(StrategyOptions, frozen=True):
             "at random. fifo: by last use, then age. newest: from the newest back. prioritized: by priority. blocks: "
             "whole batches again in the order of storing."
         ),
-    ] = "least_slack"
+    ] = "uniform"
     look_ahead: Annotated[
         int,
         Meta(
             ge=0,
             le=1,
-            description="Batches chosen before the step ahead of them is acked. 0: later, so one more use per group "
-            "and one version fresher; the trainer waits for each batch to arrive. 1: fetched while it trains.",
+            description="Batches chosen before the step ahead of them is acked. 1: fetched while the trainer trains. "
+            "0: later, so one more use per group and one version fresher; the trainer waits for each batch to arrive.",
         ),
-    ] = 0
+    ] = 1
     priority: Annotated[
         Literal["advantage", "reward_std", "feedback"],
         Meta(description="What prioritized draws by (x): mean abs(advantage), reward std, or the trainer's feedback."),

@@ -21,8 +21,8 @@ from tests.kernel.test_state import Run
 
 FRAMES = "5807bb3b57de99ef"
 SNAPSHOT = "56db5ae3a35a1080"
-BODIES = "17d410ef18a4fb74"
-LEDGER = "3c2eb40f4a757f87"
+BODIES = "7806d51dbf26c725"
+LEDGER = "8821a7d74b177c91"
 HEADER_BYTES = len(MAGIC) + 20
 
 

@@ -79,8 +79,8 @@ def select(strategy: Strategy[Any], groups: Groups, seed: int = 0, **fields: Any
 
 def test_the_defaults_are_four_uses_within_four_versions() -> None:
     strategy = replay()
-    assert (strategy.max_uses, strategy.max_staleness, strategy.look_ahead) == (4, 4, 0)
-    assert (strategy.options.order, strategy.options.mix) == ("least_slack", {})
+    assert (strategy.max_uses, strategy.max_staleness, strategy.look_ahead) == (4, 4, 1)
+    assert (strategy.options.order, strategy.options.mix) == ("uniform", {})
 
 
 @pytest.mark.parametrize(
@@ -848,8 +848,8 @@ def admitted(strategy: Strategy[Any], **fields: Any) -> int:
         ({"max_uses": 4, "fresh_fraction": 1.0}, 20),
         ({"max_uses": 4, "cooldown": 1}, 8),
         ({"max_uses": 4, "samples_per_insert": 2.5, "error_buffer": 100}, 8),
-        ({"max_uses": 4, "max_staleness": None}, 4),
-        ({"max_uses": 4, "max_staleness": None, "look_ahead": 1}, 5),
+        ({"max_uses": 4, "max_staleness": None, "look_ahead": 0}, 4),
+        ({"max_uses": 4, "max_staleness": None}, 5),
         ({"max_uses": 4, "max_staleness": 0}, 4),
     ],
 )
