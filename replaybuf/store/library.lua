@@ -392,16 +392,16 @@ end
 
 -- Renew the leases that the caller holds, read the others, and how far the streams reach: one call for many runs, which
 -- changes nothing else and compares nothing.
--- keys: lead and counts of each run; args: holder, ttl in ms
--- returns a name of this process of Redis in its present role, then for each run: holder ('' = nobody, or a key of
--- another type), ms left, newest ledger entry, newest group
+-- keys: lead, counts and fence of each run; args: holder, ttl in ms
+-- returns a name of this process of Redis in its present role, then for each run: holder ('' = nobody, or a lease or
+-- fence of another type), ms left, newest ledger entry, newest group
 local function hold(keys, args)
   begin_serving()
   local answers, ttl_ms = {replication_id() .. ':' .. serving_since_ms}, tonumber(args[2])
-  for at = 1, #keys, 2 do
+  for at = 1, #keys, 3 do
     local holder, left_ms = redis.pcall('GET', keys[at]), 0
     local ends = redis.pcall('HMGET', keys[at + 1], 'entries', 'stored')
-    if type(holder) ~= 'string' then
+    if type(holder) ~= 'string' or type(redis.pcall('GET', keys[at + 2])) == 'table' then
       holder = ''
     else
       left_ms = redis.call('PTTL', keys[at])

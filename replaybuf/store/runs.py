@@ -112,7 +112,7 @@ class RunStore:
         at_once = 1 if cluster else LEASES_AT_ONCE  # a function has the keys of one slot
         chunks = [runs[start : start + at_once] for start in range(0, len(runs), at_once)]
         for chunk in chunks:
-            names = [key for run in chunk for key in (keys.lead(run), keys.counts(run))]
+            names = [key for run in chunk for key in (keys.lead(run), keys.counts(run), keys.fence(run))]
             pipe.execute_command("FCALL", "rb_hold", len(names), *names, holder, int(ttl_s * 1000))
         held: list[HeldLease | None] = []
         for chunk, reply in zip(chunks, await self._connection.run_each(pipe), strict=True):

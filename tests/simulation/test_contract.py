@@ -21,6 +21,7 @@ from tests.simulation.world import World
 RUN = "contract"
 GUARDED = keys.guarded(RUN)
 LEAD = keys.lead(RUN)
+FENCE = keys.fence(RUN)
 NEWEST = "1:here"
 """The first fencing token."""
 
@@ -216,8 +217,8 @@ CALLS: list[list[object]] = [
     plain("rb_accept_loss", [*GUARDED, LEAD], 1, 2, 0, 9, 9, b"loss", 104),
     function("rb_ends", [], entry=1),
     function("rb_lead", [LEAD], "there", 50000, "1", token=""),
-    plain("rb_hold", [LEAD, keys.counts(RUN), keys.counts(RUN), LEAD], "there", 40000),
-    plain("rb_hold", [LEAD, keys.counts(RUN)], "here", 60000),
+    plain("rb_hold", [LEAD, keys.counts(RUN), FENCE, keys.counts(RUN), LEAD, FENCE], "there", 40000),
+    plain("rb_hold", [LEAD, keys.counts(RUN), FENCE], "here", 60000),
     plain("rb_resign", [LEAD], "there"),
     function("rb_delete", [MARK], "deleting:1", token="2:there"),
     plain("rb_erase", [MARK, PAYLOADS[2]], "deleting:2"),
