@@ -157,6 +157,10 @@ class Producers:
         self._forget(now_s)
         return sorted(self._known.values(), key=lambda one: one.name)
 
+    def any_announced(self) -> bool:
+        """Return whether a producer sends heartbeats and is not gone: somebody must look whether they go on."""
+        return any(one.announced and not one.gone for one in self._known.values())
+
     def list_gone(self) -> list[Producer]:
         """List the producers that are gone, the longest silent one first."""
         return [one for one in self._known.values() if one.gone]

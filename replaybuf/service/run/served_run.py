@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 LONGEST_LOGGED = 500
 """Characters of a change in the log; the ledger has all of it."""
 QUIET_AFTER_S = 10.0
-"""A run without a change for so long, without tickets out and without clients that call, is quiet."""
+"""A run without a change for so long, without tickets out, heartbeats and clients that call, is quiet."""
 SILENT_S = 60.0
 DIRECT_WRITES_S = 60.0
 """For so long after a direct write of a producer, its index is read as soon as it grows, not once a second."""
@@ -174,9 +174,11 @@ class Run:
         journal, now_s = self.journal, self.journal.clock.monotonic()
         if journal.changes != self._seen_changes or journal.lost or self.book.out:
             self._seen_changes, self._busy_until_s = journal.changes, now_s + QUIET_AFTER_S
-        producers_s = journal.presence.producers_s
-        trained = self.state.epoch and journal.presence.trainer_s <= SILENT_S
-        return now_s >= self._busy_until_s + for_s and not trained and (producers_s is None or producers_s > SILENT_S)
+        presence = journal.presence
+        trained = self.state.epoch and presence.trainer_s <= SILENT_S
+        produced = presence.producers_s is not None and presence.producers_s <= SILENT_S
+        watched = trained or produced or presence.producers.any_announced()
+        return now_s >= self._busy_until_s + for_s and not watched
 
     async def ingest(self) -> None:
         """Read what is new in the streams."""
