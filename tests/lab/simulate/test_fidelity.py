@@ -126,7 +126,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("fleet", "recorded", "simulated"),
     [
-        ("held-back", "one-use", "one-use"),
         ("held-back", "one-use", "replay"),
         ("busy", "replay", "replay"),
         ("busy", "one-use", "replay"),

@@ -1,0 +1,82 @@
+"""The built site, also in a real Chromium: no page is wider than the window, on a phone and on a desktop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.console.conftest import browser
+
+__all__ = ["browser"]
+ROOT = Path(__file__).parents[2]
+WAIT_MS = 60_000
+WIDE_ELEMENTS = """
+() => {
+  const limit = document.documentElement.clientWidth;
+  const scrolls = (element) => {
+    for (let box = element.parentElement; box && box !== document.body; box = box.parentElement)
+      if (getComputedStyle(box).overflowX !== "visible") return true;
+    return false;
+  };
+  return [...document.querySelectorAll(".md-content *")]
+    .filter((element) => element.getBoundingClientRect().right > limit + 1 && !scrolls(element))
+    .map((element) => `${element.tagName} ${element.textContent.trim().slice(0, 60)}`);
+}
+"""
+"""Elements of a page that reach beyond the window and are in no box that scrolls."""
+
+pytestmark = pytest.mark.skipif(
+    find_spec("mkdocs") is None, reason="needs the extra `docs`: pip install -c constraints.txt '.[docs]'"
+)
+
+
+WIDTHS = (390, 1280)
+
+
+class Site(NamedTuple):
+    """The built site, and how mkdocs ended."""
+
+    folder: Path
+    built: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Build the site once: it takes half a minute."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    return Site(folder, built)
+
+
+def test_the_site_builds_without_a_warning(site: Site) -> None:
+    """mkdocs runs in strict mode; every name of the Python API is found."""
+    assert site.built.returncode == 0, site.built.stderr
+    api = (site.folder / "python-api" / "index.html").read_text()
+    assert all(name in api for name in ("put_run", "BatchReader", "window_capacity"))
+
+
+def test_no_page_is_wider_than_the_window(browser: Any, site: Site) -> None:
+    """Tables and code scroll inside their own box."""
+    page = browser.new_page()
+    page.set_default_timeout(WAIT_MS)
+    files = sorted(site.folder.rglob("*.html"))
+    assert files
+    wide = {}
+    for file in files:
+        page.goto(file.as_uri())
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            window, content = page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+            elements = page.evaluate(WIDE_ELEMENTS)
+            if content > window or elements:
+                wide[str(file.relative_to(site.folder)), width] = (content, elements)
+    page.close()
+    assert wide == {}
