@@ -326,6 +326,7 @@ def test_an_older_redis_that_is_opened_for_a_moment_costs_no_frame(
             soon(lambda: "deleted run=r files=" in other.log())
             other.kill()
             run = connect(server.start().url, "r")
+            soon(lambda: run.batch(0, epoch).status_code == 200)  # the lease of the killed server may still hold
             bodies = run.train(epoch, range(12))
             trained = {name for body in bodies for name in read_batch(body).meta.group_ids}
             assert trained == {f"g{number}" for number in range(60)}
