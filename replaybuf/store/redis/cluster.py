@@ -29,6 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
+from replaybuf.store.redis.attention import FRESH_S, Attention
 from replaybuf.store.redis.cluster_map import ClusterView, Node, combine, name, parse_nodes
 from replaybuf.store.redis.pipeline import IdleConnections
 from replaybuf.store.redis.sentinel_answers import Address, as_text
@@ -38,10 +39,6 @@ MOST_ASKED = 8
 """Nodes that are asked at once; the next call asks others."""
 CONNECT_TIMEOUT_S = 2.0
 """Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
-FRESH_S = 0.1
-WATCH_PERIOD_S = 0.5
-ALERT_S = 10.0
-"""How long to ask often after a sign of trouble."""
 
 
 class ClusterNode:
@@ -55,7 +52,7 @@ class ClusterNode:
         self.exchange = IdleConnections(self.client.connection_pool).exchange
 
     def cut(self) -> None:
-        """End whatever waits for an answer, with an error; the next use connects again."""
+        """Abort the connections: whoever waits for an answer gets an error at once, and the next use connects again."""
         pool: Any = self.client.connection_pool
         for connection in (*pool._available_connections, *pool._in_use_connections):
             if connection._writer is not None:
@@ -87,8 +84,7 @@ class Cluster:
         self._turn = itertools.count()
         self._asked_s = -float("inf")
         self._asking = asyncio.Lock()
-        self._signs = asyncio.Event()
-        self._alert_until_s = -float("inf")
+        self._attention = Attention()
         self._watching: asyncio.Task[None] | None = None
 
     def open_client(self, **options: Any) -> aioredis.Redis:
@@ -171,11 +167,11 @@ class Cluster:
         self.view = ClusterView(
             tuple(owners), self.view.primaries, self.view.replicas, self.view.down, self.view.trouble
         )
-        self._signs.set()
+        self._attention.suspect()
 
     def suspect(self) -> None:
         """Ask the nodes soon: a connection was lost."""
-        self._signs.set()
+        self._attention.suspect()
 
     async def find(self) -> None:
         """Read the map of the cluster, unless it is known. Raises redis-py's `ConnectionError` if no node answers."""
@@ -195,14 +191,7 @@ class Cluster:
 
     async def _watch(self) -> None:
         while True:
-            if self._signs.is_set():
-                self._signs.clear()
-                self._alert_until_s = time.monotonic() + ALERT_S
-            if self.view.trouble or time.monotonic() < self._alert_until_s:
-                await asyncio.sleep(FRESH_S)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._signs.wait(), WATCH_PERIOD_S)
+            await self._attention.pause(in_trouble=bool(self.view.trouble))
             async with self._asking:
                 await self._look()
 

@@ -29,6 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
+from replaybuf.store.redis.attention import FRESH_S, WATCH_PERIOD_S, Attention
 from replaybuf.store.redis.sentinel_answers import Address, Answer, View, agreed, as_text, combine, read_answer
 
 ASK_TIMEOUT_S = 1.0
@@ -36,11 +37,6 @@ GRACE_S = 0.05
 """How long the other sentinels are waited for after most of them agree."""
 CONNECT_TIMEOUT_S = 2.0
 """Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
-FRESH_S = 0.1
-"""An answer is used again for so long: connections opened at the same time ask once."""
-WATCH_PERIOD_S = 0.5
-ALERT_S = 10.0
-"""How long to ask often after a sign of trouble. A failover promotes a replica 0.2 s after its begin."""
 LISTEN_S = 10.0
 """After so long without a sign, subscribe again: the sentinel may have gone without a word."""
 _SIGNS = ("+sdown", "+odown", "+try-failover", "+switch-master")
@@ -85,8 +81,7 @@ class SentinelPrimary:
         self._asked_s = -float("inf")
         self._asking = asyncio.Lock()
         self._watching: list[asyncio.Task[None]] = []
-        self._alert_until_s = -float("inf")
-        self._signs = asyncio.Event()
+        self._attention = Attention()
         self._joining = threading.Lock()
         self._connections: weakref.WeakSet[ToPrimary] = weakref.WeakSet()
 
@@ -149,7 +144,7 @@ class SentinelPrimary:
         for task in self._watching:
             if task.done():
                 task.result()  # raises its fault
-        self._signs.set()  # the last connection was lost, perhaps
+        self._attention.suspect()  # the last connection was lost, perhaps
         async with self._asking:
             if time.monotonic() >= self._asked_s + FRESH_S:
                 await self._look()
@@ -157,14 +152,7 @@ class SentinelPrimary:
 
     async def _watch(self) -> None:
         while True:
-            if self._signs.is_set():
-                self._signs.clear()
-                self._alert_until_s = time.monotonic() + ALERT_S
-            if self._view.trouble or time.monotonic() < self._alert_until_s:
-                await asyncio.sleep(FRESH_S)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._signs.wait(), WATCH_PERIOD_S)
+            await self._attention.pause(in_trouble=bool(self._view.trouble))
             async with self._asking:
                 await self._look()
 
@@ -176,7 +164,7 @@ class SentinelPrimary:
                     await events.subscribe(*_SIGNS)
                     while (event := await events.get_message(timeout=LISTEN_S)) is not None:
                         if event["type"] == "message":
-                            self._signs.set()
+                            self._attention.suspect()
             except (RedisError, OSError):  # this sentinel is away; all are asked as before
                 await asyncio.sleep(WATCH_PERIOD_S)
 
