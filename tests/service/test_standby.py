@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -145,6 +146,21 @@ def test_a_call_that_was_handed_on_once_is_answered_with_the_address_of_the_lead
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:replaybuf:problem:not-leader")
     assert answer.json()["value"] == shared_pair[0].url
     assert "retry-after" in answer.headers
+
+
+def test_a_follower_refuses_a_body_that_no_call_takes(
+    shared_pair: tuple[ServeProcess, ServeProcess], connect: Connect
+) -> None:
+    """At once, as the leader does: while a body is handed on, nobody reads that the leader has refused it."""
+    first, second = (connect(server.url, "oversized") for server in shared_pair)
+    running(first)
+    followed(first, second)
+    for run in (first, second):
+        url = httpx.URL(run.http.base_url)
+        with socket.create_connection((url.host, url.port), 30) as connection:
+            head = f"POST {run.path}/groups HTTP/1.1\r\nhost: {url.host}\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {4 << 30}\r\n\r\n".encode())
+            assert connection.recv(1 << 16).split(b" ")[1] == b"413"
 
 
 def test_a_follower_compares_configurations(shared_pair: tuple[ServeProcess, ServeProcess], connect: Connect) -> None:

@@ -21,8 +21,12 @@ from starlette.types import Receive, Scope, Send
 from replaybuf.client.addresses import base_url, socket_path
 from replaybuf.errors import ServiceUnavailable
 from replaybuf.logs import request_id
+from replaybuf.service.http.body.append_bodies import MAX_FRAMES_BYTES, MAX_JSON_BYTES
+from replaybuf.service.http.body.body_budget import STEP_BYTES
+from replaybuf.service.http.body.requests import BodyParts, declared_media_type
 from replaybuf.service.http.call.handlers import leaves
 from replaybuf.service.tasks import cancel_all
+from replaybuf.wire.frame import MEDIA_TYPE
 
 if TYPE_CHECKING:
     import httpx
@@ -166,9 +170,10 @@ def _has_body(request: Request) -> bool:
 
 
 async def _parts(request: Request, read: asyncio.Event) -> AsyncIterator[bytes]:
-    async for part in request.stream():
-        if part:
-            yield part
+    """Hand on a body, within the bounds of the largest one here: while it is sent, no refusal of the leader is read."""
+    limit_bytes = MAX_FRAMES_BYTES if declared_media_type(request) == MEDIA_TYPE else MAX_JSON_BYTES
+    async for part in BodyParts(request, limit_bytes, STEP_BYTES):
+        yield part
     read.set()
 
 

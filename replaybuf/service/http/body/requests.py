@@ -174,7 +174,7 @@ async def read_patch(request: Request) -> ConfigPatch:
 
 def media_type(request: Request, accepted: set[str]) -> str:
     """Return the media type of the body. Raises `UnsupportedMedia` if the call does not accept it."""
-    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    given = declared_media_type(request)
     if given not in accepted:
         raise UnsupportedMedia(
             f"Content-Type is {given or 'missing'}; this call accepts {', '.join(sorted(accepted))}",
@@ -183,6 +183,11 @@ def media_type(request: Request, accepted: set[str]) -> str:
             bound=sorted(accepted),
         )
     return given
+
+
+def declared_media_type(request: Request) -> str:
+    """Return the media type of the body without its parameters; "" for none."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def check_query(request: Request, accepted: Sequence[Number | Real | Text]) -> None:
