@@ -20,6 +20,7 @@ export const CHARTS = [
   { section: "Data", title: "Staleness at use", unit: "policy versions", series: [["mean", (c) => c.staleness], ["oldest", (c) => c.staleness_max]] },
   { section: "Data", title: "Rollout length", unit: "tokens", series: [["mean", (c) => c.length], ["longest", (c) => c.longest]] },
   { section: "Data", title: "Uses of a group", unit: "this use counted", series: [["mean", (c) => c.uses]] },
+  { section: "Data", title: "Generated per step", unit: "tokens stored per token trained", series: [["share", (c) => c.tokens_in_per_s.map((stored, place) => (c.tokens_out_per_s[place] ? stored / c.tokens_out_per_s[place] : null))]] },
   { section: "Data", title: "Groups per batch", unit: "", series: [["groups", (c) => c.groups]] },
   { section: "Data", title: "Batch fill", unit: "share of the budget", series: [["fill", (c) => c.fill]] },
 ];

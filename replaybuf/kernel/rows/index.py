@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, bits_of_group
 from replaybuf.kernel.rows.groups import Groups, read_only
-from replaybuf.wire.group import Float64s, Group, hash_name
+from replaybuf.wire.group import Float64s, Group, hash_name, source_of
 
 ENTRY = np.dtype(
     [
@@ -104,7 +104,6 @@ def encode_entry(
 ) -> bytes:
     """Return the bytes of the index entry of a group; `admitted`: the service stores it, no direct writer."""
     lengths = group.lengths.tolist()
-    source = group.metadata.get("source") or group.metadata.get("env")
     scores = summarize_scores(group)
     return _ENTRY_BYTES.pack(
         NO_PROMPT_INDEX if group.prompt_index is None else group.prompt_index,
@@ -121,7 +120,7 @@ def encode_entry(
         scores["reward_std"],
         scores["advantage_abs_mean"],
         hash_name(group.adapter),
-        hash_name(source) if isinstance(source, str) else 0,
+        hash_name(source_of(group)),
         group.finish_reasons.count("length"),
         bits_of_group(group) | (ADMITTED_BIT if admitted else 0),
     )

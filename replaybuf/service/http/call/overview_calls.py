@@ -12,12 +12,13 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.kernel.figures.step_figures import StepRow
+from replaybuf.kernel.figures.step_figures import StepRow, stands_still
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.strategy.failed_rule import explain_exceeded
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import Number, number, optional_number
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
+from replaybuf.service.report.status import coverage
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside, in_turns
 from replaybuf.version import __version__
@@ -25,10 +26,6 @@ from replaybuf.wire.answer.overview import Flow, History, Overview, RunRow, Show
 
 REWARDS = 40
 """Newest rows whose rewards a sparkline shows."""
-STILL_STEPS = 10
-STILL_S = 30.0
-STILL_UNKNOWN_S = 300.0
-"""A run may be idle for so long, and for `STILL_STEPS`, before it stands still; without two acked steps for longer."""
 RATE_ROWS = 16
 """Newest acked rows that the rate of trained tokens covers."""
 VERSIONS = 12
@@ -104,14 +101,6 @@ def describe_row(run: Run) -> RunRow:
     )
 
 
-def stands_still(idle_s: float | None, rows: Sequence[StepRow]) -> bool:
-    """Return whether a run is idle for far longer than its newest steps, `rows`, took; one without a batch never is."""
-    acked = [row for row in rows if row.acked_s]
-    steps = sum(row.steps for row in acked[1:])
-    bound_s = max(STILL_S, STILL_STEPS * (acked[-1].acked_s - acked[0].acked_s) / steps) if steps else STILL_UNKNOWN_S
-    return idle_s is not None and idle_s > bound_s
-
-
 async def describe_flow(run: Run) -> Flow:
     """Describe where the groups of a run are, and how fast they move."""
     state, measured = run.state, run.measured
@@ -132,6 +121,8 @@ async def describe_flow(run: Run) -> Flow:
         },
         step_waited_s=run.batches.waits.of_step_s(),
         step_dropped=state.figures.pending,
+        coverage=coverage(state, run.book, run.journal.presence.sources),
+        reuse=state.totals.histograms.reuse_figures(),
         stored_s=_age(run, float(arrivals[-1])) if len(arrivals) else None,
         batch_s=_age(run, rows[-1].at_s) if rows else None,
         ack_s=_age(run, max(row.acked_s for row in rows[-RATE_ROWS:])) if rows else None,

@@ -31,7 +31,7 @@ from replaybuf.store.chunks import Chunk
 from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
-from replaybuf.wire.group import Group
+from replaybuf.wire.group import Group, source_of
 
 
 class Appends:
@@ -200,6 +200,9 @@ class Appends:
             )
         self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
         await journal.ingest(appended)
+        for item in items:
+            if source := source_of(item.group):
+                journal.presence.record_source(source)
         return appended
 
     async def _fitting(self, items: Sequence[PendingGroup], loads: Sequence[Load]) -> tuple[int, NoRoom | None]:
