@@ -67,9 +67,9 @@ def check_token_limits(tokens: int, longest: int, limits: GroupLimits) -> Reject
 
 
 def _names(group: Group, _: GroupLimits) -> str | None:
-    given = {"group_id": group.group_id, "prompt_id": group.prompt_id, "ticket": group.ticket, "adapter": group.adapter}
+    names = {"group_id": group.group_id, "prompt_id": group.prompt_id, "ticket": group.ticket, "adapter": group.adapter}
     try:
-        for name, value in given.items():
+        for name, value in names.items():
             check_string(name, value or "")
         for part in group.reward_parts:
             check_string("the name of a reward", part)

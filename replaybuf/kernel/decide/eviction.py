@@ -93,13 +93,13 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
         strange = adapters != 0
     over = ~strange & (index["tokens"][rows] > (state.token_budget or LARGEST_INTEGER))
     unfit = strange | over
-    found = {"over_budget": over, "unknown_adapter": strange}
+    rows_by_reason = {"over_budget": over, "unknown_adapter": strange}
     if config.admissions:
-        found["not_admitted"] = ~unfit & ~have_all(index["columns"][rows], ADMITTED_BIT)
-        unfit |= found["not_admitted"]
+        rows_by_reason["not_admitted"] = ~unfit & ~have_all(index["columns"][rows], ADMITTED_BIT)
+        unfit |= rows_by_reason["not_admitted"]
     if not np.count_nonzero(unfit):
         return rows, {}
-    return rows[~unfit], {why: index["number"][rows[its]].tolist() for why, its in found.items() if its.any()}
+    return rows[~unfit], {why: index["number"][rows[its]].tolist() for why, its in rows_by_reason.items() if its.any()}
 
 
 def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
@@ -126,10 +126,10 @@ def _ask_plugins(
         if not len(seen):
             continue
         ask = functools.partial(_checked, plugin, call, state.index, seen, view)
-        found = selector.ask("evict", ask, plugin)
-        for number, reason in zip(found.rows, found.reasons, strict=True):
+        evictions = selector.ask("evict", ask, plugin)
+        for number, reason in zip(evictions.rows, evictions.reasons, strict=True):
             unusable.setdefault(reason, []).append(int(number))
-        rows = rows[~np.isin(state.index["number"][rows], found.rows)]
+        rows = rows[~np.isin(state.index["number"][rows], evictions.rows)]
 
 
 def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, Sequence[str]]]:
@@ -138,8 +138,10 @@ def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, S
     required, *of_filters = plugins.required
     if _evicts(selector.strategy):
         yield f"strategy {selector.config.strategy.name!r}", selector.strategy.evict, required
-    for spec, one, needed in zip(selector.config.filters, plugins.filters, of_filters, strict=True) if filtered else ():
-        yield f"filter {spec.name!r}", one.drop, needed
+    for spec, filter_, needed in (
+        zip(selector.config.filters, plugins.filters, of_filters, strict=True) if filtered else ()
+    ):
+        yield f"filter {spec.name!r}", filter_.drop, needed
 
 
 def _checked(plugin: str, call: Evict, index: Index, rows: Rows, view: BufferView) -> Evictions:

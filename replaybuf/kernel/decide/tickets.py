@@ -112,7 +112,7 @@ def _lacking(selector: Selector, adapter: str) -> int:
     if waits is None or not waits_for_groups(waits):
         return 0
     # With a cooldown or a rate limit, the missing number is unknown: admit one group at a time.
-    have = selector.given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
+    have = selector.usable_amount(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
     groups = waits.need.groups - have.groups
     tokens = (waits.need.tokens - have.tokens) / selector.inputs.tokens_per_group()
     return max(1, groups, math.ceil(tokens))

@@ -281,9 +281,9 @@ class GroupHistograms:
         return {times: groups for times, groups in exact.items() if groups > 0}
 
 
-def _merge(one: Mapping[K, T], other: Mapping[K, T], empty: T) -> dict[K, T]:
+def _merge(first: Mapping[K, T], second: Mapping[K, T], empty: T) -> dict[K, T]:
     """Add two tables up, name by name."""
-    return {name: one.get(name, empty) + other.get(name, empty) for name in one | other}  # type: ignore[operator]
+    return {name: first.get(name, empty) + second.get(name, empty) for name in first | second}  # type: ignore[operator]
 
 
 def _buckets(edges: tuple[int, ...], values: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:

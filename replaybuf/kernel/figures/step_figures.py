@@ -185,8 +185,8 @@ def merge(rows: Sequence[StepRow]) -> StepRow:
 def _sum(counted: Sequence[dict[str, T]]) -> dict[str, T]:
     """Add up numbers by reason."""
     total: dict[str, T] = {}
-    for one in counted:
-        for reason, number in one.items():
+    for counts in counted:
+        for reason, number in counts.items():
             total[reason] = total[reason] + number if reason in total else number
     return total
 

@@ -207,8 +207,8 @@ class Index:
         """Set a column of groups, by number; freed and unknown groups are skipped."""
         numbers, own = np.fromiter(values, np.int64, len(values)), self._columns[column]
         rows = self.rows_of(numbers)
-        found = np.isin(numbers, self._columns["number"][rows])
-        own[rows] = np.fromiter(values.values(), own.dtype, len(values))[found]
+        has_row = np.isin(numbers, self._columns["number"][rows])
+        own[rows] = np.fromiter(values.values(), own.dtype, len(values))[has_row]
 
     def free(self, rows: npt.NDArray[np.int64]) -> None:
         """Mark rows as freed, and remove freed rows when they are more than half of all."""

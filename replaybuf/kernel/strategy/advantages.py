@@ -84,8 +84,8 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
     the result is that of `grpo`.
     Raises `Invalid` without any reward, for an end out of range, and as `advantages` does.
     """
-    given = np.array([reward for rollout in rewards for _, reward in rollout], np.float64)
-    normalised = iter(advantages("grpo", given))
+    rewards_of_steps = np.array([reward for rollout in rewards for _, reward in rollout], np.float64)
+    normalised = iter(advantages("grpo", rewards_of_steps))
     columns: list[Float64s] = []
     for number, (rollout, length) in enumerate(zip(rewards, lengths.tolist(), strict=True)):
         ending = np.zeros(length, np.float64)
@@ -101,7 +101,7 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
         columns.append(ending[::-1].cumsum()[::-1])
     summed = np.concatenate(columns)
     if not (np.abs(summed) <= LARGEST_SCORE).all():
-        raise _too_large(given)
+        raise _too_large(rewards_of_steps)
     return summed.astype(np.float32)
 
 

@@ -90,7 +90,7 @@ class Flow(Answer, frozen=True, kw_only=True):
     step_waited_s: dict[str, float] = field(default_factory=dict)
     step_dropped: dict[str, int] = field(default_factory=dict)
     coverage: Coverage
-    reuse: Reuse
+    reuse: Reuse = Reuse()
     stored_s: float | None
     batch_s: float | None
     ack_s: float | None

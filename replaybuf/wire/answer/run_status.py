@@ -71,9 +71,9 @@ class Reuse(Struct, frozen=True, kw_only=True):
     `generated_share`: groups stored per use, the cost of a step in generation; both are null before the first use.
     """
 
-    groups_by_uses: dict[str, int]
-    uses_per_group: float | None
-    generated_share: float | None
+    groups_by_uses: dict[str, int] = {}
+    uses_per_group: float | None = None
+    generated_share: float | None = None
 
 
 class Coverage(Struct, frozen=True, kw_only=True):
@@ -286,7 +286,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     staleness: dict[str, int]
     histograms: Histograms
     coverage: Coverage
-    reuse: Reuse
+    reuse: Reuse = Reuse()
     waiting: WaitingAnswer | None
     adapters: dict[str, AdapterStatus]
     checkpoints: list[int]
