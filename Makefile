@@ -12,6 +12,7 @@
 #   make test-adapters [ONLY=trl]    each package of adapters/ on the peer it serves, in .venv-adapters/NAME
 #   make check                       lint, format, types, import rules
 #   make docs                        build the site into site/; run the commands, snippets, links and tables of the pages
+#   make docs-version VERSION=0.1    commit the site of a release to the local branch gh-pages, beside those of other releases
 #   make coverage                    coverage of replaybuf/kernel; fails below the floor
 #   make bench [ONLY=selection ARGS="--repeats 21"]   all in 6 minutes, or one; JSON in benchmarks/results
 #   make gpu [ARGS="--steps 40"]     vLLM and the reference trainer on one or two GPUs; JSON in benchmarks/results
@@ -50,7 +51,7 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test coverage test-vllm test-trl test-adapters check docs bench gpu peers chaos simulate-faults fuzz schema packages browser screenshots vendor clean
+.PHONY: help install demo test coverage test-vllm test-trl test-adapters check docs docs-version bench gpu peers chaos simulate-faults fuzz schema packages browser screenshots vendor clean
 .DEFAULT_GOAL := help
 
 help:
@@ -128,6 +129,11 @@ docs: $(STAMP)
 	$(BIN)/python docker/grafana/dashboards.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+docs-version: $(STAMP)
+	@test -n "$(VERSION)" || { echo "VERSION is missing: make docs-version VERSION=0.1" >&2; exit 1; }
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mike --quiet deploy --update-aliases $(VERSION) latest
+	$(BIN)/mike --quiet set-default latest
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)

@@ -1,7 +1,5 @@
 """All errors of replaybuf, as one tree.
 
-::
-
     ReplaybufError
     ├── Invalid             422  a value outside its bound (configuration, parameter, group)
     │   ├── GroupRejected   422  one rejected group; `reason` is the word it is counted by

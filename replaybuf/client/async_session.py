@@ -1,6 +1,6 @@
 """Batches and sessions for an asyncio trainer. A thread fetches and decodes, so the event loop stays free.
 
-::
+A training loop:
 
     async with client.trainer(steps_done=0) as session:
         async for batch in session:

@@ -27,7 +27,7 @@ from replaybuf.wire.batch import Batch
 
 
 class Client(HttpClient):
-    """Blocking client of one run. Threads may share it. See the module docstring for errors.
+    """Blocking client of one run. Threads may share it.
 
     - `url`: one address, or several with commas between
     - `timeout_s`: maximum wait for the service, in addition to the `wait_ms` of a call

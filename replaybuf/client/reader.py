@@ -1,7 +1,5 @@
 """Batch readers: one rank's part of each step in order, the next batch prefetched while this one trains.
 
-::
-
     attached = client.attach(dp_world_size=1)
     with BatchReader(client, attached.epoch, attached.step) as reader:
         for batch in reader:

@@ -16,8 +16,6 @@ def attach_at(
 ) -> Attachment:
     """Attach at a checkpoint that has trained `steps_done` steps, and report that checkpoint.
 
-    ::
-
         run's next step   a trainer killed ...                              what happens
         above steps_done  after later steps, which the checkpoint lacks     rewind; they are delivered again
         steps_done        after the ack                                     -

@@ -1,7 +1,5 @@
 """The session of a trainer: attach, batches, acks, versions and checkpoints of a run, in the order that loses nothing.
 
-::
-
     with client.trainer(steps_done=0) as session:
         for batch in session:
             ...                      # train on batch.micro_batches, write and load the weights, write a checkpoint

@@ -1,6 +1,6 @@
 """Contract suite that every strategy, filter and admission plug-in must pass, built-in or not.
 
-In a plug-in's own tests::
+In a plug-in's own tests:
 
     from replaybuf.testing import StrategyContract
 

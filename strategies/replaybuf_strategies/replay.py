@@ -1,4 +1,4 @@
-"""Replay: a group may serve several batches, within bounds of uses, staleness, rest and rate."""
+"""Replay: a group may serve several batches, within bounds of uses, staleness, cooldown and rate."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Replay(Strategy[ReplayOptions]):
     Invariants: 0 <= version(step) - policy_version <= m; times_sampled < u before a use; step - last_step > c;
     fresh groups >= f * groups of the batch; S + B - spi * I <= e.
 
-    Waits with `reuse_exhausted` if rest or the share of fresh groups leaves too few, with `rate_limited` if uses are
-    ahead of inserts, else with `too_few_groups` or `too_few_tokens`. A short source of the mix gives its places to the
-    others, unless the shares are strict (`strict_shares`).
+    Waits with `reuse_exhausted` if the cooldown or the share of fresh groups leaves too few, with `rate_limited` if
+    uses are ahead of inserts, else with `too_few_groups` or `too_few_tokens`. A short source of the mix gives its
+    places to the others, unless `mix_strict` is set.
 
     `max_uses` is a bound, not the mean: with the defaults a simulated run had 2.5 uses per group, and 41 % of a batch's
     groups generated per step, because a group is about two versions old at its first use. With `look_ahead` 0 and

@@ -1,4 +1,4 @@
-"""http.md, observe.md and metrics.md name every call, field, reason, problem type and metric of the code."""
+"""The pages of http/, observe.md and metrics.md name every call, field, reason, problem type and metric of the code."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.strategy.waiting import BLOCKED_ON
 from replaybuf.plugins.entry_points import STRATEGIES, names
-from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS
-from replaybuf.service.http.call.reference_pages import http_page, metrics_page
+from replaybuf.service.http.call.calls import CALLS
+from replaybuf.service.http.call.reference_pages import HTTP_GROUPS, http_index, metrics_page, run_page
 from replaybuf.wire.answer.run_status import Buckets, Coverage, DropAges, Histograms, RunStatus
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.wire.contract import REASONS
@@ -28,7 +29,8 @@ METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
 NEEDS_PLUGIN = "replaybuf_admission_seconds"
 """It has samples once a run has an admission plug-in; tests/service/test_admissions.py reads them."""
 OBSERVE = (ROOT / "docs" / "observe.md").read_text()
-HTTP = (ROOT / "docs" / "http.md").read_text()
+HTTP_PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "http").glob("*.md"))}
+HTTP = "\n".join(HTTP_PAGES.values())
 
 
 def rows(text: str, heading: str) -> dict[str, str]:
@@ -82,17 +84,28 @@ def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient, tmp_
 def test_metrics_and_fields_of_the_configuration_are_those_of_the_code() -> None:
     """`make docs` writes them."""
     assert metrics_page() == METRICS_PAGE
-    assert http_page(HTTP) == HTTP
+    assert run_page(HTTP_PAGES["runs"]) == HTTP_PAGES["runs"]
 
 
-def test_every_call_is_documented_with_its_roles() -> None:
-    """The table at the top has the roles of the table of routes."""
-    table = dict(re.findall(r"^\| `([A-Z]+ /[^`]*)` \| ([a-z, ]*) ?\|", HTTP, re.MULTILINE))
-    for call in CALLS:
-        route = f"{call.method} {call.template}"
-        assert set(re.findall(r"\w+", table[route])) == call.roles, route
-    for open_route in OPEN_CALLS:
-        assert f"`GET {open_route.template}`" in HTTP
+def test_the_index_lists_every_call_with_its_roles_and_its_section() -> None:
+    """`make docs` writes its tables."""
+    groups = {name: HTTP_PAGES[name] for name in HTTP_GROUPS}
+    assert http_index(HTTP_PAGES["index"], groups) == HTTP_PAGES["index"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("## `GET /v1/runs`\n", "## Listing\n", "GET /v1/runs$"),
+        ("## `GET /v1/runs`\n", "## `GET /v1/run`\n", "GET /v1/run:"),
+    ],
+    ids=["no section", "a section of an unknown call"],
+)
+def test_the_index_is_not_written_while_pages_and_calls_differ(before: str, after: str, named: str) -> None:
+    """`make docs` fails and names the call."""
+    groups = {name: HTTP_PAGES[name].replace(before, after) for name in HTTP_GROUPS}
+    with pytest.raises(ValueError, match=named):
+        http_index(HTTP_PAGES["index"], groups)
 
 
 def test_every_query_parameter_and_field_of_a_body_is_documented() -> None:
@@ -145,8 +158,7 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
         "prompt-fault",
         "reward-fault",
     }
-    errors = HTTP.partition("## Errors")[2].partition("\n## ")[0]
-    assert {slug for slug in slugs(ReplaybufError) - local if f"`{slug}`" not in errors} == set()
+    assert {slug for slug in slugs(ReplaybufError) - local if f"`{slug}`" not in HTTP_PAGES["errors"]} == set()
 
 
 def test_every_strategy_ledger_type_and_reason_of_dead_letters_is_named() -> None:
@@ -159,5 +171,5 @@ def test_every_strategy_ledger_type_and_reason_of_dead_letters_is_named() -> Non
     explained = re.findall(r"^\| dead letter \|(.*)$", OBSERVE, re.MULTILINE)[0]
     reasons = set(re.findall(r"`(\w+)`", explained)) - {"tokens_per_batch"}
     assert len(reasons) == 10
-    listed = HTTP.partition("## The server itself")[0].rpartition("Reasons:")[2]
+    listed = HTTP_PAGES["browse"].rpartition("Reasons:")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", listed)) == reasons

@@ -1,4 +1,4 @@
-"""docs/strategies.md: its plug-ins pass the contract suite, its tables and figures are those of the code."""
+"""Pages on strategies and filters: their plug-ins pass the contract suite, tables and figures are those of the code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from replaybuf.testing import check_filter, check_progress, check_strategy
 from tests.builders import buffer_view
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "strategies.md").read_text()
+NAMES = ("strategies.md", "replay.md", "filters.md", "write-a-strategy.md")
+PAGES = "\n".join((ROOT / "docs" / name).read_text() for name in NAMES)
 
 
 def section(heading: str) -> str:
-    """Cut one section out of the page."""
-    return PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    """Cut one section out of the pages, or a whole page by its title."""
+    start = re.search(rf"^(#+) {re.escape(heading)}\n", PAGES, re.MULTILINE)
+    assert start, heading
+    return re.split(rf"^#{{1,{len(start[1])}}} ", PAGES[start.end() :], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def test_the_strategy_of_the_page_keeps_the_contract() -> None:
@@ -33,7 +36,7 @@ def test_the_strategy_of_the_page_keeps_the_contract() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", section("Write a strategy"), re.DOTALL | re.MULTILINE)
     made: dict[str, Any] = {"__name__": "page"}
     for block in blocks:
-        exec(compile(block, "docs/strategies.md", "exec"), made)
+        exec(compile(block, "docs/write-a-strategy.md", "exec"), made)
     check_strategy(made["TestHardestFirst"]().build)
     check_progress(made["TestHardestFirst"]().build)
 
@@ -42,7 +45,7 @@ def test_the_filter_of_the_page_keeps_the_contract() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", section("Write a filter"), re.DOTALL | re.MULTILINE)
     made: dict[str, Any] = {"__name__": "page"}
     for block in blocks:
-        exec(compile(block, "docs/strategies.md", "exec"), made)
+        exec(compile(block, "docs/write-a-strategy.md", "exec"), made)
     check_filter(made["TestTooShort"]().build)
 
 

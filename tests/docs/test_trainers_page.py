@@ -1,4 +1,4 @@
-"""docs/trainers.md: every example trains a run or sends its feedback."""
+"""The pages on trainers: every example trains a run or sends its feedback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from replaybuf.client.client import Client
 from replaybuf_trainer.weight_download.local_weights import LocalWeights
 from tests.conftest import RunClient, ServeProcess, group
 
-PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "trainers.md").read_text() + (DOCS / "publish-weights.md").read_text()
 STEPS = 2
 TIMEOUT_S = 120.0
 
@@ -32,7 +33,7 @@ def example(heading: str) -> str:
 
 def run_example(heading: str, **names: Any) -> dict[str, Any]:
     """Run the block of a section unchanged; return its names."""
-    exec(compile(example(heading), f"docs/trainers.md, {heading}", "exec"), names)
+    exec(compile(example(heading), f"docs, {heading}", "exec"), names)
     return names
 
 

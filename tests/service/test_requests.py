@@ -17,7 +17,7 @@ def path_of(run: RunClient, template: str) -> str:
 
 
 def name_of(call: Call) -> str:
-    """Return the name of a call in docs/http.md."""
+    """Return the name of a call in docs/http/."""
     return f"{call.method} {call.template}"
 
 

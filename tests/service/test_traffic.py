@@ -29,7 +29,7 @@ def answered(run: RunClient, call: str) -> dict[str, float]:
 
 
 def test_calls_are_counted_by_how_they_were_answered(run: RunClient) -> None:
-    """Success, waiting and every refusal; by the words of docs/http.md."""
+    """Success, waiting and every refusal; by the words of docs/http/errors.md."""
     run.put(batch={"groups_per_batch": 1})
     run.put(batch={"groups_per_batch": 2})
     epoch = run.attach()

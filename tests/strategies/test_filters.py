@@ -47,7 +47,7 @@ def test_a_reward_window_keeps_groups_of_medium_difficulty() -> None:
 
 
 def test_a_share_of_each_pool_outside_the_window_is_kept() -> None:
-    """The example of docs/strategies.md, and the hard pool; the result of a group does not depend on the others."""
+    """The example of docs/filters.md, and the hard pool; the result of a group does not depend on the others."""
     easy = shown(8, reward_mean=[0.9] * 8)
     window = {"low": 0.2, "high": 0.8, "easy_fraction": 0.25}
     assert dropped(easy, ("reward-window", window)) == dict.fromkeys((1, 2, 4, 6, 8), "too_easy")

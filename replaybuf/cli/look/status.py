@@ -84,7 +84,7 @@ def fetch_runs(options: ServiceOptions) -> list[RunStatus]:
 def _describe_server(ready: Readiness) -> list[str]:
     lines = [
         f"durability {ready.durability} ({ready.durability_met_by}), wanted {ready.durability_wanted}, "
-        f"{counted(ready.replicas, 'replica')} connected, each write waits for {ready.wait_replicas}, "
+        f"{counted(ready.replicas, 'replica')} connected, {ready.wait_replicas} of them must confirm each write, "
         f"{ready.server or 'server unknown'}"
     ]
     lines += [f"  {reason}" for reason in ready.durability_reasons]
@@ -180,7 +180,8 @@ def _waiting(waiting: WaitingAnswer | None) -> str:
     if waiting is None:
         return "ready"
     have, need = msgspec.structs.asdict(waiting.have), msgspec.structs.asdict(waiting.need)
-    return f"{waiting.reason}: have {_pairs(have)}; need {_pairs(need)}; waiting for {waiting.blocked_on}"
+    actor = "nobody has to act" if waiting.blocked_on == "nothing" else f"waiting for {waiting.blocked_on}"
+    return f"{waiting.reason}: have {_pairs(have)}; need {_pairs(need)}; {actor}"
 
 
 def _since(seconds: float | None) -> str:

@@ -32,10 +32,10 @@ MEANS = {"loss_tokens": 40.0} | dict.fromkeys(BY_STALENESS, 0.5)
 EPOCH = dict.fromkeys(BY_EPOCH, 0.5)
 TIMEOUT_S = 60.0
 PAGE = (
-    (Path(__file__).parents[3] / "docs" / "trainers.md")
+    (Path(__file__).parents[3] / "docs" / "reference-trainer.md")
     .read_text()
     .partition("All metrics start with")[2]
-    .partition("###")[0]
+    .partition("\n## ")[0]
 )
 
 

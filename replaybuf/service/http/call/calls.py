@@ -77,7 +77,7 @@ class Call:
 
     @property
     def template(self) -> str:
-        """The path as docs/http.md has it."""
+        """The path as the pages in docs/http/ have it."""
         return self.path.replace(":path}", "}")
 
 

@@ -167,7 +167,7 @@ async def leaves(request: Request) -> NoReturn:
 
 
 async def delete_ticket(request: Request) -> Response:
-    """Give a ticket back."""
+    """Take back a ticket that a producer returns."""
     run = await _led(request)
     ticket = request.path_params["ticket"]
     await run.tickets.give_back(ticket, text(request, REASON) or "")

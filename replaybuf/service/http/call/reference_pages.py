@@ -1,4 +1,4 @@
-"""Write what docs/ says of the metrics and of the configuration of a run: from the table of metrics, from the structs.
+"""Write the tables in docs/ that follow from the code: metrics, HTTP calls, the configuration of a run.
 
     python -m replaybuf.service.http.call.reference_pages
 
@@ -7,18 +7,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.call.metric_table import COUNTER, HISTOGRAM, METRICS, SINCE_START, MetricRow
 from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
 
 METRICS_PAGE = Path("docs") / "metrics.md"
-HTTP_PAGE = Path("docs") / "http.md"
+HTTP_PAGES = Path("docs") / "http"
+HTTP_GROUPS = ("runs", "producers", "groups", "trainer", "figures", "browse", "cursors", "server")
+"""Pages of HTTP calls, in the order of the index. Each call has a heading or a row of a table on one of them."""
 _EXPANDED = ("batch", "tickets", "limits")
 """Parts of the configuration whose fields have rows of their own."""
+_CALLS_HEAD = "| call | roles besides operator | |\n|---|---|---|\n"
 _CONFIG_HEAD = "| field | values | meaning |\n|---|---|---|\n"
 _HEAD = """\
 # Metrics
@@ -60,8 +65,33 @@ def metrics_page() -> str:
     return _HEAD + "".join(tables)
 
 
-def http_page(page: str) -> str:
-    """Return docs/http.md with the table of the fields of a run's configuration, in their order."""
+def http_index(page: str, groups: dict[str, str]) -> str:
+    """Return docs/http/index.md with a table of calls for each of `groups`, the texts of `HTTP_GROUPS` by name.
+
+    Raises ValueError for a call that no page describes, and for a heading of an unknown call.
+    """
+    calls = {f"{call.method} {call.template}": call for call in (*CALLS, *OPEN_CALLS)}
+    tables: list[str] = []
+    for name, text in groups.items():
+        title = text.partition("\n")[0].removeprefix("# ")
+        lines = {route: mark for mark, route in re.findall(r"^(##|\|) `([A-Z]+ /[^\s`]*)`", text, re.MULTILINE)}
+        if unknown := lines.keys() - calls.keys():
+            raise ValueError(f"docs/http/{name}.md describes {', '.join(sorted(unknown))}: unknown or described twice")
+        rows = (_call_line(route, calls.pop(route), name, mark) for route, mark in lines.items())
+        tables.append(f"\n## [{title}]({name}.md)\n\n{_CALLS_HEAD}{''.join(rows)}")
+    if calls:
+        raise ValueError(f"no page in docs/http describes {', '.join(calls)}")
+    return page.partition("\n## ")[0] + "".join(tables)
+
+
+def _call_line(route: str, call: Call, page: str, mark: str) -> str:
+    anchor = "#" + re.sub(r"[^\w\- ]", "", route.lower()).replace(" ", "-") if mark == "##" else ""
+    roles = "open" if call in OPEN_CALLS else ", ".join(sorted(call.roles))
+    return f"| [`{route}`]({page}.md{anchor}) | {roles} | {call.summary.partition('. ')[0]} |\n"
+
+
+def run_page(page: str) -> str:
+    """Return docs/http/runs.md with the table of the fields of a run's configuration, in their order."""
     schema = msgspec.json.schema(RunConfig)["$defs"]
     rows: list[str] = []
     for name, field in schema["RunConfig"]["properties"].items():
@@ -102,4 +132,7 @@ def _values(field: dict[str, Any], schema: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     METRICS_PAGE.write_text(metrics_page())
-    HTTP_PAGE.write_text(http_page(HTTP_PAGE.read_text()))
+    paths = {name: HTTP_PAGES / f"{name}.md" for name in ("index", *HTTP_GROUPS)}
+    paths["runs"].write_text(run_page(paths["runs"].read_text()))
+    texts = {name: path.read_text() for name, path in paths.items()}
+    paths["index"].write_text(http_index(texts.pop("index"), texts))
