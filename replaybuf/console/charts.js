@@ -191,7 +191,11 @@ function findLonePoints(values) {
 export function saveCsv(name, titles, columns) {
   const lines = [titles.map(quote).join(",")];
   for (let place = 0; place < columns[0].length; place++) lines.push(columns.map((column) => column[place] ?? "").join(","));
-  const url = URL.createObjectURL(new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));
+  saveFile(name, "text/csv", `${lines.join("\n")}\n`);
+}
+
+export function saveFile(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
   h("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }

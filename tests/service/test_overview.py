@@ -162,3 +162,15 @@ def test_a_run_stands_still_only_while_it_is_running(clocked: ClockedServe) -> N
     run.http.patch(run.path, json={"state": "paused"})
     assert not row_of(run)["stands_still"]
     run.http.close()
+
+
+def test_the_report_is_one_page_without_scripts(run: RunClient) -> None:
+    """As `replaybuf report` writes it; names of a user are text in it."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("g0"))
+    run.train(epoch, range(1))
+    answer = run.get("report")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert f"<h1>{run.run}: running, 1 trained step" in answer.text and "<script" not in answer.text

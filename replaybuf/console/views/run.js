@@ -1,7 +1,7 @@
 // One run: whether the model learns, why nothing happens, its flow with live numbers, and charts over its steps.
 
-import { find, get, runPath } from "../api.js";
-import { CHARTS, Chart, saveCsv } from "../charts.js";
+import { callText, find, get, runPath } from "../api.js";
+import { CHARTS, Chart, saveCsv, saveFile } from "../charts.js";
 import { diagnose, goneOf, problemsOf } from "../diagnosis.js";
 import { h, table, update } from "../dom.js";
 import { age, count, counted, decimal, rate } from "../format.js";
@@ -31,7 +31,8 @@ export function openRun(_, run) {
   const scale = choose("Scale", ["linear", "linear"], ["log", "logarithmic"]);
   const reset = h("button", { type: "button", hidden: true, click: () => zoom() }, "Whole run");
   const all = h("button", { type: "button", click: saveAll }, "All as CSV");
-  const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, note);
+  const report = h("button", { type: "button", title: "One HTML file to keep or to send", click: saveReport }, "Report");
+  const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, report, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
   const grid = (charts) => h("div", { class: "charts" }, charts.map((chart) => chart.node));
   const overSteps = [section("Speed", grid(speed)), section("Data", prompts, grid(data))];
@@ -116,6 +117,14 @@ export function openRun(_, run) {
     const parts = ["waited", "dropped", "metrics"].flatMap((part) => Object.entries(range.history[part]).map(([name, values]) => [`${part} ${name}`, values]));
     const named = [...Object.entries(range.columns), ...parts];
     saveCsv(`${run}.csv`, named.map(([name]) => name), named.map(([, values]) => values));
+  }
+
+  async function saveReport() {
+    try {
+      saveFile(`${run}.html`, "text/html", await callText("GET", runPath(run, "/report")));
+    } catch (error) {
+      note.textContent = `The report could not be read: ${error.message}`;
+    }
   }
 
   function repaint() {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from replaybuf.kernel.figures.step_figures import StepRow, stands_still
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.strategy.failed_rule import explain_exceeded
+from replaybuf.report import render
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import Number, number, optional_number
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
@@ -22,10 +24,13 @@ from replaybuf.service.report.status import coverage
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside, in_turns
 from replaybuf.version import __version__
+from replaybuf.wire.answer.evaluations import MOST_LISTED
 from replaybuf.wire.answer.overview import Flow, History, Overview, RunRow, ShownChange, VersionCounts
 
 REWARDS = 40
 """Newest rows whose rewards a sparkline shows."""
+REPORT_POINTS = 600
+"""Rows of the history in a report; more steps are merged."""
 RATE_ROWS = 16
 """Newest acked rows that the rate of trained tokens covers."""
 VERSIONS = 12
@@ -62,6 +67,17 @@ async def get_history(request: Request) -> Response:
     first, last = optional_number(request, FROM_STEP), optional_number(request, TO_STEP)
     rows = run.state.figures.between(first, last, number(request, POINTS))
     return _json(describe_history(run, rows))
+
+
+async def get_report(request: Request) -> Response:
+    """Return the report of a run as one HTML file."""
+    run = await _run(request)
+    history = describe_history(run, run.state.figures.between(None, None, REPORT_POINTS))
+    listed = await run.evaluations.list_newest(MOST_LISTED)
+    page = await asyncio.to_thread(render, run.describe(), history, listed.evaluations)
+    # A saved file shows no more than it does here: no script of it runs, and it asks for nothing.
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return Response(page, headers={"Content-Security-Policy": policy}, media_type="text/html; charset=utf-8")
 
 
 def describe_row(run: Run) -> RunRow:
