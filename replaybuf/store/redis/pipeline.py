@@ -177,26 +177,22 @@ def _raise_first(replies: list[Any]) -> list[Any]:
 
 
 def _pack(words: Sequence[Any]) -> list[Any]:
-    for word in words:
-        if isinstance(word, _BYTES) and len(word) > _LARGE_BYTES:
-            if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
-                raise TooLarge(
-                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
-                    name="redis",
-                    value=len(word),
-                    bound=LARGEST_STORED_BYTES,
-                )
-            return _pack_large(words)
-    return [hiredis.pack_command(tuple(words))]
-
-
-def _pack_large(words: Sequence[Any]) -> list[Any]:
-    """Pack a command without a copy of its large arguments."""
+    """Pack a command, without a copy of its large arguments."""
+    large = [word for word in words if isinstance(word, _BYTES) and len(word) > _LARGE_BYTES]
+    if not large:
+        return [hiredis.pack_command(tuple(words))]
     pieces: list[Any] = []
     head = b"*%d\r\n" % len(words)
     for word in words:
         data = word if isinstance(word, _BYTES) else str(word).encode()
         head += b"$%d\r\n" % len(data)
+        if len(data) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
+            raise TooLarge(
+                f"{words[0]} has an argument of {len(data)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
+                name="redis",
+                value=len(data),
+                bound=LARGEST_STORED_BYTES,
+            )
         if len(data) > _LARGE_BYTES:
             pieces += head, data
             head = b""
