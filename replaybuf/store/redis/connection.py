@@ -50,7 +50,7 @@ from replaybuf.store.redis.inspection import (
     load_library,
     load_on_cluster,
 )
-from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections, execute_tolerantly
+from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections
 from replaybuf.store.redis.server import ServerReport, check_role, check_version
 from replaybuf.store.topology import URL_FORMS, parse_topology
 
@@ -150,7 +150,8 @@ class Connection:
         try:
             if self._prepared:
                 self._check_stall()
-            await self.prepare()
+            else:
+                await self.prepare()
         except BaseException:
             if isinstance(command, Coroutine):
                 command.close()  # it is never awaited
@@ -167,7 +168,7 @@ class Connection:
         for wait in waits:
             pipe.execute_command(*wait)
         switches = self._topology.switches
-        command = execute_tolerantly(pipe, may_fail, len(waits))
+        command = pipe.execute(first=may_fail, last=len(waits))
         if barrier and barrier.in_background:
             async with keep_awake(self.pipeline):
                 all_replies: list[Any] = await self.run(command)

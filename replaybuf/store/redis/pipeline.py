@@ -83,14 +83,17 @@ class FastPipeline(Pipeline):
         self.command_stack.append((words, options))
         return self
 
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Send the commands and return their replies. Raises the first error among the replies."""
+    async def execute(self, raise_on_error: bool = True, first: int = 0, last: int = 0) -> list[Any]:
+        """Send the commands and return their replies.
+
+        Raises the first error among the replies, except those to the `first` and the `last` commands.
+        """
         commands, self.command_stack = self.command_stack, []
         if not commands:
             return []
         replies = await self._send([words for words, _ in commands])
         if raise_on_error:
-            _raise_first(replies)
+            _raise_first(replies[first : len(replies) - last])
         if not self.response_callbacks:
             return replies
         return [self._convert(reply, *command) for reply, command in zip(replies, commands, strict=True)]
@@ -182,34 +185,27 @@ def _raise_first(replies: list[Any]) -> list[Any]:
 
 def _pack(words: Sequence[Any]) -> list[Any]:
     """Pack a command, without a copy of its large arguments."""
-    large = [word for word in words if isinstance(word, _BYTES) and len(word) > _LARGE_BYTES]
+    large = [place for place, word in enumerate(words) if word.__class__ in _BYTES and len(word) > _LARGE_BYTES]
     if not large:
         return [hiredis.pack_command(tuple(words))]
-    pieces: list[Any] = []
-    head = b"*%d\r\n" % len(words)
-    for word in words:
-        data = word if isinstance(word, _BYTES) else str(word).encode()
-        head += b"$%d\r\n" % len(data)
-        if len(data) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
+    pieces, start = [b"*%d\r\n" % len(words)], 0
+    for place in large:
+        word = words[place]
+        if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
             raise TooLarge(
-                f"{words[0]} has an argument of {len(data)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
+                f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
                 name="redis",
-                value=len(data),
+                value=len(word),
                 bound=LARGEST_STORED_BYTES,
             )
-        if len(data) > _LARGE_BYTES:
-            pieces += head, data
-            head = b""
-        else:
-            head += data
-        head += b"\r\n"
-    return [*pieces, head]
+        pieces[-1] += b"%b$%d\r\n" % (_pack_words(words[start:place]), len(word))
+        pieces += word, b"\r\n"
+        start = place + 1
+    pieces[-1] += _pack_words(words[start:])
+    return pieces
 
 
-async def execute_tolerantly(pipe: FastPipeline, first: int, last: int) -> list[Any]:
-    """Execute a pipeline. Raises the first error; returns errors of the `first` and the `last` commands."""
-    replies = await pipe.execute(raise_on_error=False)
-    for reply in replies[first : len(replies) - last]:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
+def _pack_words(words: Sequence[Any]) -> bytes:
+    """Pack a part of a command: words without their number."""
+    packed: bytes = hiredis.pack_command(tuple(words))
+    return packed[packed.index(b"\n") + 1 :]
