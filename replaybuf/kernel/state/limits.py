@@ -47,6 +47,8 @@ class Load(msgspec.Struct, frozen=True):
     @classmethod
     def total(cls, loads: Sequence[Load]) -> Load:
         """Return the sum of some loads."""
+        if len(loads) == 1:
+            return loads[0]
         return cls(
             sum([load.groups for load in loads]),
             sum([load.tokens for load in loads]),
