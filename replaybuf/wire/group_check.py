@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 
 import msgspec
@@ -21,6 +22,7 @@ LOGPROB_TOLERANCE = 1e-3
 """A logprob may exceed 0 by this much (nats): engines round."""
 LARGEST_PROMPT_INDEX = 2**53 - 1
 _ALL_LOGPROBS = (*LOGPROBS, "prompt_logprobs")
+_logprobs_of = operator.attrgetter(*_ALL_LOGPROBS)
 
 _NO_ADAPTERS = frozenset({""})
 _HIGHEST_LOGPROB = np.float32(LOGPROB_TOLERANCE)
@@ -130,8 +132,7 @@ def _check_tokens(group: Group, limits: GroupLimits) -> Rejection | None:
 
 def _check_logprobs(group: Group, _: GroupLimits) -> Rejection | None:
     positive = None
-    for name in _ALL_LOGPROBS:
-        column = getattr(group, name)
+    for name, column in zip(_ALL_LOGPROBS, _logprobs_of(group), strict=True):
         if column is None:
             continue
         highest = _most(column)
