@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.kernel.decide.reissues import list_reissued
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
@@ -28,6 +29,8 @@ PIECE = 65_536
 """Most groups that are checked at once, and so the most numbers in one ledger record: at most 330 kB."""
 PLUGIN_PIECE = 8_192
 """Most groups in one call of a plug-in. A loop over so many groups in Python takes about 10 ms."""
+
+_any, _all, _most = np.logical_or.reduce, np.logical_and.reduce, np.maximum.reduce
 
 ByReason = dict[str, list[int]]
 Evict = Callable[[Groups, BufferView], Evictions]
@@ -52,6 +55,22 @@ def decide_removals(
             rows = index.rows_of(only[start : start + step])
             rows = rows[index["state"][rows] == LIVE]
         yield list(_remove(state, selector, now_s, rows, filtered)) if len(rows) else []
+
+
+def keeps_all(state: RunState, selector: Selector, arrivals: npt.NDArray[Any]) -> bool:
+    """Return whether the declared bounds alone decide about these new index entries, and keep all of them.
+
+    So nearly all arrivals are settled without rows, views and plug-ins; for the others call `decide_removals`.
+    """
+    config = selector.config
+    if config.adapters or config.admissions or config.filters or _evicts(selector.strategy):
+        return False
+    if _any(arrivals["adapter"]) or _most(arrivals["tokens"]) > (state.token_budget or LARGEST_INTEGER):
+        return False
+    for rule in selector.inputs.eviction_rules(""):
+        if not _all(rule.kept(*[arrivals[name] for name in rule.columns])):
+            return False
+    return True
 
 
 def _evicts(strategy: Strategy[Any]) -> bool:

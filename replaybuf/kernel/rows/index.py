@@ -95,6 +95,8 @@ _FULL = 7 / 8
 _LARGE = 1 << 16
 """Rows up to which all columns grow at once, in a few milliseconds."""
 
+_sum = np.add.reduce
+
 Numbers = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.integer]
 
@@ -128,18 +130,19 @@ def encode_entry(
 
 def summarize_scores(group: Group) -> dict[str, float]:
     """Return the columns of an index entry that rewards and advantages determine."""
-    rewards = group.rewards
-    reward_mean = _mean(rewards)
+    rewards, advantages = group.rewards, group.advantages
+    count = len(rewards)
+    reward_mean = float(_sum(rewards)) / count  # as `mean_of`, of which three calls are most of the time
     return {
         "reward_mean": reward_mean,
-        "reward_std": math.sqrt(_mean(np.square(rewards - reward_mean))),
-        "advantage_abs_mean": 0.0 if group.advantages is None else _mean(np.abs(group.advantages)),
+        "reward_std": math.sqrt(float(_sum(np.square(rewards - reward_mean))) / count),
+        "advantage_abs_mean": 0.0 if advantages is None else float(_sum(np.abs(advantages))) / len(advantages),
     }
 
 
-def _mean(values: Float64s) -> float:
-    """Return `values.mean()` without its overhead, which is most of its time for the few rewards of a group."""
-    return float(np.add.reduce(values)) / len(values)
+def mean_of(values: Float64s) -> float:
+    """Return `values.mean()`, to the bit, without its overhead: for the few rewards of a group most of its time."""
+    return float(_sum(values)) / len(values)
 
 
 class Index:

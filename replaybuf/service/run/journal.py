@@ -243,10 +243,13 @@ class Journal:
         """Fold groups that an append published; read those that others published before them."""
         async with self._reading:
             new = [result for result in published if result.entry]
-            before = [result.number for result in published if not result.entry] + [r.number - 1 for r in new[:1]]
-            if max(before, default=0) > self.state.stored:
-                await self._read_groups(max(before))
-            new = [result for result in new if result.number > self.state.stored]
+            before = new[0].number - 1 if new else 0
+            if len(new) < len(published):
+                before = max(before, *[result.number for result in published if not result.entry])
+            if before > self.state.stored:
+                await self._read_groups(before)
+            if new and new[0].number <= self.state.stored:
+                new = [result for result in new if result.number > self.state.stored]
             if new:
                 self._store(build_chunk([r.number for r in new], [r.entry for r in new if r.entry]))
                 self._record_ends()
