@@ -124,6 +124,15 @@ class RunStore:
             held += [HeldLease(text(name), left / 1000, *ends) for name, left, *ends in zip(*fields, strict=True)]
         return held
 
+    async def hand_over(self, run: str, token: str, successor: str, ttl_s: float) -> bool:
+        """Give the lead to another holder, which alone can take it for `ttl_s`; `token` is then fenced.
+
+        Returns False, and changes nothing, while nobody may take the lead. Raises `NotLeader` for an old token.
+        """
+        arguments = [successor, int(ttl_s * 1000)]
+        outcome, _ = await self._connection.call(run, "rb_hand_over", [keys.lead(run)], arguments, token)
+        return outcome == "ok"
+
     async def release_lease(self, run: str, holder: str) -> None:
         """Release the lease if `holder` has it."""
         pipe = self._connection.pipeline()
