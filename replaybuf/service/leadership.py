@@ -6,7 +6,6 @@ Renewing takes one round trip for all runs. Taking over may take long, so it is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -120,9 +119,11 @@ class Leadership:
         This server follows before it asks: nobody may decide if the answer is lost. If it still has the lease then, it
         takes over from itself. Raises `NotLeader`, and what a decision raises.
         """
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
                 await self._hand_over(run, successor)
+        except TimeoutError:
+            logger.info("lead kept, a decision or an append takes long run=%s", run.name)
 
     async def _hand_over(self, run: Run, successor: str) -> None:
         journal = run.journal

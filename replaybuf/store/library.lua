@@ -439,6 +439,7 @@ local MOST_SERVERS = 256
 -- keys: servers; args: holder, release, ms of silence after which a server is forgotten
 -- returns of each server, the caller first: holder, release, ms since it is announced, ms of silence
 local function announce(keys, args)
+  begin_serving() -- an announcement is no data of which this Redis could be an older copy
   local now, most_silent, count = now_ms(), tonumber(args[3]), 0
   local own, others = {args[1], args[2], 0, 0}, {}
   local holders, values = redis.call('HKEYS', keys[1]), redis.call('HVALS', keys[1])

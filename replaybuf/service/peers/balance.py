@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from replaybuf.service.peers.living_servers import LivingServers
 from replaybuf.service.run.served_run import Run
@@ -14,6 +16,16 @@ AGAIN_S = 60.0
 """A run that came back is not offered to the same server again for so long: it may be unable to lead this run."""
 
 
+class Offer(NamedTuple):
+    """When a run was last offered to a server, and in which term of ours."""
+
+    at_s: float
+    term: int
+
+
+NO_OFFER = Offer(-math.inf, -1)
+
+
 class Balance:
     """Chooses which run of this server another one should lead. `enabled`: this server hands runs over."""
 
@@ -21,16 +33,23 @@ class Balance:
         self._servers = servers
         self._now_s = clock
         self._enabled = enabled
-        self._offered_s: dict[tuple[str, str], float] = {}
+        self._offers: dict[tuple[str, str], Offer] = {}
 
     async def next(self, runs: Iterable[Run]) -> tuple[Run, str] | None:
         """Say that this server lives; return a run to hand over and its next leader, None if all runs should stay."""
         await self._servers.announce()
-        now_s = self._now_s()
-        self._offered_s = {offer: at_s for offer, at_s in self._offered_s.items() if now_s < at_s + AGAIN_S}
+        oldest_s = self._now_s() - AGAIN_S
+        self._offers = {names: offer for names, offer in self._offers.items() if offer.at_s > oldest_s}
+        chosen, last_s = None, math.inf
         async for run in in_turns(runs if self._enabled else ()):
             successor = self._servers.successor(run.name) if run.journal.leading else None
-            if successor and (run.name, successor) not in self._offered_s:
-                self._offered_s[run.name, successor] = now_s
-                return run, successor
-        return None
+            if successor is None:
+                continue
+            offer = self._offers.get((run.name, successor), NO_OFFER)
+            # In the same term nothing came of the offer: a decision took long. Runs that were not offered come first.
+            if offer.at_s < last_s and offer.term in (NO_OFFER.term, run.journal.terms):
+                chosen, last_s = (run, successor), offer.at_s
+        if chosen:
+            run, successor = chosen
+            self._offers[run.name, successor] = Offer(self._now_s(), run.journal.terms)
+        return chosen
