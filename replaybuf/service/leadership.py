@@ -52,7 +52,7 @@ class Leadership:
             ours = lease.token is not None
             if lease.token is not None and not (run.journal.leading and lease.token == run.journal.token):
                 run.journal.follow(self._url)
-                await run.lead(lease.token)
+                await run.lead(lease.token, (lease.entries, lease.stored))
                 logger.info("lead taken run=%s token=%s step=%d", run.name, lease.token, run.state.step)
             self._apply(run, lease, asked_s, ours=ours)
 

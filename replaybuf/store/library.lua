@@ -375,12 +375,12 @@ local function give_lead(run, lead, holder, ttl_ms)
 end
 
 -- Take or renew the lease. keys: lead; args: holder, ttl in ms, '1' to take it from any holder
--- detail: 1, fencing token; or 0, holder, ms left
+-- detail: 1, fencing token, newest ledger entry, newest group: no older leader adds to them; or 0, holder, ms left
 local function lead(keys, args, run)
-  local holder = redis.call('GET', keys[1])
+  local holder, entries, stored = redis.call('GET', keys[1]), read_ends(run)
   if holder == args[1] then
     redis.call('PEXPIRE', keys[1], args[2])
-    return 'ok', {1, newest_fence(run.fence)}
+    return 'ok', {1, newest_fence(run.fence), entries, stored}
   end
   if holder and args[3] ~= '1' then
     if redis.call('PTTL', keys[1]) > tonumber(args[2]) then -- the clock of Redis was set back
@@ -388,11 +388,11 @@ local function lead(keys, args, run)
     end
     return 'ok', {0, holder, redis.call('PTTL', keys[1])}
   end
-  local left_ms = args[3] ~= '1' and read_ends(run) > 0 and settles_in_ms() or 0
+  local left_ms = args[3] ~= '1' and entries > 0 and settles_in_ms() or 0
   if left_ms > 0 then
     return 'ok', {0, '', left_ms}
   end
-  return 'ok', {1, give_lead(run, keys[1], args[1], args[2])}
+  return 'ok', {1, give_lead(run, keys[1], args[1], args[2]), entries, stored}
 end
 
 -- Give the lead to another server, which alone can take it until the lease ends; the caller's later writes are fenced.

@@ -36,11 +36,16 @@ NAME_TAKEN_S = 86400
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """Who leads a run: `token` is our fencing token, or None if `holder` leads for another `left_s` seconds."""
+    """Who leads a run: `token` is our fencing token, or None if `holder` leads for another `left_s` seconds.
+
+    With a token, `entries` and `stored` are the newest ledger entry and group: no older leader adds to them.
+    """
 
     token: str | None
     holder: str
     left_s: float
+    entries: int = 0
+    stored: int = 0
 
 
 class HeldLease(NamedTuple):
@@ -100,7 +105,7 @@ class RunStore:
         if text(outcome) in ("older", "replaced"):  # nobody leads with such a state; the check of the ends reports it
             return Lease(None, "", ttl_s)
         if detail[0] == 1:
-            return Lease(text(detail[1]), holder, ttl_s)
+            return Lease(text(detail[1]), holder, ttl_s, int(detail[2]), int(detail[3]))
         return Lease(None, text(detail[1]), int(detail[2]) / 1000)
 
     async def hold_leases(self, runs: Sequence[str], holder: str, ttl_s: float) -> list[HeldLease | None]:
