@@ -4,6 +4,7 @@
 |------------------------------|--------|----------------------------|------------------------------------------------|
 | `rb:runs`                    | set    | forever                    | names of all runs                              |
 | `rb:deleting`                | set    | until their keys are gone  | names of runs being deleted, or restored       |
+| `rb:servers`                 | hash   | until a server is silent   | holder of its leases -> since, seen, release   |
 | `rb:{run}:idx`               | stream | until trimmed              | one entry `<n>-0` per group, n = its number    |
 | `rb:{run}:old`               | hash   | until the group is freed   | number -> entry that trimming had to keep      |
 | `rb:{run}:gid`               | hash   | the run's                  | group_id -> number (deduplication)             |
@@ -49,6 +50,7 @@ import crc32c
 
 RUNS = "rb:runs"
 DELETING = "rb:deleting"
+SERVERS = "rb:servers"
 ORPHAN_TTL_S = 3600
 """Lifetime of a payload without an index entry."""
 BUCKETS = 64

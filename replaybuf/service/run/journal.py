@@ -121,10 +121,11 @@ class Journal:
         self.presence.record_trainer()
 
     @contextlib.asynccontextmanager
-    async def taking_over(self, token: str) -> AsyncIterator[None]:
+    async def taking_over(self, token: str, ends: tuple[int, int] | None = None) -> AsyncIterator[None]:
         """Lead from the end of the body on; only the body decides meanwhile.
 
-        The token fences every older leader, so what is read first is everything.
+        The token fences every older leader, so what is read first is everything. `ends`: newest ledger entry and group
+        at that moment, if they are known.
         """
         async with self._deciding:
             if not self.state.entries:  # a new run, under the name of one that may have been deleted
@@ -132,7 +133,10 @@ class Journal:
             self.terms += 1
             self.token = token
             try:
-                await self.catch_up()
+                async with self._reading:  # else a read that has begun would apply our first records too
+                    caught_up = ends == (self.state.entries, self.state.stored)
+                if not caught_up:
+                    await self.catch_up()
                 self._uncertain = False
                 yield
                 self.leading = True
