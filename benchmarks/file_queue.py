@@ -39,7 +39,7 @@ from replaybuf.launch.plan import QUIET
 from replaybuf.launch.progress import LineReader, TrainerLine
 from replaybuf.launch.supervisor import Program, Stop, Supervisor
 from replaybuf.wire.answer.run_status import RunFacts
-from replaybuf.wire.contract import Attachment, Ticket, WaitingAnswer
+from replaybuf.wire.contract import Amount, Attachment, Ticket, WaitingAnswer
 from replaybuf.wire.group import Group
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
@@ -48,8 +48,17 @@ WARM_UP_STEPS = 5
 POLL_S = 0.002
 DEMO_TIMEOUT_S = 1800.0
 START_TIMEOUT_S = 60.0
+MAX_STALENESS = 1
+"""As in the demo."""
 TARGET = 1.3
 QUEUE = "file queue"
+NO_BATCH = WaitingAnswer(
+    reason="no_groups",
+    have=Amount(0, 0),
+    need=Amount(run_file.GROUPS_PER_BATCH, 0),
+    blocked_on="producers",
+    retry_after_s=POLL_S,
+)
 
 
 def main() -> None:
@@ -131,7 +140,7 @@ async def produce(folder: Folder, engine_url: str, steps: int, seed: int) -> Non
         return new_group(ticket, prompt, sample, scores, temperature=1.0, advantage="grpo", metadata={})
 
     for step in range(steps):
-        while published(folder) < step - run_file.MAX_STALENESS:  # noqa: ASYNC110 - another process publishes
+        while published(folder) < step - MAX_STALENESS:  # noqa: ASYNC110 - another process publishes
             await asyncio.sleep(POLL_S)
         first = step * run_file.GROUPS_PER_BATCH
         groups = await asyncio.gather(*(generate(first + n) for n in range(run_file.GROUPS_PER_BATCH)))
@@ -170,7 +179,7 @@ class FileQueue:
         path, deadline = batch_file(self._folder, step), time.monotonic() + wait_ms / 1000
         while not path.exists():
             if time.monotonic() >= deadline:
-                return WaitingAnswer(reason="no_groups")
+                return NO_BATCH
             time.sleep(POLL_S)
         return path.read_bytes()
 

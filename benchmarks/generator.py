@@ -104,7 +104,11 @@ def measure(
 def floor_us(folder: Path, path: str, client: str, decodes: bool, settings: argparse.Namespace) -> float:
     """Return the microseconds of processor per rollout that the bare client needs."""
     with null_engine(settings, SIDES[path]) as url:
-        options = {"client": client, "requests": settings.rollouts // settings.group_size, "inflight": settings.inflight}
+        options = {
+            "client": client,
+            "requests": settings.rollouts // settings.group_size,
+            "inflight": settings.inflight,
+        }
         options |= {"group-size": settings.group_size, "tokens": settings.tokens}
         options |= {"tokenizer": folder / "model"} if decodes else {}
         words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
