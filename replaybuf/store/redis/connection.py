@@ -167,8 +167,7 @@ class Connection:
         waits = barrier.commands if barrier else []
         for wait in waits:
             pipe.execute_command(*wait)
-        switches = self._topology.switches
-        command = pipe.execute(first=may_fail, last=len(waits))
+        command, switches = pipe.execute(first=may_fail, last=len(waits)), self._topology.switches
         if barrier and barrier.in_background:
             async with keep_awake(self.pipeline):
                 all_replies: list[Any] = await self.run(command)
