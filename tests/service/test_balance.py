@@ -16,7 +16,7 @@ from replaybuf.service.host import Service
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.peers.balance import Balance
 from replaybuf.service.peers.living_servers import FRESH_S, SILENT_S, STEADY_S, LivingServers
-from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, LEFT_S, RENEWAL_S
+from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from replaybuf.version import __version__
@@ -161,7 +161,7 @@ def test_a_leader_takes_over_from_itself_if_a_handover_fails(tmp_path: Path) -> 
             with pytest.raises(OSError, match="cut"):
                 await leadership.hand_over(run, OTHER)
             store.connection.call = call  # type: ignore[method-assign]
-            assert not run.journal.leading
+            assert not run.journal.leading and run.lease.due_in_s() <= MARGIN_S
             while not run.lease.due():  # noqa: ASYNC110 - its clock is the real one
                 await asyncio.sleep(0.01)
             assert await leadership.renew([run]) == [run]
