@@ -15,11 +15,10 @@ from replaybuf.kernel.decide.leaders import wanted_leader
 from replaybuf.service.host import Service
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.peers.balance import Balance
-from replaybuf.service.peers.living_servers import FRESH_S, SILENT_S, STEADY_S, LivingServers
-from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, LEFT_S, RENEWAL_S
+from replaybuf.service.peers.living_servers import FRESH_S, SILENT_S, STEADY_S, LivingServers, name_release
+from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
-from replaybuf.version import __version__
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.contract import AttachRequest
 from tests.led_run import append, train
@@ -45,11 +44,11 @@ async def alone(folder: Path) -> AsyncIterator[Store]:
 
 
 async def announce(
-    store: Store, holder: str = OTHER, *, alive_s: float = STEADY_S + 1, silent_s: float = 0.0, of: str = __version__
+    store: Store, holder: str = OTHER, *, alive_s: float = STEADY_S + 1, silent_s: float = 0.0, of: str | None = None
 ) -> None:
     """Announce a server as one that has lived for a time."""
     now_ms = 1000 * time.time()
-    value = f"{now_ms - 1000 * alive_s:.0f} {now_ms - 1000 * silent_s:.0f} {of}"
+    value = f"{now_ms - 1000 * alive_s:.0f} {now_ms - 1000 * silent_s:.0f} {of or name_release()}"
     await store.connection.client.hset(keys.SERVERS, holder, value)
 
 
@@ -82,7 +81,7 @@ def test_runs_are_handed_over_to_steady_servers_of_the_same_release(tmp_path: Pa
                 await servers.announce()
                 assert not handed_to(servers)
                 assert not any(servers.is_ours(run, "") for run in share)
-            for release, silent_s in (("0.0.1", 0.0), (__version__, SILENT_S + 1)):
+            for release, silent_s in (("0.0.1", 0.0), (None, SILENT_S + 1)):
                 await announce(store, of=release, silent_s=silent_s)
                 await servers.announce()
                 assert not handed_to(servers)
@@ -161,7 +160,7 @@ def test_a_leader_takes_over_from_itself_if_a_handover_fails(tmp_path: Path) -> 
             with pytest.raises(OSError, match="cut"):
                 await leadership.hand_over(run, OTHER)
             store.connection.call = call  # type: ignore[method-assign]
-            assert not run.journal.leading
+            assert not run.journal.leading and run.lease.due_in_s() <= MARGIN_S
             while not run.lease.due():  # noqa: ASYNC110 - its clock is the real one
                 await asyncio.sleep(0.01)
             assert await leadership.renew([run]) == [run]

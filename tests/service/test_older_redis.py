@@ -22,7 +22,7 @@ import redis
 
 from replaybuf.errors import DataLost, ServiceUnavailable
 from replaybuf.service.run.served_run import Run
-from replaybuf.store import Lease, Store
+from replaybuf.store import Lease, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig
 from tests.conftest import RunClient, ServeProcess, group
 from tests.store.test_store import to_append
@@ -83,9 +83,13 @@ class Forwarder:
                 one.shutdown(socket.SHUT_RDWR)
 
 
+UNDECIDED = (b":lead", b":lost", keys.SERVERS.encode())
+"""Ends of keys that hold no data of a run."""
+
+
 def dump(client: redis.Redis) -> dict[bytes, Any]:
     """Return what Redis holds of all runs, but for leases and the ends that it lacks."""
-    return {key: client.dump(key) for key in client.scan_iter("rb:*") if not key.endswith((b":lead", b":lost"))}
+    return {key: client.dump(key) for key in client.scan_iter("rb:*") if not key.endswith(UNDECIDED)}
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ FOUND = {
     102: "a follower showed the ticket of a stored prompt",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
-FINDING = {"deduplication": 0, "use-count": 0, "handover": 60}
-"""A seed that finds each broken guarantee; docs/how-this-is-tested.md has how many schedules each needs."""
+FINDING = {"deduplication": range(1), "use-count": range(1), "handover": range(20)}
+"""Seeds of which one finds each broken guarantee; docs/how-this-is-tested.md has how many schedules each needs."""
 
 
 @pytest.mark.parametrize("seed", FOUND)
@@ -41,7 +41,7 @@ def test_a_seed_is_one_schedule_under_any_hash_seed() -> None:
     assert "hash" in line
 
 
-@pytest.mark.parametrize(("broken", "seed"), FINDING.items())
-def test_a_broken_guarantee_is_found(broken: str, seed: int) -> None:
+@pytest.mark.parametrize(("broken", "seeds"), FINDING.items())
+def test_a_broken_guarantee_is_found(broken: str, seeds: range) -> None:
     """A simulation that finds nothing when a guarantee is gone proves nothing when it is there."""
-    assert simulate_broken(Plan(seed, broken)).violations
+    assert any(simulate_broken(Plan(seed, broken)).violations for seed in seeds)

@@ -6,9 +6,13 @@ fencing token alone decides who leads: a wrong view of who lives costs a handove
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import hashlib
 import secrets
 
 from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.plugins.entry_points import ADMISSIONS, FILTERS, STRATEGIES, installed
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.store import AnnouncedServer, Store
 from replaybuf.version import __version__
@@ -18,6 +22,16 @@ SILENT_S = 5.0
 FRESH_S = 2.5
 STEADY_S = 3 * LEASE_S
 """Runs are handed over to a server that was heard at most `FRESH_S` ago, and that has lived for `STEADY_S`."""
+
+
+@functools.cache
+def name_release() -> str:
+    """Name this release with the plug-ins of runs: a server without one of them would pause a run that it gets."""
+    entries = [entry for group in (STRATEGIES, FILTERS, ADMISSIONS) for entry in installed(group)]
+    plugins = sorted(
+        f"{entry.group} {entry.name} {entry.value} {entry.dist and entry.dist.version}" for entry in entries
+    )
+    return f"{__version__}+{hashlib.blake2b(repr(plugins).encode(), digest_size=4).hexdigest()}"
 
 
 class LivingServers:
@@ -34,12 +48,14 @@ class LivingServers:
         self._others: dict[str, AnnouncedServer] = {}
         self._names = frozenset({self.holder})
         self._steady = False
+        self._release = ""
 
     async def announce(self) -> None:
         """Announce this server, and read the others."""
         if self._alone:
             return
-        own, *others = await self._store.servers.announce(self.holder, __version__, SILENT_S)
+        self._release = self._release or await asyncio.to_thread(name_release)
+        own, *others = await self._store.servers.announce(self.holder, self._release, SILENT_S)
         self._steady = own.alive_s >= STEADY_S
         self._others = {server.holder: server for server in others if server.release == own.release}
         self._names = frozenset({self.holder, *self._others})
