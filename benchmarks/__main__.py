@@ -24,6 +24,7 @@ SHORT = {
     "delivery": ["--tokens", "200000", "--ranks", "4", "--rounds", "1"],
     "direct": ["--tokens", "200000", "--ranks", "4", "--steps", "2", "--settle-s", "1"],
     "floor": ["--rounds", "2", "--groups", "160"],
+    "phases": ["--rounds", "1", "--groups", "160"],
     "path": ["--rounds", "2", "--steps", "2"],
     "peers": ["--rounds", "1", "--groups", "160"],
     "waiting": ["--rounds", "1", "--seconds", "1"],

@@ -32,13 +32,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+from fetching import Fetcher
 from groups import random_group
 from measured import Measured, Target
 from prometheus_client.parser import text_string_to_metric_families
 from served import Served
 
 from replaybuf.client.client import Client
-from replaybuf.client.transport import mounts_of
 from replaybuf.wire.batch import read_batch
 
 SEQ_LEN = 8192
@@ -50,7 +50,6 @@ RUN = "bench"
 STEPS = 6
 ROUND_S = 1.0
 TRAINING_S = 3.0
-KEEPALIVE_S = 4.0
 """Connections idle for longer are not reused, because the bare server closes them after 5 s."""
 SERVICE, BARE = "service", "bare server"
 ALL, GET, TICKET = "control calls", "GET run alone", "tickets alone"
@@ -171,14 +170,14 @@ class Answered:
 def control_calls(url: str, path: str | None = None) -> Sides:
     """Time state and ticket requests, or requests of a path, one after the other; in ms, by kind and in total."""
     took: Sides = defaultdict(list)
-    with asking(url) as http:
+    with Fetcher(url) as http:
         http.get(path or f"/v1/runs/{RUN}")
         for number in range(CONTROL_CALLS):
             begun = time.perf_counter()
             if path or number % 2:
-                http.get(path or f"/v1/runs/{RUN}").raise_for_status()
+                http.get(path or f"/v1/runs/{RUN}")
             else:
-                http.post(f"/v1/runs/{RUN}/tickets", json={"producer": "bench", "count": 1}).raise_for_status()
+                http.post(f"/v1/runs/{RUN}/tickets", {"producer": "bench", "count": 1})
             took[GET if number % 2 else TICKET].append((time.perf_counter() - begun) * 1e3)
     return took | {ALL: took[GET] + took[TICKET]}
 
@@ -193,16 +192,6 @@ def ahead_of_all(calls: Callable[[], Sides]) -> Sides:
         return calls()
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-def asking(url: str) -> httpx.Client:
-    """Make a client with the transport of trainers, without decompression."""
-    return httpx.Client(
-        base_url=url,
-        mounts=mounts_of([url], KEEPALIVE_S),
-        timeout=60.0,
-        headers={"accept-encoding": "identity"},
-    )
 
 
 # ---------------------------------------------------------------------- streaming
@@ -234,13 +223,13 @@ def read_on(url: str, paths: list[str], number: int, stop: Any, results: Any, yi
     """Fetch bodies until stopped and the share of 64 MB is read; put MB/s."""
     if yields:
         os.nice(LOWEST_PRIORITY)
-    with asking(url) as http:
-        http.get(paths[number % len(paths)]).raise_for_status()
+    with Fetcher(url) as http:
+        http.get(paths[number % len(paths)])
         results.put("ready")
         done, begun = 0, time.perf_counter()
         while not stop.is_set() or done < STREAM_BYTES / 2:
             number += 1
-            done += len(http.get(paths[number % len(paths)]).content)
+            done += len(http.get(paths[number % len(paths)]))
         results.put(done / 1e6 / (time.perf_counter() - begun))
 
 

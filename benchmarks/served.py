@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,12 +21,15 @@ STOP_TIMEOUT_S = 60.0
 class Served:
     """One `replaybuf serve` with a private Valkey in `folder`; `kill` leaves the Valkey to the next one.
 
-    `options` are appended to its command line.
+    `options` are appended to its command line; `program` runs `replaybuf`.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self, folder: Path, *options: str, program: Sequence[str] = (sys.executable, "-m", "replaybuf")
+    ) -> None:
         self.folder = folder
         self.options = options
+        self._program = program
         self.url = ""
         self.started_s = 0.0
         self._process: subprocess.Popen[str] | None = None
@@ -49,7 +53,7 @@ class Served:
 
     def start(self) -> Served:
         """Start, wait until it listens, and record in `started_s` how long that took."""
-        command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(self.folder)]
+        command = [*self._program, "serve", "--port", "0", "--data-dir", str(self.folder)]
         command += self.options
         begun = time.monotonic()
         log = (self.folder.parent / "serve.log").open("a")

@@ -16,18 +16,18 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 def addresses_of(url: str) -> tuple[str, ...]:
     """Split `url` into addresses, without trailing slashes. Raises `Invalid` for an invalid address."""
-    found = []
+    addresses = []
     for part in url.split(","):
         path = socket_path(part.strip())
         if path.startswith("/"):
-            found.append(_UNIX + path)
+            addresses.append(_UNIX + path)
             continue
         address = _http_address(part.strip())
         if not address:
             bound = "http://HOST:PORT or unix:/PATH, or several with commas between"
             raise Invalid(f"url is {url!r}; it must be {bound}", name="url", value=url, bound=bound)
-        found.append(address)
-    return tuple(dict.fromkeys(found))
+        addresses.append(address)
+    return tuple(dict.fromkeys(addresses))
 
 
 def _http_address(text: str) -> str:

@@ -132,7 +132,7 @@ class _Incoming:
     def until(self, ending: bytes) -> Reading[bytes]:
         """Take the bytes before `ending`, and drop the ending. Raises `NoReply` if they do not fit the buffer."""
         buffer: bytearray = self._buffer.obj  # type: ignore[assignment]
-        while (found := buffer.find(ending, self._start, self._end)) < 0:
+        while (place := buffer.find(ending, self._start, self._end)) < 0:
             if self._start:
                 waiting = bytes(self._buffer[self._start : self._end])
                 self._start, self._end = 0, len(waiting)
@@ -140,8 +140,8 @@ class _Incoming:
             if self._end == BUFFER_BYTES:
                 raise NoReply(f"the reply has headers or a line of over {BUFFER_BYTES} bytes, the maximum")
             self._end += _arrived((yield self._buffer[self._end :]), self._end)
-        taken = bytes(self._buffer[self._start : found])
-        self._start = found + len(ending)
+        taken = bytes(self._buffer[self._start : place])
+        self._start = place + len(ending)
         return taken
 
     def exactly(self, size: int) -> Reading[bytes]:

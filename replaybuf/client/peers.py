@@ -20,11 +20,11 @@ class Needed(NamedTuple):
 
 def warn_if_untested(adapter: str, package: str, first: str, below: str) -> None:
     """Warn if the installed release of `package` is outside `first` <= release < `below`, such as 1.16 and 1.17."""
-    found = version(package)
-    if not _numbers(first) <= _numbers(found) < _numbers(below):
+    installed = version(package)
+    if not _numbers(first) <= _numbers(installed) < _numbers(below):
         warnings.warn(
-            f"{package} is {found}; {adapter} is tested with {first} up to but not {below}: run its tests, or install "
-            "a tested release",
+            f"{package} is {installed}; {adapter} is tested with {first} up to but not {below}: run its tests, or "
+            "install a tested release",
             stacklevel=3,
         )
 

@@ -350,7 +350,7 @@ class StepReader(Generic[B]):
 def _overdue(step: int, deadline_s: float | None, waits: WaitingAnswer | None) -> BatchOverdue:
     why = "the service has not answered"
     if waits is not None:
-        missing = ", ".join(f"{one.name} (last seen {one.last_seen_s:.0f} s ago)" for one in waits.missing)
+        missing = ", ".join(f"{client.name} (last seen {client.last_seen_s:.0f} s ago)" for client in waits.missing)
         why = f"{waits.reason}, blocked on {waits.blocked_on}" + (f"; missing: {missing}" if missing else "")
         why += f"; {waits.detail}" if waits.detail else ""
     detail = f"no batch of step {step} within deadline_s = {deadline_s:g}: {why}" if deadline_s is not None else why

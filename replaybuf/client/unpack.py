@@ -104,8 +104,8 @@ def per_group(batch: Batch, row_values: Sequence[npt.ArrayLike]) -> dict[str, Gr
             bound=len(rows),
         )
     totals, tokens = np.zeros(len(batch.meta.group_ids)), np.zeros(len(batch.meta.group_ids), np.int64)
-    for row, given in zip(rows, row_values, strict=True):
-        values = _read_values(row, given)
+    for row, value in zip(rows, row_values, strict=True):
+        values = _read_values(row, value)
         lengths = np.diff(row.cu_seqlens[: len(row.group_index) + 1])
         owners = np.repeat(row.group_index, lengths)
         mask = row.loss_mask[: len(owners)]
@@ -146,7 +146,9 @@ def _read_values(row: MicroBatch, row_values: npt.ArrayLike) -> npt.NDArray[Any]
     return values
 
 
-def _check_type(given: object, expected: type) -> None:
-    if not isinstance(given, expected):
-        found = type(given).__name__
-        raise Invalid(f"got {found}, expected {expected.__name__}; {_FOR_TENSORS}", name=expected.__name__, value=found)
+def _check_type(value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        type_name = type(value).__name__
+        raise Invalid(
+            f"got {type_name}, expected {expected.__name__}; {_FOR_TENSORS}", name=expected.__name__, value=type_name
+        )

@@ -29,7 +29,14 @@ export const clock = { aheadS: () => aheadS };
 
 export const runPath = (run, rest = "") => `/v1/runs/${encodeURIComponent(run)}${rest}`;
 
-export async function call(method, path, { query = {}, body } = {}) {
+export async function call(method, path, options) {
+  const text = await callText(method, path, options);
+  const found = text ? JSON.parse(text) : null;
+  if (found?.now_s) aheadS = Date.now() / 1000 - found.now_s;
+  return found;
+}
+
+export async function callText(method, path, { query = {}, body } = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const parameters = new URLSearchParams(given).toString();
   const headers = {};
@@ -45,9 +52,7 @@ export async function call(method, path, { query = {}, body } = {}) {
   }
   const text = await answer.text();
   if (!answer.ok) throw new Problem(answer.status, readProblem(text));
-  const found = text ? JSON.parse(text) : null;
-  if (found?.now_s) aheadS = Date.now() / 1000 - found.now_s;
-  return found;
+  return text;
 }
 
 async function ask(address, request) {

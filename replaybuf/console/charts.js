@@ -20,6 +20,7 @@ export const CHARTS = [
   { section: "Data", title: "Staleness at use", unit: "policy versions", series: [["mean", (c) => c.staleness], ["oldest", (c) => c.staleness_max]] },
   { section: "Data", title: "Rollout length", unit: "tokens", series: [["mean", (c) => c.length], ["longest", (c) => c.longest]] },
   { section: "Data", title: "Uses of a group", unit: "this use counted", series: [["mean", (c) => c.uses]] },
+  { section: "Data", title: "Generated per step", unit: "tokens stored per token trained", series: [["share", (c) => c.tokens_in_per_s.map((stored, place) => (c.tokens_out_per_s[place] ? stored / c.tokens_out_per_s[place] : null))]] },
   { section: "Data", title: "Groups per batch", unit: "", series: [["groups", (c) => c.groups]] },
   { section: "Data", title: "Batch fill", unit: "share of the budget", series: [["fill", (c) => c.fill]] },
 ];
@@ -190,7 +191,11 @@ function findLonePoints(values) {
 export function saveCsv(name, titles, columns) {
   const lines = [titles.map(quote).join(",")];
   for (let place = 0; place < columns[0].length; place++) lines.push(columns.map((column) => column[place] ?? "").join(","));
-  const url = URL.createObjectURL(new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));
+  saveFile(name, "text/csv", `${lines.join("\n")}\n`);
+}
+
+export function saveFile(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
   h("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }

@@ -5,7 +5,7 @@ streams, expire tickets, delete freed payloads, watch the embedded server. While
 any other fault stops the process.
 
 Each run has one leader, by a lease. The other servers follow: they fold the same streams, answer reads, answer writes
-with the leader's address, and take over when the lease ends.
+with the leader's address, and take over when the lease ends. A leader hands runs over to servers that should lead them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy.ma  # noqa: F401 - numpy imports it in the first `isin` or `unique`, which takes 25 ms
 
-from replaybuf.errors import (
-    Conflict,
-    DataLost,
-    Gone,
-    LedgerGap,
-    NoRoom,
-    NotLeader,
-    ServiceUnavailable,
-    Unreadable,
-)
+from replaybuf.errors import Conflict, DataLost, Gone, LedgerGap, NoRoom, NotLeader, ServiceUnavailable, Unreadable
 from replaybuf.kernel.decide.config import decide_create
 from replaybuf.kernel.state.retention import KEPT_GROUPS
 from replaybuf.missing_run import no_run
@@ -37,6 +27,8 @@ from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
+from replaybuf.service.peers.balance import SHARE_PERIOD_S, Balance
+from replaybuf.service.peers.living_servers import LivingServers
 from replaybuf.service.rotation import TICK_ROUNDS, WATCH_ROUNDS, BusyRuns, Rotation
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.service.run.served_run import Run
@@ -77,21 +69,21 @@ class Service:
         history_groups: int = KEPT_GROUPS,
         tokenizer: Tokenizer | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        balance: bool = True,
     ) -> None:
         self.store, self.url, self.tokenizer, self.clock = store, url, tokenizer, clock
         self.runs: dict[str, Run] = {}
         self.unreadable = UnreadableRuns(clock.monotonic)
         self.traffic, self.loop_watch = Traffic(), LoopWatch()
-        # Random: a restarted container has the same process id as before.
-        self._holder = f"{secrets.token_hex(8)}@{url}"
+        self._servers = LivingServers(store, url, alone=embedded)
         self.report: ServerReport | None = None
         self.outage: str | None = None
-        self._leadership = Leadership(store, self._holder, url)
+        self._leadership = Leadership(store, self._servers, url)
+        self._balance = Balance(self._servers, clock.monotonic, enabled=balance)
         self._embedded, self._history_groups = embedded, history_groups
         self._opening, self._added = asyncio.Lock(), asyncio.Event()
-        self._busy = BusyRuns()
+        self._busy, self._checked_on = BusyRuns(), ""
         self._ticking, self._watching = Rotation(self._busy, TICK_ROUNDS), Rotation(self._busy, WATCH_ROUNDS)
-        self._checked_on = ""
 
     # ------------------------------------------------------------------ runs
 
@@ -133,7 +125,7 @@ class Service:
                 decide_create(config, 0.0)  # first: a refused configuration must leave no key
                 if config.spill:
                     await check_folder(self.store.spill, config.spill.url)
-                lease = await self.store.runs.take_lease(name, self._holder, LEASE_S, force=self._embedded)
+                lease = await self.store.runs.take_lease(name, self._servers.holder, LEASE_S, force=self._embedded)
                 if lease.token is None:
                     raise NotLeader(f"run {name} is being created by {lease.holder}", name="leader")
                 run = await Run.create(name, self.store, lease.token, config, self.clock, by=by)
@@ -229,6 +221,7 @@ class Service:
     async def start(self) -> None:
         """Load every run; lead those that no other server leads."""
         await self._measure()
+        await self._servers.announce()
         await self._discover()
 
     async def stop(self) -> None:
@@ -236,8 +229,9 @@ class Service:
         for run in self.runs.values():
             run.close()
         with contextlib.suppress(ServiceUnavailable):
+            await self._servers.withdraw()
             for run in self.runs.values():
-                await self.store.runs.release_lease(run.name, self._holder)
+                await self.store.runs.release_lease(run.name, self._servers.holder)
         self.store.connection.known.sync()
 
     @contextlib.asynccontextmanager
@@ -247,6 +241,7 @@ class Service:
             jobs = {
                 "hold": self._repeat(self._hold, 0.0),
                 "seek": self._repeat(self._seek, 0.0),
+                "share": self._repeat(self._share, SHARE_PERIOD_S),
                 "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
                 "tick": self._repeat(self._tick, TICK_S),
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
@@ -314,6 +309,11 @@ class Service:
     async def _seek(self) -> None:
         runs = [run for run in await self._leadership.next_free() if self.runs.get(run.name) is run]
         await do_all(self._work(run, functools.partial(self._leadership.seek, run)) for run in runs)
+
+    async def _share(self) -> None:
+        """Say that we live, and hand over one run that another server should lead."""
+        if chosen := await self._balance.next([*self.runs.values()]):
+            await self._work(chosen[0], functools.partial(self._leadership.hand_over, *chosen))
 
     async def _follow(self) -> None:
         """Read what leaders write, and the groups that producers write directly to runs led here."""

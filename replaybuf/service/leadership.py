@@ -1,4 +1,4 @@
-"""Leases of one server: take, renew and lose the lead of runs.
+"""Leases of one server: take, renew, lose and hand over the lead of runs.
 
 Renewing takes one round trip for all runs. Taking over may take long, so it is done beside the renewals.
 """
@@ -10,7 +10,8 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 
-from replaybuf.service.run.lease import LEASE_S, TOGETHER_S
+from replaybuf.service.peers.living_servers import LivingServers
+from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, RENEWAL_S, TOGETHER_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import HeldLease, Lease, Store
 
@@ -19,17 +20,22 @@ logger = logging.getLogger(__name__)
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
 SEEK_AT_ONCE = 32
 """Free leases that are taken at once: each takes many round trips."""
+HAND_OVER_WITHIN_S = 1.0
+"""Longest wait for the end of a decision and of appends; another run has its turn then."""
+NAMED_S = 2.0
+"""For so long only the successor can take the lease of a run that is handed over; then anybody can."""
 
 
 class Leadership:
-    """Leases of the server `holder`, which answers at `url`.
+    """Leases of this server, which answers at `url`; `servers` are those that live.
 
     `run.lease.asking` is held during a request, so answers are applied in the order in which Redis gave them.
     """
 
-    def __init__(self, store: Store, holder: str, url: str) -> None:
+    def __init__(self, store: Store, servers: LivingServers, url: str) -> None:
         self._store = store
-        self._holder = holder
+        self._servers = servers
+        self._holder = servers.holder
         self._url = url
         self._free: dict[str, Run] = {}
         self._any_free = asyncio.Event()
@@ -46,7 +52,7 @@ class Leadership:
             ours = lease.token is not None
             if lease.token is not None and not (run.journal.leading and lease.token == run.journal.token):
                 run.journal.follow(self._url)
-                await run.lead(lease.token)
+                await run.lead(lease.token, (lease.entries, lease.stored))
                 logger.info("lead taken run=%s token=%s step=%d", run.name, lease.token, run.state.step)
             self._apply(run, lease, asked_s, ours=ours)
 
@@ -94,21 +100,60 @@ class Leadership:
                 ours = lease.holder == self._holder
                 if (lease.entries, lease.stored) != (run.state.entries, run.state.stored) and run.quiet():
                     self._changed.append(run)
-                if not lease.holder or (ours and not run.journal.leading):
-                    free.append(run)
-                else:
+                if lease.holder and (run.journal.leading or not ours):
                     self._apply(run, lease, asked_s, ours=ours)
+                elif ours or run.journal.leading or self._takes(run, asked_s):
+                    free.append(run)
             return free
         finally:
             for run in asked:
                 run.lease.asking.release()
 
+    def _takes(self, run: Run, asked_s: float) -> bool:
+        """Return whether to take a free lease now: the server that should have it comes first, for a moment."""
+        return self._servers.is_ours(run.name, run.lease.holder) or not run.lease.leave(asked_s)
+
+    async def hand_over(self, run: Run, successor: str) -> None:
+        """Give the lead of a run to another server, between two decisions and while no append is under way.
+
+        This server follows before it asks: nobody may decide if the answer is lost. If it still has the lease then, it
+        takes over from itself. Raises `NotLeader`, and what a decision raises.
+        """
+        try:
+            async with asyncio.timeout(HAND_OVER_WITHIN_S):
+                await self._hand_over(run, successor)
+        except TimeoutError:
+            logger.info("lead kept, a decision or an append takes long run=%s", run.name)
+
+    async def _hand_over(self, run: Run, successor: str) -> None:
+        journal = run.journal
+        async with journal.decision(), run.history_lock.exclusive():
+            if run.lease.asking.locked():
+                return  # a renewal is on its way, and its answer would be applied after ours
+            async with run.lease.asking:
+                token, given = journal.check_leading(), False
+                journal.follow(None)
+                try:
+                    given = await self._store.runs.hand_over(run.name, token, successor, NAMED_S)
+                finally:
+                    if given:
+                        run.lease.holder, journal.leader_url = successor, _url_of(successor)
+                        logger.info("lead handed over run=%s to=%s", run.name, successor)
+                    run.lease.extend(NAMED_S if given else 0.0)
+                    journal.notify()
+
     def _apply(self, run: Run, lease: Lease | HeldLease, asked_s: float, *, ours: bool) -> None:
-        run.lease.extend(lease.left_s, asked_s)
-        journal, leader_url = run.journal, lease.holder.partition("@")[2] or None
+        expecting = not ours and self._servers.expects(run.name, lease.holder)
+        run.lease.extend(lease.left_s, asked_s, EXPECTING_S if expecting else RENEWAL_S)
+        run.lease.holder = lease.holder or run.lease.holder
+        journal, leader_url = run.journal, _url_of(lease.holder)
         if ours or (leader_url == journal.leader_url and not journal.leading):
             return
         if journal.leading:
             logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
         journal.follow(leader_url)
         journal.notify()
+
+
+def _url_of(holder: str) -> str | None:
+    return holder.partition("@")[2] or None

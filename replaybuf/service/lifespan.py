@@ -47,6 +47,7 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
             embedded=server is not None,
             history_groups=options.history_groups,
             tokenizer=tokenizer,
+            balance=options.balance,
         )
         await service.start()
         async with asyncio.TaskGroup() as tasks:

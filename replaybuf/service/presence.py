@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from replaybuf.errors import counted
+from replaybuf.kernel.figures.histograms import MOST_SOURCES
 from replaybuf.kernel.state.producers import Producers
 from replaybuf.wire.contract import MissingClient, WaitingAnswer, summarize_failure
 
@@ -23,6 +24,13 @@ class Presence:
         self._trainer_s = clock()
         self._producer_s: float | None = None
         self.producers = Producers(clock())
+        self.sources: dict[str, None] = {}
+        """Names of the sources of groups that were stored here, in order: the index has only their hashes."""
+
+    def record_source(self, name: str) -> None:
+        """Record the source of a stored group."""
+        if name not in self.sources and len(self.sources) < MOST_SOURCES:
+            self.sources[name] = None
 
     def record_trainer(self) -> None:
         """Record a call of the attached trainer."""

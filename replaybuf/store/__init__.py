@@ -7,10 +7,12 @@ from replaybuf.store.redis.durability import WritePolicy
 from replaybuf.store.redis.embedded import EmbeddedServer
 from replaybuf.store.redis.server import ServerReport
 from replaybuf.store.runs import HeldLease, Lease
+from replaybuf.store.servers import AnnouncedServer
 from replaybuf.store.store import Store
 from replaybuf.store.tickets import RunTickets
 
 __all__ = [
+    "AnnouncedServer",
     "AppendResult",
     "EmbeddedServer",
     "Ends",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ _decode_strings = msgspec.msgpack.Decoder(EntryStrings).decode
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
-class NewEntry(NamedTuple):
+class NewEntry(msgspec.Struct, frozen=True, gc=False):
     """The entry of a group that was just stored: the bytes of one `ENTRY` and its strings."""
 
     values: bytes
@@ -99,7 +99,7 @@ def read_chunk(raw: Sequence[Any], run: str) -> IndexChunk:
 
 def build_chunk(numbers: Sequence[int], entries: Sequence[NewEntry]) -> IndexChunk:
     """Build the chunk that a reader of these entries would get."""
-    values = np.frombuffer(b"".join(entry.values for entry in entries), ENTRY)
+    values = np.frombuffer(b"".join([entry.values for entry in entries]), ENTRY)
     strings = [entry.strings for entry in entries]
     return IndexChunk(np.array(numbers, np.int64), values, np.zeros(len(entries), bool), strings)
 

@@ -22,6 +22,7 @@ class EvaluationStore:
 
     async def read_newest(self, run: str, limit: int) -> list[bytes]:
         """Read the newest `limit` results, oldest first."""
-        client = self._connection.client
-        entries = await self._connection.run(client.xrevrange(keys.evaluations(run), count=limit))
+        pipe = self._connection.pipeline()
+        pipe.xrevrange(keys.evaluations(run), count=limit)
+        (entries,) = await self._connection.run(pipe.execute())
         return [fields[_FIELD] for _, fields in reversed(entries) if _FIELD in fields]

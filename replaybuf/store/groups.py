@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from redis.exceptions import RedisError
 
@@ -44,8 +44,7 @@ Names = tuple[str, str]
 """The id of a group, and the default id of its ticket's prompt ("" without a ticket)."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AppendResult:
+class AppendResult(msgspec.Struct, frozen=True):
     """Outcome of one group of an append; `number` is the index number of the group stored under the id.
 
     0 = a group was stored, and its history is trimmed. `taken`: the stored group belongs to another prompt than this
@@ -59,8 +58,7 @@ class AppendResult:
     entry: NewEntry | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PendingGroup:
+class PendingGroup(msgspec.Struct, frozen=True):
     """One group ready to be stored: its id, the default id of its ticket's prompt ("" without a ticket), its frame.
 
     `ticket_s`: seconds since the epoch when its ticket was issued; None = unknown.
@@ -111,11 +109,10 @@ class GroupStore:
             AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None)
             for item, (entry, outcome, number) in zip(groups, published_groups, strict=True)
         ]
-        newest = max((r for r in results if r.entry), key=lambda result: result.number, default=None)
-        if newest and newest.entry:  # before anything is answered `stored`
-            known = self._connection.known
-            key = newest.entry.strings.payload_key
-            known.advance(run, Ends(0, newest.number, key, known.of(run).incarnation))
+        new = {result.number: result.entry for result in results if result.entry}
+        if new:  # before anything is answered `stored`
+            known, newest = self._connection.known, max(new)
+            known.advance(run, Ends(0, newest, new[newest].strings.payload_key, known.of(run).incarnation))
         repeated = [position for position, result in enumerate(results) if not result.stored]
         if repeated:
             outcomes = [(groups[position].names, results[position].number) for position in repeated]
@@ -127,7 +124,7 @@ class GroupStore:
         self, run: str, groups: Sequence[PendingGroup], published: Mapping[str, int], now_s: float, token: str
     ) -> list[Published]:
         """Store groups on one server."""
-        payload_keys = [keys.payload(run, item.group_id) for item in groups]
+        payload_keys = keys.payloads(run, [item.group_id for item in groups])
         entries = _entries_of(groups, payload_keys, published, now_s, token)
         pipe = self._connection.pipeline()
         pipe.response_callbacks = {}  # replies as they are: an error in the place of OK
@@ -351,8 +348,9 @@ def _entries_of(
     now_s: float,
     token: str,
 ) -> list[NewEntry]:
+    admitted = bool(token)
     return [
-        _entry_of(item, key, published.get(item.group.adapter, 0), now_s, admitted=bool(token))
+        _entry_of(item, key, published.get(item.group.adapter, 0), now_s, admitted=admitted)
         for key, item in zip(payload_keys, groups, strict=True)
     ]
 
@@ -363,12 +361,17 @@ def _publish_words(
     """List keys and arguments of `rb_publish` by group: the keys where trimmed prompts of its names are marked."""
     marks: list[tuple[str, str]] = []
     words: list[Any] = []
+    unmarked = keys.prompts_done(run, "")
     for item, entry in zip(groups, entries, strict=True):
-        own, of_ticket = default_prompt(item.group_id), default_prompt(item.prompt_key)
+        own = default_prompt(item.group_id)
+        of_ticket = own if item.prompt_key == item.group_id else default_prompt(item.prompt_key)
         marks.append(
-            (keys.prompts_done(run, own[0] if own else ""), keys.prompts_done(run, of_ticket[0] if of_ticket else ""))
+            (
+                keys.prompts_done(run, own[0]) if own else unmarked,
+                keys.prompts_done(run, of_ticket[0]) if of_ticket else unmarked,
+            )
         )
-        words += [*item.names, entry.values, encode_strings(entry.strings)]
+        words += [item.group_id, item.prompt_key, entry.values, encode_strings(entry.strings)]
         words += [own[1] if own else "", of_ticket[1] if of_ticket else ""]
     return marks, words
 

@@ -4,6 +4,7 @@
 |------------------------------|--------|----------------------------|------------------------------------------------|
 | `rb:runs`                    | set    | forever                    | names of all runs                              |
 | `rb:deleting`                | set    | until their keys are gone  | names of runs being deleted, or restored       |
+| `rb:servers`                 | hash   | until a server is silent   | holder of its leases -> since, seen, release   |
 | `rb:{run}:idx`               | stream | until trimmed              | one entry `<n>-0` per group, n = its number    |
 | `rb:{run}:old`               | hash   | until the group is freed   | number -> entry that trimming had to keep      |
 | `rb:{run}:gid`               | hash   | the run's                  | group_id -> number (deduplication)             |
@@ -43,12 +44,13 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import crc32c
 
 RUNS = "rb:runs"
 DELETING = "rb:deleting"
+SERVERS = "rb:servers"
 ORPHAN_TTL_S = 3600
 """Lifetime of a payload without an index entry."""
 BUCKETS = 64
@@ -171,8 +173,14 @@ def all_of(run: str, adapters: Iterable[str]) -> list[str]:
 
 def payload(run: str, group_id: str) -> str:
     """Build a new key for the frame of one append attempt."""
-    tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
-    return f"rb:p:{{{tag}}}:{secrets.token_hex(NONCE_BYTES)}"
+    return payloads(run, [group_id])[0]
+
+
+def payloads(run: str, group_ids: Sequence[str]) -> list[str]:
+    """Build such a key for each of several groups."""
+    nonces, size = secrets.token_hex(NONCE_BYTES * len(group_ids)), 2 * NONCE_BYTES
+    tags = [f"{run}:{group_id}".replace("{", "(").replace("}", ")") for group_id in group_ids]
+    return [f"rb:p:{{{tag}}}:{nonces[size * place : size * (place + 1)]}" for place, tag in enumerate(tags)]
 
 
 def bucket_of(group_id: str) -> int:

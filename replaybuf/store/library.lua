@@ -364,14 +364,23 @@ local function abandon(keys, args)
   return 1
 end
 
--- Take or renew the lease. keys: lead; args: holder, ttl in ms, '1' to take it from any holder
--- detail: 1, fencing token; or 0, holder, ms left
+-- Give the lease to a holder; return its fencing token.
 -- A token is a growing number and its holder, so that an emptied Redis does not accept tokens from before.
+local function give_lead(run, lead, holder, ttl_ms)
+  redis.call('SET', lead, holder, 'PX', ttl_ms)
+  local before = tonumber(string.match(newest_fence(run.fence), '^%d+') or '0')
+  local token = string.format('%d:%s', before + 1, holder)
+  redis.call('SET', run.fence, token)
+  return token
+end
+
+-- Take or renew the lease. keys: lead; args: holder, ttl in ms, '1' to take it from any holder
+-- detail: 1, fencing token, newest ledger entry, newest group: no older leader adds to them; or 0, holder, ms left
 local function lead(keys, args, run)
-  local holder = redis.call('GET', keys[1])
+  local holder, entries, stored = redis.call('GET', keys[1]), read_ends(run)
   if holder == args[1] then
     redis.call('PEXPIRE', keys[1], args[2])
-    return 'ok', {1, newest_fence(run.fence)}
+    return 'ok', {1, newest_fence(run.fence), entries, stored}
   end
   if holder and args[3] ~= '1' then
     if redis.call('PTTL', keys[1]) > tonumber(args[2]) then -- the clock of Redis was set back
@@ -379,15 +388,21 @@ local function lead(keys, args, run)
     end
     return 'ok', {0, holder, redis.call('PTTL', keys[1])}
   end
-  local left_ms = args[3] ~= '1' and read_ends(run) > 0 and settles_in_ms() or 0
+  local left_ms = args[3] ~= '1' and entries > 0 and settles_in_ms() or 0
   if left_ms > 0 then
     return 'ok', {0, '', left_ms}
   end
-  redis.call('SET', keys[1], args[1], 'PX', args[2])
-  local before = tonumber(string.match(newest_fence(run.fence), '^%d+') or '0')
-  local token = string.format('%d:%s', before + 1, args[1])
-  redis.call('SET', run.fence, token)
-  return 'ok', {1, token}
+  return 'ok', {1, give_lead(run, keys[1], args[1], args[2]), entries, stored}
+end
+
+-- Give the lead to another server, which alone can take it until the lease ends; the caller's later writes are fenced.
+-- keys: lead; args: holder that is to lead, ttl in ms
+-- outcomes: ok, settling: nobody may take the lead now
+local function hand_over(keys, args, run)
+  if settles_in_ms() > 0 then
+    return 'settling'
+  end
+  give_lead(run, keys[1], args[1], args[2])
 end
 
 -- Renew the leases that the caller holds, read the others, and how far the streams reach: one call for many runs, which
@@ -415,6 +430,41 @@ local function hold(keys, args)
     end
   end
   return answers
+end
+
+-- Most servers that are announced: the others lead what they take, and nobody hands runs over to them.
+local MOST_SERVERS = 256
+
+-- Announce a server that lives, and forget those that have been silent for too long.
+-- keys: servers; args: holder, release, ms of silence after which a server is forgotten
+-- returns of each server, the caller first: holder, release, ms since it is announced, ms of silence
+local function announce(keys, args)
+  begin_serving() -- an announcement is no data of which this Redis could be an older copy
+  local now, most_silent, count = now_ms(), tonumber(args[3]), 0
+  local own, others = {args[1], args[2], 0, 0}, {}
+  local holders, values = redis.call('HKEYS', keys[1]), redis.call('HVALS', keys[1])
+  for at, holder in ipairs(holders) do
+    local since, seen, release = string.match(values[at], '^(%d+) (%d+) (.*)$')
+    -- The clock of Redis was set back if a time is in the future.
+    local alive_ms, silent_ms = math.max(0, now - (since or 0)), math.max(0, now - (seen or 0))
+    if silent_ms > most_silent then
+      redis.call('HDEL', keys[1], holder)
+    elseif holder == args[1] then
+      own[3] = alive_ms
+    else
+      count = count + 1
+      for _, part in ipairs({holder, release, alive_ms, silent_ms}) do
+        others[#others + 1] = part
+      end
+    end
+  end
+  if count < MOST_SERVERS then
+    redis.call('HSET', keys[1], args[1], string.format('%.0f %.0f %s', now - own[3], now, args[2]))
+  end
+  for _, part in ipairs(others) do
+    own[#own + 1] = part
+  end
+  return own
 end
 
 -- Release the lease if the caller holds it. keys: lead; args: holder
@@ -648,7 +698,9 @@ register('rb_evaluate', guarded(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
 register('rb_note', note)
+register('rb_hand_over', led(hand_over))
 register('rb_hold', hold)
+register('rb_announce', announce)
 register('rb_resign', resign)
 register('rb_delete', led(delete))
 register('rb_erase', erase)

@@ -36,11 +36,16 @@ NAME_TAKEN_S = 86400
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """Who leads a run: `token` is our fencing token, or None if `holder` leads for another `left_s` seconds."""
+    """Who leads a run: `token` is our fencing token, or None if `holder` leads for another `left_s` seconds.
+
+    With a token, `entries` and `stored` are the newest ledger entry and group: no older leader adds to them.
+    """
 
     token: str | None
     holder: str
     left_s: float
+    entries: int = 0
+    stored: int = 0
 
 
 class HeldLease(NamedTuple):
@@ -100,7 +105,7 @@ class RunStore:
         if text(outcome) in ("older", "replaced"):  # nobody leads with such a state; the check of the ends reports it
             return Lease(None, "", ttl_s)
         if detail[0] == 1:
-            return Lease(text(detail[1]), holder, ttl_s)
+            return Lease(text(detail[1]), holder, ttl_s, int(detail[2]), int(detail[3]))
         return Lease(None, text(detail[1]), int(detail[2]) / 1000)
 
     async def hold_leases(self, runs: Sequence[str], holder: str, ttl_s: float) -> list[HeldLease | None]:
@@ -123,6 +128,15 @@ class RunStore:
             fields = [iter(reply[1:])] * 4
             held += [HeldLease(text(name), left / 1000, *ends) for name, left, *ends in zip(*fields, strict=True)]
         return held
+
+    async def hand_over(self, run: str, token: str, successor: str, ttl_s: float) -> bool:
+        """Give the lead to another holder, which alone can take it for `ttl_s`; `token` is then fenced.
+
+        Returns False, and changes nothing, while nobody may take the lead. Raises `NotLeader` for an old token.
+        """
+        arguments = [successor, int(ttl_s * 1000)]
+        outcome, _ = await self._connection.call(run, "rb_hand_over", [keys.lead(run)], arguments, token)
+        return outcome == "ok"
 
     async def release_lease(self, run: str, holder: str) -> None:
         """Release the lease if `holder` has it."""

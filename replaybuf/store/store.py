@@ -12,6 +12,7 @@ and nothing by a leader that was suspended while another one took over. These wr
     names of runs              they only grow; the name "" that tests writability never exists
     keys of a deleted run      a fenced mark deleted them; each call compares the mark, which names this deletion
     `rb_resign`, `rb_restore`  they compare the holder of the lease
+    announced servers          they decide nothing; each server changes its own, and one call forgets silent ones
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from replaybuf.store.redis.connection import Connection
 from replaybuf.store.redis.durability import STRICT, WritePolicy
 from replaybuf.store.runs import RunStore
 from replaybuf.store.samples import SampleStore
+from replaybuf.store.servers import ServerStore
 from replaybuf.store.snapshots import SnapshotStore
 from replaybuf.store.spill import SpillStore
 from replaybuf.store.streams import StreamEnds
@@ -50,6 +52,7 @@ class Store:
         self.connection = connection
         buckets = BucketStore(connection, connection.cluster) if connection.cluster else None
         self.runs = RunStore(connection, buckets)
+        self.servers = ServerStore(connection)
         self.groups = GroupStore(connection, buckets)
         self.ledger = LedgerStore(connection)
         self.streams = StreamEnds(connection, buckets)

@@ -116,9 +116,9 @@ def _type_of(value: Any) -> str:
     return {b"{": "dict", b"[": "list"}.get(bytes(memoryview(value)[:1]), "")
 
 
-def _loads(given: bytes | memoryview | msgspec.Raw) -> Any:
+def _loads(data: bytes | memoryview | msgspec.Raw) -> Any:
     """Parse JSON as Python does. Raises `Malformed`, also for half a surrogate pair, which UTF-8 cannot encode."""
-    body = bytes(memoryview(given))
+    body = bytes(memoryview(data))
     try:
         value = json.loads(body.decode())
         if _SURROGATE.search(body):

@@ -7,6 +7,7 @@ total; `completion_ids` [C] holds all completions in order, `completion_lengths`
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -163,8 +164,8 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        columns = [getattr(self, name) for name in _COLUMNS]
-        return sum([column.nbytes for column in (*columns, *self.reward_parts.values()) if column is not None])
+        columns = (*_columns_of(self), *self.reward_parts.values())
+        return sum([column.nbytes for column in columns if column is not None])
 
     @property
     def policy_version_max(self) -> int:
@@ -172,6 +173,12 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
         if not len(self.version_spans):
             return self.policy_version
         return int(np.maximum.reduce(self.version_spans[:, 1]))
+
+
+def source_of(group: Group) -> str:
+    """Return the source of a group's prompt, by its metadata; "" for none."""
+    source = group.metadata.get("source") or group.metadata.get("env")
+    return source if isinstance(source, str) else ""
 
 
 def _count(mask: Bools, lengths: Int32s) -> Int32s:
@@ -192,6 +199,7 @@ _COLUMNS = (
     *LOGPROBS,
 )
 _COLUMNS += ("rewards", "advantages", "token_advantages", "version_spans", "temperatures", "proofs", "proof_lengths")
+_columns_of = operator.attrgetter(*_COLUMNS)
 
 
 def group_from_json(wire: GroupJson) -> Group:

@@ -77,16 +77,16 @@ def check_name(name: str) -> None:
 
 def check_names(names: Iterable[str]) -> None:
     """Raise `Invalid` unless late columns may have these names, and at least one is given."""
-    given = list(names)
-    if not given or len(given) > len(FIXED_NAMES) + MOST_PARTS:
+    listed = list(names)
+    if not listed or len(listed) > len(FIXED_NAMES) + MOST_PARTS:
         most = len(FIXED_NAMES) + MOST_PARTS
         raise Invalid(
-            f"columns has {counted(len(given), 'name')}; it needs 1 to {most}",
+            f"columns has {counted(len(listed), 'name')}; it needs 1 to {most}",
             name="columns",
-            value=len(given),
+            value=len(listed),
             bound=[1, most],
         )
-    for name in given:
+    for name in listed:
         check_name(name)
 
 
@@ -110,8 +110,8 @@ def late_columns(group_id: str, columns: Mapping[str, Sequence[Any] | Values]) -
         if not is_per_token(name):
             flat[name] = _numbers(name, values, np.float64)
             continue
-        rollouts = [_numbers(f"{name}[{n}]", given, np.float32) for n, given in enumerate(values)]
-        own = [len(one) for one in rollouts]
+        rollouts = [_numbers(f"{name}[{n}]", column, np.float32) for n, column in enumerate(values)]
+        own = [len(rollout) for rollout in rollouts]
         if lengths is not None and own != lengths:
             raise _invalid(name, "other lengths than the columns before it", "the same lengths in every column")
         lengths, flat[name] = own, np.concatenate(rollouts) if rollouts else np.empty(0, np.float32)
@@ -121,12 +121,12 @@ def late_columns(group_id: str, columns: Mapping[str, Sequence[Any] | Values]) -
 def _numbers(name: str, values: Any, kind: type[np.floating[Any]]) -> Values:
     try:
         with np.errstate(over="ignore"):  # an overflow becomes infinity, which `check_columns` rejects
-            found = np.asarray(values, kind)
+            array = np.asarray(values, kind)
     except (TypeError, ValueError):
-        found = np.empty((0, 0))
-    if found.ndim != 1:
+        array = np.empty((0, 0))
+    if array.ndim != 1:
         raise _invalid(name, "not a list of numbers", "one number per completion token or per rollout")
-    return found
+    return array
 
 
 def _invalid(name: str, value: str, bound: str) -> Invalid:
@@ -217,11 +217,11 @@ def check_columns(group: Group, late: LateColumns) -> None:
         _check_values(name, values)
 
 
-def _wrong_length(name: str, given: list[int], lengths: list[int]) -> Invalid:
-    if len(given) != len(lengths):
-        return _invalid(name, counted(len(given), "rollout"), f"one list per rollout, {len(lengths)}")
-    pairs = enumerate(zip(given, lengths, strict=True))
-    number, (own, needed) = next(((n, pair) for n, pair in pairs if pair[0] != pair[1]), (0, (given[0], lengths[0])))
+def _wrong_length(name: str, counts: list[int], lengths: list[int]) -> Invalid:
+    if len(counts) != len(lengths):
+        return _invalid(name, counted(len(counts), "rollout"), f"one list per rollout, {len(lengths)}")
+    pairs = enumerate(zip(counts, lengths, strict=True))
+    number, (own, needed) = next(((n, pair) for n, pair in pairs if pair[0] != pair[1]), (0, (counts[0], lengths[0])))
     return _invalid(f"{name}[{number}]", counted(own, "value"), f"one per completion token, {needed}")
 
 
@@ -244,7 +244,7 @@ def add_columns(group: Group, columns: Mapping[str, Values]) -> Group:
 
 def find_column(group: Group, name: str) -> Values | None:
     """Return a column that a late column may have the name of; None if the group has none."""
-    found: Values | None = (
+    values: Values | None = (
         getattr(group, name) if name in FIXED_NAMES else group.reward_parts.get(name.removeprefix(PART_PREFIX))
     )
-    return found
+    return values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -75,6 +76,14 @@ def check_string(name: str, value: str, most_bytes: int = LONGEST_NAME_BYTES, *,
     size = len(value.encode())
     if size > most_bytes:
         raise Invalid(f"{name} has {size} bytes; the maximum is {most_bytes}", name=name, value=size, bound=most_bytes)
+
+
+def fit_together(values: Iterable[str | None], most_bytes: int = LONGEST_NAME_BYTES) -> bool:
+    """Return whether `check_string` accepts all of them joined, and so each: most groups need no more calls."""
+    text = "".join([value for value in values if value])
+    return text.isprintable() and len(text) <= (
+        most_bytes if text.isascii() else most_bytes // _LARGEST_CHARACTER_BYTES
+    )
 
 
 def check_strings(request: msgspec.Struct, path: str = "") -> None:

@@ -182,7 +182,9 @@ def test_sigterm_ends_a_stage_whose_function_hangs(run: RunClient, stages: Stage
 def test_a_stage_continues_with_the_next_leader(tmp_path: Path, connect: Connect) -> None:
     """kill -9 of the leader: the stage waits for the standby, and completes what it stores."""
     with Valkey(tmp_path / "valkey") as valkey:
-        servers = [ServeProcess(tmp_path / name, "--redis-url", valkey.url).start() for name in ("one", "two")]
+        servers = [
+            ServeProcess(tmp_path / name, "--redis-url", valkey.url, "--no-balance").start() for name in ("one", "two")
+        ]
         stages = Stages(tmp_path, ",".join(server.url for server in servers), "r")
         try:
             run, behind = (connect(server.url, "r") for server in servers)

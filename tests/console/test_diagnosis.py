@@ -156,3 +156,21 @@ def test_the_traceback_of_a_failed_producer_is_shown_and_stays_open(run: RunClie
     run.http.put(f"{run.path}/producers/gen-1", json={"engines": 1, "failure": newer}).raise_for_status()
     shown.locator("pre", has_text="ValueError: again").wait_for()
     assert shown.locator("pre").is_visible()
+
+
+def test_the_prompts_of_each_source_and_lost_long_rollouts_are_shown(run: RunClient, open_page: OpenPage) -> None:
+    """The source that loses most prompts first, and a warning once the trained rollouts are shorter."""
+    run.put(batch={"groups_per_batch": 2})
+    epoch = run.attach()
+    for number, source in enumerate(("sums", "sums", "code", "code")):
+        run.append(make_group(f"g{number}", prompt_index=number, metadata={"source": source}))
+    run.train(epoch, range(1))
+    page = open_page(str(run.http.base_url), f"/runs/{run.run}")
+    table = page.get_by_role("table", name="Prompts by source")
+    table.wait_for()
+    assert table.locator("tbody tr").all_inner_texts() == ["code\t2\t0\t0\t0 %", "sums\t2\t2\t0\t100 %"]
+    page.get_by_text("A used group has 1.00 uses. 2.00 groups were generated per use.").wait_for()
+    flow = run.get("flow").json()
+    flow["coverage"]["lengths"] = {"used": 310.2, "stored": 420.0, "biased": True}
+    page.route("**/flow", lambda route: route.fulfill(json=flow))
+    page.get_by_text("Long rollouts get lost: trained groups have 310 tokens per rollout, stored ones 420.").wait_for()

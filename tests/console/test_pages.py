@@ -98,6 +98,10 @@ def test_a_run_shows_where_it_waits_and_its_steps(trained: RunClient, open_page:
     lines = Path(download.value.path()).read_text().splitlines()
     assert lines[0] == '"step","mean + std","mean − std","mean"'
     assert [line.split(",")[0] for line in lines[1:]] == ["0", "1", "2", "3", "4", "5"]
+    with page.expect_download() as report:
+        page.get_by_role("button", name="Report").click()
+    assert report.value.suggested_filename == "sums.html"
+    assert "6 trained steps" in Path(report.value.path()).read_text()
     page.locator(".u-over").first.scroll_into_view_if_needed()
     plot = page.locator(".u-over").first.bounding_box()
     page.mouse.move(plot["x"] + plot["width"] * 0.5, plot["y"] + 20)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replaybuf.kernel.decide.eviction import PIECE, PLUGIN_PIECE, decide_removals
+from replaybuf.kernel.decide.eviction import PIECE, PLUGIN_PIECE, decide_removals, keeps_all
 from replaybuf.kernel.state.queries import find_group_state
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
@@ -17,7 +17,7 @@ from replaybuf.kernel.strategy.options import StrategyOptions
 from replaybuf.kernel.strategy.plugin_set import Bounds, PluginSet
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.wire.config import BatchSpec, StrategySpec
+from replaybuf.wire.config import AdapterSpec, AdmissionSpec, BatchSpec, StrategySpec
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AckRecord, AnyRecord, EvictRecord
 from tests.builders import batch_entry, batch_record, config_record, entries
@@ -39,6 +39,12 @@ class Watching(Strategy[StrategyOptions]):
 
     def select(self, groups: Groups, buffer: BufferView, budget: Any, rng: Any) -> Waiting:
         return Waiting("no_groups")
+
+
+class Passive(Watching):
+    """Has no eviction of its own."""
+
+    evict = Strategy.evict
 
 
 class Large(Filter[StrategyOptions]):
@@ -106,6 +112,55 @@ def test_the_core_evicts_groups_beyond_the_declared_staleness(max_staleness: int
     assert trial.evicted() == ({"too_stale": len(evicted)} if evicted else {})
     gone = [number for number in range(1, 7) if find_group_state(trial.state, number) == ("evicted", "too_stale")]
     assert gone == evicted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"batch": BatchSpec(groups_per_batch=1, tokens_per_batch=None, overlong="truncate")},
+        {"batch": BatchSpec(groups_per_batch=1, tokens_per_batch=16, seq_len=16)},
+        {"on_stale": "mask"},
+        {"admissions": [AdmissionSpec("some")]},
+        {"adapters": {"a": AdapterSpec(groups_per_batch=1)}},
+    ],
+)
+@pytest.mark.parametrize(
+    "arrival",
+    [
+        {},
+        {"policy_version": 2.0, "policy_version_max": 2.0},
+        {"policy_version": 1.0, "policy_version_max": 2.0},
+        {"policy_version": 2.0, "policy_version_max": 3.0},
+        {"policy_version": 2.0, "policy_version_max": 2.0, "tokens": 17.0},
+        {"policy_version": 2.0, "policy_version_max": 2.0, "longest_tokens": 5000.0},
+        {"policy_version": 2.0, "policy_version_max": 2.0, "adapter": float(hash_name("a"))},
+        {"policy_version": 2.0, "policy_version_max": 2.0, "adapter": float(hash_name("b"))},
+    ],
+)
+def test_arrivals_that_bounds_keep_are_those_that_nothing_removes(
+    config: dict[str, Any], arrival: dict[str, float]
+) -> None:
+    strict = StrategySpec("one-step-off-policy", {"max_staleness": 0})
+    trial = Trial(**{"batch": ONE_PER_BATCH, "strategy": strict} | config)
+    trial.store_many(2)
+    trial.train(2)
+    arrived = {"policy_version": 2.0, "policy_version_max": 2.0, "longest_tokens": 8.0}
+    values = entries(arrived, arrived | arrival)
+    trial.store(arrived, arrived | arrival)
+    kept = keeps_all(trial.state, trial.selector, values)
+    removed = any(decide_removals(trial.state, trial.selector, 0.0, np.array([3, 4])))
+    if "admissions" in config or "adapters" in config:
+        assert not kept  # a plug-in or the phase of an adapter decides
+    else:
+        assert kept == (not removed)
+
+
+@pytest.mark.parametrize("filters", [(), (Large(StrategyOptions()),)])
+def test_arrivals_are_left_to_a_strategy_and_filters_that_evict(filters: tuple[Filter[Any], ...]) -> None:
+    trial = Trial(batch=ONE_PER_BATCH, filters=[StrategySpec("large")] * len(filters))
+    trial.plug(Watching([]) if not filters else Passive([]), *filters)
+    assert not keeps_all(trial.state, trial.selector, entries({}))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, UNKNOWN_AGE, VERSIONS, Histogram, ages_ms
+from replaybuf.kernel.figures.histograms import (
+    AGE_MS,
+    MOST_SOURCES,
+    TOKENS,
+    UNKNOWN_AGE,
+    VERSIONS,
+    Histogram,
+    ages_ms,
+)
+from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import DeadLetterRecord, EvictRecord, TicketRecord
 from tests.builders import batch_entry, batch_record, entries
 from tests.kernel.test_state import Run
@@ -100,3 +109,45 @@ def test_without_tickets_each_prompt_index_of_a_group_counts_as_a_prompt() -> No
     coverage = run.state.totals.histograms.coverage(0, 0)
     assert (coverage.issued, coverage.stored, coverage.trained, coverage.pending, coverage.share) == (2, 2, 1, 1, 1.0)
     assert run.state.totals.histograms.lengths["stored"].mean.count == 3
+
+
+def test_prompts_are_counted_by_source_and_the_first_sources_apart() -> None:
+    """In the order of arrival; prompts of later sources count together with those without one."""
+    run = Run()
+    names = {hash_name(name): name for name in (f"s{n}" for n in range(MOST_SOURCES + 2))}
+    sources = [*names, 0, *names][: MOST_SOURCES + 3]
+    run.state.store(np.arange(1, len(sources) + 1), entries(*({"prompt_index": 0, "source": code} for code in sources)))
+    run.train(1)
+    run.evict(2)
+    coverage = run.state.totals.histograms.coverage(0, 0, names)
+    assert list(coverage.sources) == [f"s{n}" for n in range(MOST_SOURCES)] + ["*"]
+    assert [(one.stored, one.trained, one.dropped, one.share) for one in coverage.sources.values()][:3] == [
+        (1, 1, 0, 1.0),
+        (1, 0, 1, 0.0),
+        (1, 0, 0, 0.0),
+    ]
+    assert coverage.sources["*"].stored == 3
+    assert sum(one.stored for one in coverage.sources.values()) == coverage.stored == len(sources)
+    run.rewind(0, "resample")
+    coverage = run.state.totals.histograms.coverage(0, 0)
+    unnamed = coverage.sources[f"#{hash_name('s0'):08x}"]
+    assert (unnamed.stored, unnamed.trained) == (1, 0)
+
+
+@given(long=st.integers(1, 99), dropped=st.integers(0, 99))
+def test_lengths_are_biased_if_many_groups_are_dropped_and_the_trained_ones_are_shorter(
+    long: int, dropped: int
+) -> None:
+    """100 groups with one rollout each, of 200 tokens the `long` ones and of 100 the others; the last are dropped."""
+    run = Run()
+    tokens = [100] * (100 - long) + [200] * long
+    run.state.store(np.arange(1, 101), entries(*({"rollouts": 1, "tokens": count} for count in tokens)))
+    for number in range(1, 101 - dropped):
+        run.train(number)
+    if dropped:
+        run.evict(*range(101 - dropped, 101))
+    lengths = run.state.totals.histograms.coverage(0, 0).lengths
+    used, stored = tokens[: 100 - dropped], tokens
+    assert lengths is not None
+    assert (lengths.used, lengths.stored) == (sum(used) / len(used), sum(stored) / 100)
+    assert lengths.biased == (dropped > 5 and abs(lengths.used / lengths.stored - 1) > 0.1)

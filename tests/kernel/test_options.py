@@ -51,7 +51,7 @@ def test_a_range_includes_the_default_if_there_is_one(name: str, accepts: str, d
 
 
 def test_a_strategy_without_options_has_an_empty_description() -> None:
-    assert describe_options(Strategy.Options) == [] and option_ranges(Strategy.Options) == {}
+    assert describe_options(Strategy.Options) == () and option_ranges(Strategy.Options) == {}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram
+from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram, Prompts
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
 from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
@@ -250,7 +250,7 @@ def counts_of(tallies: GroupHistograms) -> dict[str, Any]:
         "reuse": tallies.reuse,
         "age_at_use": shown(tallies.age_at_use),
         "drop_ages": {r: (shown(a.versions), shown(a.ms)) for r, a in tallies.drop_ages.items() if a.versions.count},
-        "prompts": (tallies.prompts_stored, tallies.prompts_trained, tallies.prompts_dropped),
+        "prompts": dataclasses.astuple(sum(tallies.prompts.values(), Prompts())),
     }
 
 

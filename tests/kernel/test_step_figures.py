@@ -11,7 +11,7 @@ import pytest
 
 from replaybuf.kernel.figures import step_figures
 from replaybuf.kernel.figures.changes import MOST_CHANGES
-from replaybuf.kernel.figures.step_figures import StepFigures, StepRow, merge
+from replaybuf.kernel.figures.step_figures import StepFigures, StepRow, merge, stands_still
 from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, recorded
 from replaybuf.wire.ledger import AckRecord, ConfigRecord
@@ -189,3 +189,22 @@ def test_changes_are_bounded_and_outlive_a_snapshot() -> None:
     assert changes.revision == run.state.entries
     kept = decode_snapshot(encode_snapshot(take(run.state))).figures.changes
     assert (kept.revision, kept.newest) == (changes.revision, changes.newest)
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "acked_s", "expected"),
+    [
+        (None, [], False),
+        (29.0, [1.0, 1.1, 1.2], False),
+        (31.0, [1.0, 1.1, 1.2], True),
+        (590.0, [100.0, 160.0, 220.0], False),
+        (610.0, [100.0, 160.0, 220.0], True),
+        (290.0, [100.0, 0.0], False),
+        (310.0, [100.0, 0.0], True),
+    ],
+)
+def test_a_run_stands_still_after_ten_steps_without_one(
+    idle_s: float | None, acked_s: list[float], expected: bool
+) -> None:
+    """Fast runs after 30 s; slow ones later, so that a long step is no alarm."""
+    assert stands_still(idle_s, [StepRow(step, acked_s=at_s) for step, at_s in enumerate(acked_s)]) is expected

@@ -96,7 +96,7 @@ def test_a_cancelled_body_leaves_the_queue() -> None:
                 with pytest.raises(asyncio.CancelledError):
                     await waiting
                 if granted_too:
-                    first._held_bytes = SMALL_BYTES  # it has ended
+                    first.held_bytes = SMALL_BYTES  # it has ended
         assert traffic.body_bytes == 0
 
     run(main())

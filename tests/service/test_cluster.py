@@ -36,7 +36,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]
 @pytest.fixture(scope="module")
 def server(cluster: ValkeyCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """A service that waits for one replica."""
-    serve = ServeProcess(tmp_path_factory.mktemp("serve") / "data", "--redis-url", cluster.url, "--wait-replicas", "1")
+    options = ("--redis-url", cluster.url, "--wait-replicas", "1", "--no-balance")
+    serve = ServeProcess(tmp_path_factory.mktemp("serve") / "data", *options)
     yield serve.start()
     serve.end()
 

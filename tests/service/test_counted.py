@@ -27,7 +27,7 @@ def samples(run: RunClient, name: str) -> dict[tuple[str, ...], float]:
 def counted(run: RunClient) -> dict[str, Any]:
     """Read what is counted in the state of the run."""
     state = run.state()
-    return {name: state[name] for name in ("histograms", "coverage", "staleness", "groups")}
+    return {name: state[name] for name in ("histograms", "coverage", "reuse", "staleness", "groups")}
 
 
 def test_histograms_and_coverage_survive_a_kill(
@@ -61,7 +61,9 @@ def test_histograms_and_coverage_survive_a_kill(
     assert dropped["age_versions"] == {"count": 1, "sum": 0, "buckets": [[0, 1]]}
     assert dropped["age_s"]["count"] == 1 and 0 <= dropped["age_s"]["sum"] < 60
     prompts = {"issued": 3, "stored": 2, "trained": 1, "dropped": 1, "failed": 1, "pending": 0}
-    assert reported["coverage"] == prompts | {"share": 1 / 3}
+    lengths = {"used": 16.0, "stored": 21.0, "biased": False}  # too few groups to call it a bias
+    assert reported["coverage"] == prompts | {"share": 1 / 3, "sources": {}, "lengths": lengths}
+    assert reported["reuse"] == {"groups_by_uses": {"1": 2}, "uses_per_group": 1.0, "generated_share": 2.0}
     metrics = ("rollout_tokens_bucket", "dropped_age_seconds_sum", "prompts", "group_age_at_use_seconds_count")
     exposed = {name: samples(run, f"replaybuf_{name}") for name in metrics}
     assert exposed["rollout_tokens_bucket"][("used", "16.0")] == 1

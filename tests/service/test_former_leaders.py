@@ -367,7 +367,7 @@ async def served(server: EmbeddedServer, folder: Path) -> AsyncIterator[tuple[Se
 async def replace(service: Service, store: Store, run: Run, file: Path) -> asyncio.Task[None]:
     """Let another server delete a run that is marked, restore it, and let `service` open it, as far as it may now."""
     service._drop(run)
-    await store.runs.release_lease(run.name, service._holder)
+    await store.runs.release_lease(run.name, service._servers.holder)
     await _delete(store, run.name)
     await restore(store, run.name, file)
     opening = asyncio.create_task(service._discover())

@@ -451,7 +451,9 @@ def test_freed_and_deleted_groups_leave_no_column_behind(valkey: Valkey, tmp_pat
 
 
 def test_direct_mode_and_a_standby_build_the_same_bytes(valkey: Valkey, tmp_path: Path, connect: Connect) -> None:
-    servers = [ServeProcess(tmp_path / name, "--redis-url", valkey.url).start() for name in ("one", "two")]
+    servers = [
+        ServeProcess(tmp_path / name, "--redis-url", valkey.url, "--no-balance").start() for name in ("one", "two")
+    ]
     try:
         run, behind = (connect(server.url, "r") for server in servers)
         epoch = start(run, "a", "b", per_batch=2)

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Awaitable, Callable
 
 from replaybuf.service.leadership import Leadership
-from replaybuf.service.run.lease import LEASE_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
+from replaybuf.service.peers.living_servers import LivingServers
+from replaybuf.service.run.lease import LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, HeldLease, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -51,17 +52,30 @@ def test_a_follower_asks_when_the_leaders_lease_ends() -> None:
     assert lease.due()
 
 
+def test_a_free_lease_is_left_to_another_server_once_and_for_a_moment() -> None:
+    """Counted from the first time that it was free, however often it is asked for."""
+    clock = Clock()
+    lease = LeaseTimer(clock)
+    assert lease.leave(clock.now_s) and not lease.due(TOGETHER_S)
+    clock.now_s += LEFT_S / 2
+    assert lease.leave(clock.now_s)
+    clock.now_s += LEFT_S / 2 + MARGIN_S
+    assert lease.due(TOGETHER_S) and not lease.leave(clock.now_s)
+    lease.extend(LEASE_S)
+    assert lease.leave(clock.now_s)
+
+
 def led_here(server: EmbeddedServer, work: Callable[[Store, Leadership, list[Run]], Awaitable[None]]) -> None:
-    """Do `work` on three runs led by the holder "here", whose leases are due."""
+    """Do `work` on three runs led here, whose leases are due."""
 
     async def main() -> None:
         store = await Store.open(server.url)
         try:
-            runs = []
+            servers, runs = LivingServers(store, "here"), []
             for name in (f"lease-{next(_names)}" for _ in range(3)):
-                token = (await store.runs.take_lease(name, "1@here", LEASE_S)).token
+                token = (await store.runs.take_lease(name, servers.holder, LEASE_S)).token
                 runs.append(await Run.create(name, store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1))))
-            await work(store, Leadership(store, "1@here", "here"), runs)
+            await work(store, Leadership(store, servers, "here"), runs)
         finally:
             await store.close()
 
@@ -95,7 +109,7 @@ def test_renew_follows_a_lost_lease_and_returns_a_free_one(server: EmbeddedServe
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
         kept, lost, freed = runs
         await store.runs.take_lease(lost.name, "2@there", LEASE_S, force=True)
-        await store.runs.release_lease(freed.name, "1@here")
+        await store.runs.release_lease(freed.name, leadership._holder)
         assert await leadership.renew(runs) == [freed]
         assert (kept.journal.leading, lost.journal.leading) == (True, False)
         assert lost.journal.leader_url == "there"

@@ -106,7 +106,7 @@ def forwarder(valkey: Valkey) -> Iterator[Forwarder]:
 @pytest.fixture
 def serving(forwarder: Forwarder, tmp_path: Path) -> Iterator[ServeProcess]:
     """A server on the port."""
-    server = ServeProcess(tmp_path / "server", "--redis-url", forwarder.url).start()
+    server = ServeProcess(tmp_path / "server", "--redis-url", forwarder.url, "--no-balance").start()
     yield server
     server.end()
 
@@ -256,7 +256,7 @@ def test_the_last_entry_tells_two_histories_of_one_length_apart(
         copy_to(older, valkey)
         url = serving.url
         if who == "follower":
-            standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url).start()
+            standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url, "--no-balance").start()
             ending.callback(standby.end)
             url = standby.url
         if who == "direct writer":
@@ -317,7 +317,7 @@ def test_a_standby_that_knows_less_than_the_leader_writes_nothing_either(
     run = connect(serving.url, "r")
     run.put(batch={"groups_per_batch": 4})
     run.append(*(group(f"g{n}") for n in range(6)))
-    standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url).start()
+    standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url, "--no-balance").start()
     with Valkey(tmp_path / "older") as older:
         try:
             behind = connect(standby.url, "r")
@@ -460,7 +460,7 @@ def test_an_operator_lets_a_run_go_on_without_what_redis_lost(
     old = run.attach()
     assert run.post("accept-loss", entries=0, groups=0).status_code == 409, "nothing is lost"
     run.append(*(group(f"g{n}") for n in range(6)))
-    standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url)
+    standby = ServeProcess(tmp_path / "standby", "--redis-url", forwarder.url, "--no-balance")
     with Valkey(tmp_path / "older") as older, contextlib.ExitStack() as ending:
         standby.start()
         ending.callback(standby.end)

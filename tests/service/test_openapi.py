@@ -141,6 +141,7 @@ def call_every_route(api: CheckedClient, name: str) -> None:
     ask("POST", "/batches/{step}/ack", step=5, body={"epoch": epoch})
     ask("GET", "/flow")
     ask("GET", "/history", query={"from_step": 0, "to_step": 5, "points": 10})
+    ask("GET", "/report")
     ask("POST", "/policy", body={"epoch": epoch, "version": 1, "weights_uri": "file:///weights/1"})
     ask("POST", "/policy", body={"epoch": epoch + 1, "version": 1})
     ask("GET", "/policy", query={"after": 0, "wait_ms": 0})

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.kernel.figures.step_figures import StepRow
-from replaybuf.service.http.call.overview_calls import VERSIONS, count_versions, stands_still
+from replaybuf.service.http.call.overview_calls import VERSIONS, count_versions
 from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 from tests.kernel.test_state import Run
 from tests.kernel.test_step_figures import stored
@@ -146,25 +145,6 @@ def test_the_clock_of_the_answers_is_that_of_the_server(run: RunClient) -> None:
         assert begun_s <= now_s <= time.time()
 
 
-@pytest.mark.parametrize(
-    ("idle_s", "acked_s", "expected"),
-    [
-        (None, [], False),
-        (29.0, [1.0, 1.1, 1.2], False),
-        (31.0, [1.0, 1.1, 1.2], True),
-        (590.0, [100.0, 160.0, 220.0], False),
-        (610.0, [100.0, 160.0, 220.0], True),
-        (290.0, [100.0, 0.0], False),
-        (310.0, [100.0, 0.0], True),
-    ],
-)
-def test_a_run_stands_still_after_ten_steps_without_one(
-    idle_s: float | None, acked_s: list[float], expected: bool
-) -> None:
-    """Fast runs after 30 s; slow ones later, so that a long step is no alarm."""
-    assert stands_still(idle_s, [StepRow(step, acked_s=at_s) for step, at_s in enumerate(acked_s)]) is expected
-
-
 def test_a_run_stands_still_only_while_it_is_running(clocked: ClockedServe) -> None:
     """Not before its first batch, and not while it is paused."""
     run = RunClient(clocked.url, "still")
@@ -182,3 +162,15 @@ def test_a_run_stands_still_only_while_it_is_running(clocked: ClockedServe) -> N
     run.http.patch(run.path, json={"state": "paused"})
     assert not row_of(run)["stands_still"]
     run.http.close()
+
+
+def test_the_report_is_one_page_without_scripts(run: RunClient) -> None:
+    """As `replaybuf report` writes it; names of a user are text in it."""
+    run.put(batch={"groups_per_batch": 1})
+    epoch = run.attach()
+    run.append(group("g0"))
+    run.train(epoch, range(1))
+    answer = run.get("report")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert f"<h1>{run.run}: running, 1 trained step" in answer.text and "<script" not in answer.text

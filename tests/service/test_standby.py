@@ -40,7 +40,7 @@ def start_valkey(folder: Path) -> Iterator[EmbeddedServer]:
 @contextlib.contextmanager
 def start_pair(folder: Path, url: str) -> Iterator[tuple[ServeProcess, ServeProcess]]:
     """Run two servers on one Redis."""
-    servers = [ServeProcess(folder / name, "--redis-url", url).start() for name in ("first", "second")]
+    servers = [ServeProcess(folder / name, "--redis-url", url, "--no-balance").start() for name in ("first", "second")]
     try:
         yield servers[0], servers[1]
     finally:

@@ -37,7 +37,9 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
 @pytest.fixture
 def pair(valkey: Valkey, tmp_path: Path) -> Iterator[list[ServeProcess]]:
     """Two servers on that Redis, to be killed."""
-    servers = [ServeProcess(tmp_path / name, "--redis-url", valkey.url).start() for name in ("first", "second")]
+    servers = [
+        ServeProcess(tmp_path / name, "--redis-url", valkey.url, "--no-balance").start() for name in ("first", "second")
+    ]
     yield servers
     for server in servers:
         server.end()

@@ -100,6 +100,7 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
     "fencing": functools.partial(_unfence, "tickets"),
     "ledger-fencing": functools.partial(_unfence, "append"),
+    "handover": functools.partial(_unfence, "hand_over"),
     "token": _without_token,
     "exact-slots": _without_slots,
     "use-count": _without_use_count,

@@ -7,10 +7,9 @@ import asyncio
 from tests.chaos.history import Event, Faulted, Healed
 from tests.simulation.loop import WORLD
 from tests.simulation.redis_model.server import RedisServer
-from tests.simulation.servers import Server
+from tests.simulation.servers import LONGEST_STOP_S, Server
 from tests.simulation.world import RUN, World
 
-LONGEST_STOP_S = 7.0
 LONGEST_AWAY_S = 2.0
 JUMP_S = 3600.0
 
@@ -63,6 +62,11 @@ class Disturber:
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
         self._world.note("goes on", node=node)
         self._world.loop.go_on(node)
+
+    async def _handover(self, server: Server) -> None:
+        """Let each server hand over what it believes to lead, to any server, or to itself."""
+        for leader in self._servers:
+            leader.hand_over(self._rng.choice(self._servers))
 
     async def _jump(self, server: Server) -> None:
         server.wall_ahead_s += self._rng.uniform(-JUMP_S, JUMP_S)

@@ -16,6 +16,7 @@ import msgspec
 
 from replaybuf.service import host, loop_watch, turns
 from replaybuf.service.host import Service
+from replaybuf.service.peers import balance, living_servers
 from replaybuf.store.redis import awake
 from replaybuf.wire.config import RunConfig
 from tests.chaos.history import Event
@@ -113,6 +114,8 @@ class Schedule:
             mock.patch.object(host, "TICK_S", self.world.mix.tick_s),
             mock.patch.object(host, "PREPARE_PERIOD_S", self.world.mix.tick_s),
             mock.patch.object(host, "FOLLOW_PERIOD_S", 0.05),
+            mock.patch.object(living_servers, "STEADY_S", 1.0),
+            mock.patch.object(balance, "AGAIN_S", 1.0),
             mock.patch.object(awake, "FIRST_PAUSE_S", 0.02),
             mock.patch.object(turns, "TURN_S", rng.choice((-1.0, turns.TURN_S))),
             mock.patch.object(turns, "FEW", rng.choice((0, turns.FEW))),

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect
 
@@ -24,12 +24,16 @@ from tests.simulation.redis_model.connections import use_model
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.world import World
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 2.5
 """Timeout of a client's call, above the time that it waits at the server."""
 RESTART_S = 0.3
+LONGEST_STOP_S = 7.0
+STOPPED_HANDOVERS = 0.3
+"""Share of handovers whose server is stopped right before it sends: often another one leads when it goes on."""
 PAUSE_S = 0.2
 RETRY_FOR_S = 8.0
 
@@ -81,6 +85,7 @@ class Server:
         await connection.check_role()
         await connection.prepare()
         store = Store(connection)
+        store.runs.hand_over = self._stopping_before(store.runs.hand_over)  # type: ignore[method-assign]
         connection.known.load(self._folder)
         clock = Clock(self.world.wall_s, self.world.now_s)
         service = Service(store, url=self.url, embedded=False, history_groups=self._history_groups, clock=clock)
@@ -118,6 +123,31 @@ class Server:
     def leads(self) -> list[str]:
         """Names of runs that this server believes to lead."""
         return [run.name for run in self.service.runs.values() if run.journal.leading] if self.service else []
+
+    def hand_over(self, successor: Server) -> None:
+        """Hand over what this server believes to lead, as to a server that has become steady."""
+        if self.service and successor.service:
+            for name in self.leads:
+                work = self._hand_over(self.service, name, successor.service)
+                self.world.on(self.node, self.world.loop.create_task, work)
+
+    async def _hand_over(self, service: Service, name: str, successor: Service) -> None:
+        run = service.runs[name]
+        with contextlib.suppress(ReplaybufError):  # as background work, which is tried again
+            await service._work(run, lambda: service._leadership.hand_over(run, successor._servers.holder))
+
+    def _stopping_before(self, send: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+        """Stop the process before a call to Redis, at times."""
+        world, node = self.world, self.node
+
+        async def stopping(*arguments: P.args, **options: P.kwargs) -> T:
+            if world.faults.happens("stop in a handover", STOPPED_HANDOVERS, world):
+                node.stopped = True
+                world.at(WORLD, world.now_s() + world.rng.uniform(0.5, LONGEST_STOP_S), world.loop.go_on, node)
+                await asyncio.sleep(0)
+            return await send(*arguments, **options)
+
+        return stopping
 
     # ------------------------------------------------------------------ calls
 

@@ -219,8 +219,19 @@ CALLS: list[list[object]] = [
     function("rb_lead", [LEAD], "there", 50000, "1", token=""),
     plain("rb_hold", [LEAD, keys.counts(RUN), FENCE, keys.counts(RUN), LEAD, FENCE], "there", 40000),
     plain("rb_hold", [LEAD, keys.counts(RUN), FENCE], "here", 60000),
+    function("rb_hand_over", [LEAD], "here", 50000, token="1:here"),
+    function("rb_hand_over", [LEAD], "here", 50000, token=""),
+    function("rb_hand_over", [LEAD], "here", 50000, token="2:there"),
+    function("rb_lead", [LEAD], "there", 50000, "0", token=""),
+    function("rb_lead", [LEAD], "here", 50000, "0", token=""),
+    function("rb_hand_over", [LEAD], "there", 50000, token="3:here"),
+    plain("rb_announce", [keys.SERVERS], "here", "1.0", 60000),
+    plain("rb_announce", [keys.SERVERS], "there", "1.0", 60000),
+    ["HSET", keys.SERVERS, "silent", "1 2 1.0", "strange", "value"],
+    plain("rb_announce", [keys.SERVERS], "here", "1.1", 60000),
+    ["HKEYS", keys.SERVERS],
     plain("rb_resign", [LEAD], "there"),
-    function("rb_delete", [MARK], "deleting:1", token="2:there"),
+    function("rb_delete", [MARK], "deleting:1", token="4:there"),
     plain("rb_erase", [MARK, PAYLOADS[2]], "deleting:2"),
     plain("rb_erase", [MARK, PAYLOADS[2]], "deleting:1"),
     plain(
@@ -250,6 +261,8 @@ def test_functions_answer_as_on_a_real_server(both: Both) -> None:
         real, modelled = both.call(*words)
         if words[1] == "rb_hold":  # each server has a name
             real, modelled = (reply[1::4] + reply[3::4] + reply[4::4] for reply in (real, modelled))
+        if words[1] == "rb_announce":  # each server has a clock
+            real, modelled = (reply[0::4] + reply[1::4] for reply in (real, modelled))
         assert _without_times(modelled) == _without_times(real), words[:2]
     for key in (*GUARDED, *keys.all_of(RUN, [""]), SNAP, OLD, SPILL, TICKETS, MARK, *PAYLOADS, LATE, "a", "b"):
         real, modelled = both.call("TTL", key)

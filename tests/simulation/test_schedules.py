@@ -17,7 +17,7 @@ FOUND = {
     102: "a follower showed the ticket of a stored prompt",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
-FINDING = {"deduplication": 0, "use-count": 0}
+FINDING = {"deduplication": 0, "use-count": 0, "handover": 60}
 """A seed that finds each broken guarantee; docs/how-this-is-tested.md has how many schedules each needs."""
 
 

@@ -86,3 +86,19 @@ def test_a_failed_last_command_raises_and_leaves_no_reply_unread(server: Embedde
         with pytest.raises(redis.ResponseError):
             read_values(client, ["a string"], ["NOSUCHCOMMAND"])
         assert read_values(client, ["a string"], ["ECHO", "end"]) == ([b"value"], b"end")
+
+
+def test_several_large_arguments_of_one_command_arrive_in_their_order(server: EmbeddedServer) -> None:
+    """A command may begin, go on and end with one."""
+    first, last = b"a" * 5_000, memoryview(b"b" * 70_000)
+
+    async def work(store: Store) -> None:
+        pipe = store.connection.pipeline()
+        pipe.execute_command("DEL", "list")
+        pipe.execute_command("RPUSH", "list", first, 7, "ä", last)
+        pipe.execute_command("RPUSH", "list", first, last, b"")
+        pipe.execute_command("LRANGE", "list", 0, -1)
+        *_, listed = await pipe.execute()
+        assert listed == [first, b"7", "ä".encode(), bytes(last), first, bytes(last), b""]
+
+    with_store(server, work)

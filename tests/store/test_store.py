@@ -175,6 +175,56 @@ def test_a_lease_has_one_holder_until_it_is_released(server: EmbeddedServer) -> 
     with_store(server, work)
 
 
+def test_a_lead_is_handed_over_by_its_leader_to_one_successor(server: EmbeddedServer) -> None:
+    """In one step the successor has the lease and the leader is fenced; nobody else can take it before it ends."""
+
+    async def work(store: Store) -> None:
+        first = await store.runs.take_lease("handed", "one", 60.0)
+        assert first.token is not None
+        with pytest.raises(NotLeader):
+            await store.runs.hand_over("handed", "0:older", "two", 60.0)
+        while not await store.runs.hand_over("handed", first.token, "two", 60.0):  # noqa: ASYNC110 - Valkey settles
+            await asyncio.sleep(0.01)
+        for token in (first.token, ""):
+            with pytest.raises(NotLeader):
+                await store.runs.hand_over("handed", token, "one", 60.0)
+        with pytest.raises(NotLeader):
+            await store.ledger.append("handed", first.token, 1, AckRecord(step=0, epoch=1))
+        for name in ("one", "three"):
+            assert (await store.runs.take_lease("handed", name, 60.0)).holder == "two"
+        second = await store.runs.take_lease("handed", "two", 60.0)
+        assert second.token is not None
+        await store.ledger.append("handed", second.token, 1, AckRecord(step=0, epoch=1))
+        assert await store.runs.hand_over("handed", second.token, "dead", 0.02)
+        while (lease := await store.runs.take_lease("handed", "three", 60.0)).token is None:  # noqa: ASYNC110 - of Redis
+            await asyncio.sleep(0.01)
+        assert lease.holder == "three"
+
+    with_store(server, work)
+
+
+def test_servers_that_fall_silent_are_forgotten(server: EmbeddedServer) -> None:
+    """A server that comes back counts as a new one; strange values do no harm."""
+
+    async def work(store: Store) -> None:
+        servers, client = store.servers, store.connection.client
+        await servers.announce("a", "1.0", 60.0)
+        first_s = time.monotonic()
+        assert [one.holder for one in await servers.announce("b", "1.1", 60.0)] == ["b", "a"]
+        await client.hset(keys.SERVERS, mapping={"strange": "value", "old": "1 2 1.0"})
+        await asyncio.sleep(0.05)
+        own, other = await servers.announce("a", "1.0", 60.0)
+        assert (own.holder, own.release, own.silent_s, other.holder, other.release) == ("a", "1.0", 0.0, "b", "1.1")
+        assert 0.05 <= own.alive_s <= time.monotonic() - first_s + 0.01 and other.silent_s >= 0.05
+        assert set(await client.hkeys(keys.SERVERS)) == {b"a", b"b"}
+        await asyncio.sleep(0.05)
+        assert [tuple(one) for one in await servers.announce("b", "1.1", 0.02)] == [("b", "1.1", 0.0, 0.0)]
+        await servers.withdraw("b")
+        assert not await client.exists(keys.SERVERS)
+
+    with_store(server, work)
+
+
 def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_path: Path) -> None:
     """Producers get `NoRoom`; ledger, lease and tickets still work."""
 

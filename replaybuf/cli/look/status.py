@@ -17,7 +17,15 @@ from replaybuf.cli.service import ServiceOptions, print_json, printable
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import counted
 from replaybuf.wire.answer.evaluations import Evaluation, Evaluations
-from replaybuf.wire.answer.run_status import AdapterStatus, Buckets, DropAges, RunList, RunStatus
+from replaybuf.wire.answer.run_status import (
+    AdapterStatus,
+    Buckets,
+    DropAges,
+    LengthBias,
+    PromptCounts,
+    RunList,
+    RunStatus,
+)
 from replaybuf.wire.config import check_run_name
 from replaybuf.wire.contract import Readiness, WaitingAnswer
 
@@ -98,8 +106,10 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
     table = Table(title=f"run {status.run}", title_justify="left", show_header=False)
     paused = f" ({status.paused_reason})" if status.paused_reason else ""
     groups, histograms = status.groups, status.histograms
-    prompts = msgspec.structs.asdict(status.coverage)
-    prompts.pop("share")
+    coverage, reuse = status.coverage, status.reuse
+    prompts = {
+        name: getattr(coverage, name) for name in ("issued", "stored", "trained", "dropped", "failed", "pending")
+    }
     newest = {result.set_name: result for result in evaluations}  # oldest first
     for name, value in (
         ("state", status.state + paused),
@@ -116,11 +126,17 @@ def _table(status: RunStatus, leader: str | None, evaluations: Sequence[Evaluati
         ("tickets", _pairs(msgspec.structs.asdict(status.tickets))),
         ("staleness at use", _pairs(status.staleness)),
         ("times sampled at use", _pairs(histograms.times_sampled)),
+        (
+            "uses per group",
+            f"{_number(reuse.uses_per_group)}, {_number(reuse.generated_share)} groups generated per use",
+        ),
         ("age at use", f"{_mean(histograms.age_at_use_s)} s"),
         ("tokens per rollout", _pairs(_means(histograms.rollout_tokens))),
         ("longest rollout", _pairs(_means(histograms.longest_rollout_tokens))),
         ("age when dropped", _drop_ages(histograms.dropped)),
         ("prompts", _pairs(prompts)),
+        *((f"prompts of {source}", _prompts(counts)) for source, counts in coverage.sources.items()),
+        *((("length bias", _length_bias(coverage.lengths)),) if coverage.lengths else ()),
         *((f"adapter {name}", _adapter(adapter)) for name, adapter in status.adapters.items()),
         *((f"evaluation {name}", _evaluation(result)) for name, result in newest.items()),
         ("last seen", _last_seen(status)),
@@ -170,6 +186,20 @@ def _waiting(waiting: WaitingAnswer | None) -> str:
 
 def _since(seconds: float | None) -> str:
     return "" if seconds is None else f", for {seconds:.0f} s"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _prompts(counts: PromptCounts) -> str:
+    return f"{counts.trained} trained, {counts.dropped} dropped of {counts.stored} stored"
+
+
+def _length_bias(lengths: LengthBias) -> str:
+    means = f"{lengths.used:.1f} tokens per trained rollout, {lengths.stored:.1f} per stored one"
+    lost = "long" if lengths.used < lengths.stored else "short"
+    return f"{means}: {lost} rollouts get lost" if lengths.biased else means
 
 
 def _mean(histogram: Buckets) -> str:

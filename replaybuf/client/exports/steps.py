@@ -42,7 +42,8 @@ class RecordedSteps:
         places = {name: file for file in self._group_files() for name in self._with_rollouts(file)}
         self._places = places
         lacking = {
-            step: next((one for one in ids if one not in places), None) for step, ids in reader.manifest.steps.items()
+            step: next((group for group in ids if group not in places), None)
+            for step, ids in reader.manifest.steps.items()
         }
         self.missing = {step: group_id for step, group_id in sorted(lacking.items()) if group_id is not None}
         self.steps = sorted(step for step, group_id in lacking.items() if group_id is None)
@@ -88,16 +89,16 @@ class RecordedSteps:
 
     def _record(self, step: int) -> tuple[BatchRecord, int]:
         """Return the batch of a step in the surviving history, and the epoch that acked it last; 0 = none."""
-        found = self._records(step=step, types=("BATCH", "ACK"))
-        batches = [record for record in found if isinstance(record, BatchRecord)]
+        records = self._records(step=step, types=("BATCH", "ACK"))
+        batches = [record for record in records if isinstance(record, BatchRecord)]
         if not batches:
             raise Invalid(f"the export has no ledger record of step {step}", name="step", value=step)
-        epochs = [record.epoch for record in found if isinstance(record, AckRecord)]
+        epochs = [record.epoch for record in records if isinstance(record, AckRecord)]
         return batches[-1], epochs[-1] if epochs else 0
 
     def _read_layouts(self) -> dict[int, AttachRecord]:
-        found = self._records(step=None, types=("ATTACH",))
-        return {record.epoch: record for record in found if isinstance(record, AttachRecord)}
+        records = self._records(step=None, types=("ATTACH",))
+        return {record.epoch: record for record in records if isinstance(record, AttachRecord)}
 
     def _layout(self, epoch: int, dp_world_size: int) -> Layout:
         attached = self._layouts.get(epoch) or self._layouts.get(max(self._layouts, default=0))

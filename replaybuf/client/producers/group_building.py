@@ -243,9 +243,9 @@ class RolloutBuilder:
         differing = np.flatnonzero(prompt[:common] != so_far[:common])
         if len(prompt) < len(so_far) or len(differing):
             place = int(differing[0]) if len(differing) else common
-            found = f"differ from the {counted(len(so_far), 'token')} so far at token {place}"
+            fault = f"differ from the {counted(len(so_far), 'token')} so far at token {place}"
             bound = "the tokens so far, unchanged; a chat template may have removed reasoning or spaces"
-            raise _rejected("rewritten", f"{self._path}.prompt_ids", found, bound)
+            raise _rejected("rewritten", f"{self._path}.prompt_ids", fault, bound)
         if len(prompt) > len(so_far):
             self.read(prompt[len(so_far) :])
         versions = turn.versions if policy_version is None else policy_version
@@ -332,10 +332,10 @@ class RolloutBuilder:
             raise _rejected("bad_version_spans", name, f"spans end at token {end}", f"the end, which is token {tokens}")
         return np.array(spans, np.int32).reshape(-1, 3)
 
-    def _same_length(self, name: str, found: int, tokens: int) -> None:
-        if found != tokens:
+    def _same_length(self, name: str, length: int, tokens: int) -> None:
+        if length != tokens:
             bound = f"one per {'prompt' if name.startswith('prompt') else 'completion'} token, {tokens}"
-            raise _rejected("length_mismatch", f"{self._path}.{name}", counted(found, "value"), bound)
+            raise _rejected("length_mismatch", f"{self._path}.{name}", counted(length, "value"), bound)
 
     def _finite(self, reason: str, name: str, value: float) -> None:
         if isinstance(value, str) or not np.isfinite(value):
@@ -350,8 +350,8 @@ def _array(path: str, values: Numbers) -> npt.NDArray[Any]:
     """Convert to numbers in one dimension. Raises `GroupRejected`."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.dtype.kind not in "iufb" and array.size):
-        found = f"{counted(array.ndim, 'dimension')} of {array.dtype}"
-        raise _rejected("length_mismatch", path, found, "one list of numbers")
+        fault = f"{counted(array.ndim, 'dimension')} of {array.dtype}"
+        raise _rejected("length_mismatch", path, fault, "one list of numbers")
     return array if array.size else array.astype(np.float32)
 
 
@@ -376,24 +376,24 @@ def _first(path: str, values: npt.NDArray[Any], wrong: Bools, reason: str, bound
 def _advantages(values: Sequence[float | None]) -> npt.NDArray[np.float64] | None:
     present = [value for value in values if value is not None]
     if present and len(present) != len(values):
-        found = f"missing in rollouts[{values.index(None)}]"
-        raise _rejected("partial_advantages", "advantage", found, "given for all rollouts or none")
+        fault = f"missing in rollouts[{values.index(None)}]"
+        raise _rejected("partial_advantages", "advantage", fault, "given for all rollouts or none")
     return np.array(present, np.float64) if present else None
 
 
 def _columns(name: str, columns: Sequence[Float32s | None]) -> Float32s | None:
     present = [column for column in columns if column is not None]
     if present and len(present) != len(columns):
-        found = f"missing in rollouts[{[column is None for column in columns].index(True)}]"
-        raise _rejected("length_mismatch", name, found, "given for all rollouts or none")
+        fault = f"missing in rollouts[{[column is None for column in columns].index(True)}]"
+        raise _rejected("length_mismatch", name, fault, "given for all rollouts or none")
     return np.concatenate(present) if present else None
 
 
 def _parts(rewards: Sequence[dict[str, float]]) -> dict[str, npt.NDArray[np.float64]]:
     for number, parts in enumerate(rewards):
         if parts.keys() != rewards[0].keys():
-            found = f"the names {sorted(parts)}"
+            fault = f"the names {sorted(parts)}"
             raise _rejected(
-                "length_mismatch", f"rollouts[{number}].rewards", found, f"those of rollouts[0], {sorted(rewards[0])}"
+                "length_mismatch", f"rollouts[{number}].rewards", fault, f"those of rollouts[0], {sorted(rewards[0])}"
             )
     return {name: np.array([parts[name] for parts in rewards], np.float64) for name in sorted(rewards[0])}

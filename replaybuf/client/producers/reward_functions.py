@@ -41,11 +41,11 @@ def call_rewards(
         raise _fault("weights", counted(len(factors), "weight"), f"one per function, {len(functions)}")
     fixed = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
     arguments = {"prompts": list(prompts), "completions": list(completions), "completion_ids": list(completion_ids)}
-    given = {**columns, **fixed, **arguments}
+    passed = {**columns, **fixed, **arguments}
     parts = {}
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
-        parts[name] = _values(name, function(**given), len(completions))
+        parts[name] = _values(name, function(**passed), len(completions))
     if len(parts) != len(functions):
         raise _fault("functions", "two functions of one name", "different names")
     scored = []

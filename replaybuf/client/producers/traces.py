@@ -19,8 +19,8 @@ def add_trace(group: GroupBuilder, trace: Any, policy_version: Versions | None =
     """
     missing = [name for name, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
-        found = f"no score of {', '.join(missing) or 'any reward'}"
-        raise GroupRejected("non_finite_rewards", f"trace {trace.id} has {found}", name="trace.rewards", value=found)
+        fault = f"no score of {', '.join(missing) or 'any reward'}"
+        raise GroupRejected("non_finite_rewards", f"trace {trace.id} has {fault}", name="trace.rewards", value=fault)
     parts = {name: float(reward.score) for name, reward in trace.rewards.items()}
     branches = [branch for branch in trace.branches if branch.trainable]
     for branch in branches:

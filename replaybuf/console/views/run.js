@@ -1,9 +1,9 @@
 // One run: whether the model learns, why nothing happens, its flow with live numbers, and charts over its steps.
 
-import { find, get, runPath } from "../api.js";
-import { CHARTS, Chart, saveCsv } from "../charts.js";
+import { callText, find, get, runPath } from "../api.js";
+import { CHARTS, Chart, saveCsv, saveFile } from "../charts.js";
 import { diagnose, goneOf, problemsOf } from "../diagnosis.js";
-import { h, update } from "../dom.js";
+import { h, table, update } from "../dom.js";
 import { age, count, counted, decimal, rate } from "../format.js";
 import { LearningCharts } from "../learning_charts.js";
 import { REASON_CHARTS, ReasonChart, totals } from "../reason_charts.js";
@@ -18,7 +18,7 @@ const EVALUATIONS_MS = 10000;
 const PLACES = { producers: "Producers", trainer: "Trainer", operator: "Batches", nothing: "Batches" };
 
 export function openRun(_, run) {
-  const [state, flow, buffer, waits, drops, changes] = [h("div", {}), h("ol", { class: "flow" }), h("div", {}), h("div", {}), h("div", {}), h("div", {})];
+  const [state, flow, buffer, waits, drops, changes, prompts] = [h("div", {}), h("ol", { class: "flow" }), ...Array.from({ length: 5 }, () => h("div", {}))];
   const range = { first: null, last: null, columns: null, history: null };
   const chartsOf = (section) => CHARTS.filter((spec) => spec.section === section).map((spec) => new Chart(spec, zoom, openStep));
   const [speed, data] = [chartsOf("Speed"), chartsOf("Data")];
@@ -31,10 +31,11 @@ export function openRun(_, run) {
   const scale = choose("Scale", ["linear", "linear"], ["log", "logarithmic"]);
   const reset = h("button", { type: "button", hidden: true, click: () => zoom() }, "Whole run");
   const all = h("button", { type: "button", click: saveAll }, "All as CSV");
-  const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, note);
+  const report = h("button", { type: "button", title: "One HTML file to keep or to send", click: saveReport }, "Report");
+  const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, report, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
   const grid = (charts) => h("div", { class: "charts" }, charts.map((chart) => chart.node));
-  const overSteps = [section("Speed", grid(speed)), section("Data", grid(data))];
+  const overSteps = [section("Speed", grid(speed)), section("Data", prompts, grid(data))];
   const parts = [state, section("Learning", bar, empty, learning.node, changes), section("Flow", flow, h("div", { class: "columns" }, buffer, waits, drops), grid(reasons)), overSteps];
   const view = runView(run, "Run", parts.flat(), { refresh, period_ms: 2000, close, repaint });
   const charts = () => [...learning.charts, ...speed, ...data, ...reasons];
@@ -70,6 +71,7 @@ export function openRun(_, run) {
     showState(view, answer.row);
     update(state, describeState(answer.row, run, await findIdle(answer.row, run)));
     update(flow, describeFlow(answer, run));
+    update(prompts, describePrompts(answer));
     update(buffer, h("h2", {}, "Buffer, by version of the oldest token"), versions(answer.versions));
     const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last} ${answer.ledger_entries}`;
     if (now !== drawn) await refreshHistory(now);
@@ -115,6 +117,14 @@ export function openRun(_, run) {
     const parts = ["waited", "dropped", "metrics"].flatMap((part) => Object.entries(range.history[part]).map(([name, values]) => [`${part} ${name}`, values]));
     const named = [...Object.entries(range.columns), ...parts];
     saveCsv(`${run}.csv`, named.map(([name]) => name), named.map(([, values]) => values));
+  }
+
+  async function saveReport() {
+    try {
+      saveFile(`${run}.html`, "text/html", await callText("GET", runPath(run, "/report")));
+    } catch (error) {
+      note.textContent = `The report could not be read: ${error.message}`;
+    }
   }
 
   function repaint() {
@@ -186,6 +196,29 @@ function versions(counted) {
 
 function describeWaits(waited_s) {
   return sums("Waits of the trainer in the shown steps", waited_s, age, "The trainer never waited for a batch.");
+}
+
+const percent = (share) => `${decimal(100 * share, 0)} %`;
+
+// What became of the prompts, by source, and whether long ones get lost; see "What is counted" in the documentation.
+function describePrompts({ coverage, reuse }) {
+  const { lengths, sources } = coverage;
+  const columns = [
+    ["Source", "name", ([name]) => (name === "*" ? "others" : name)],
+    ["Stored", "number", ([, one]) => count(one.stored)],
+    ["Trained", "number", ([, one]) => count(one.trained)],
+    ["Dropped", "number", ([, one]) => count(one.dropped)],
+    ["Trained share", "number", ([, one]) => percent(one.share)],
+  ];
+  const longer = lengths?.used > lengths?.stored;
+  const rows = Object.entries(sources).sort(([, a], [, b]) => a.share - b.share);
+  const uses = reuse.uses_per_group && h("p", { class: "quiet" }, `A used group has ${decimal(reuse.uses_per_group, 2)} uses. ${decimal(reuse.generated_share, 2)} groups were generated per use.`);
+  return [
+    coverage.issued > 0 && h("p", { class: "quiet" }, `${percent(coverage.share)} of the prompts that ended were trained: ${count(coverage.trained)} trained, ${count(coverage.dropped)} dropped, ${count(coverage.failed)} failed.`),
+    uses,
+    lengths?.biased && h("p", { class: "warn" }, `${longer ? "Short" : "Long"} rollouts get lost: trained groups have ${count(Math.round(lengths.used))} tokens per rollout, stored ones ${count(Math.round(lengths.stored))}. Groups that are dropped are the cause: allow more staleness, or reissue their prompts (on_stale).`),
+    rows.length > 0 && table("Prompts by source", columns, rows, ""),
+  ];
 }
 
 function describeDrops(dropped) {

@@ -168,14 +168,14 @@ def _check_unacked_batches(state: RunState, bounds: Bounds) -> None:
             continue
         rows = state.index.rows_of(batch.numbers)
         ages = state.versions_at(step, rows) - bounded_versions(config_of(state), state.index, rows)
-        for name, bound, found in (
+        for name, bound, largest in (
             ("max_staleness", bounds.max_staleness, int(ages.max())),
             ("max_uses", bounds.max_uses, int(state.index["times_sampled"][rows].max())),
         ):
-            if bound is not None and found > bound:
+            if bound is not None and largest > bound:
                 raise Conflict(
-                    f"{name} would be {bound}; batch {step} is not acked yet and has {found}: ack it first",
+                    f"{name} would be {bound}; batch {step} is not acked yet and has {largest}: ack it first",
                     name=name,
                     value=bound,
-                    bound=found,
+                    bound=largest,
                 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.kernel.decide.reissues import list_reissued
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
@@ -28,6 +29,8 @@ PIECE = 65_536
 """Most groups that are checked at once, and so the most numbers in one ledger record: at most 330 kB."""
 PLUGIN_PIECE = 8_192
 """Most groups in one call of a plug-in. A loop over so many groups in Python takes about 10 ms."""
+
+_any, _all, _most = np.logical_or.reduce, np.logical_and.reduce, np.maximum.reduce
 
 ByReason = dict[str, list[int]]
 Evict = Callable[[Groups, BufferView], Evictions]
@@ -52,6 +55,22 @@ def decide_removals(
             rows = index.rows_of(only[start : start + step])
             rows = rows[index["state"][rows] == LIVE]
         yield list(_remove(state, selector, now_s, rows, filtered)) if len(rows) else []
+
+
+def keeps_all(state: RunState, selector: Selector, arrivals: npt.NDArray[Any]) -> bool:
+    """Return whether the declared bounds alone decide about these new index entries, and keep all of them.
+
+    So nearly all arrivals are settled without rows, views and plug-ins; for the others call `decide_removals`.
+    """
+    config = selector.config
+    if config.adapters or config.admissions or config.filters or _evicts(selector.strategy):
+        return False
+    if _any(arrivals["adapter"]) or _most(arrivals["tokens"]) > (state.token_budget or LARGEST_INTEGER):
+        return False
+    for rule in selector.inputs.eviction_rules(""):
+        if not _all(rule.kept(*[arrivals[name] for name in rule.columns])):
+            return False
+    return True
 
 
 def _evicts(strategy: Strategy[Any]) -> bool:
@@ -93,13 +112,13 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
         strange = adapters != 0
     over = ~strange & (index["tokens"][rows] > (state.token_budget or LARGEST_INTEGER))
     unfit = strange | over
-    found = {"over_budget": over, "unknown_adapter": strange}
+    rows_by_reason = {"over_budget": over, "unknown_adapter": strange}
     if config.admissions:
-        found["not_admitted"] = ~unfit & ~have_all(index["columns"][rows], ADMITTED_BIT)
-        unfit |= found["not_admitted"]
+        rows_by_reason["not_admitted"] = ~unfit & ~have_all(index["columns"][rows], ADMITTED_BIT)
+        unfit |= rows_by_reason["not_admitted"]
     if not np.count_nonzero(unfit):
         return rows, {}
-    return rows[~unfit], {why: index["number"][rows[its]].tolist() for why, its in found.items() if its.any()}
+    return rows[~unfit], {why: index["number"][rows[its]].tolist() for why, its in rows_by_reason.items() if its.any()}
 
 
 def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
@@ -126,10 +145,10 @@ def _ask_plugins(
         if not len(seen):
             continue
         ask = functools.partial(_checked, plugin, call, state.index, seen, view)
-        found = selector.ask("evict", ask, plugin)
-        for number, reason in zip(found.rows, found.reasons, strict=True):
+        evictions = selector.ask("evict", ask, plugin)
+        for number, reason in zip(evictions.rows, evictions.reasons, strict=True):
             unusable.setdefault(reason, []).append(int(number))
-        rows = rows[~np.isin(state.index["number"][rows], found.rows)]
+        rows = rows[~np.isin(state.index["number"][rows], evictions.rows)]
 
 
 def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, Sequence[str]]]:
@@ -138,8 +157,10 @@ def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, S
     required, *of_filters = plugins.required
     if _evicts(selector.strategy):
         yield f"strategy {selector.config.strategy.name!r}", selector.strategy.evict, required
-    for spec, one, needed in zip(selector.config.filters, plugins.filters, of_filters, strict=True) if filtered else ():
-        yield f"filter {spec.name!r}", one.drop, needed
+    for spec, filter_, needed in (
+        zip(selector.config.filters, plugins.filters, of_filters, strict=True) if filtered else ()
+    ):
+        yield f"filter {spec.name!r}", filter_.drop, needed
 
 
 def _checked(plugin: str, call: Evict, index: Index, rows: Rows, view: BufferView) -> Evictions:

@@ -297,18 +297,18 @@ def decide_ack(
     )
 
 
-def read_priorities(given: Any, batch: BatchRecord) -> dict[int, float]:
+def read_priorities(answer: Any, batch: BatchRecord) -> dict[int, float]:
     """Turn `feedback["priorities"]` (group id -> number >= 0) into priorities by group number. Raises `Invalid`."""
-    if given is None:
+    if answer is None:
         return {}
     numbers = {entry.group_id: entry.number for entry in batch.groups}
-    if not isinstance(given, dict):
+    if not isinstance(answer, dict):
         raise Invalid(
-            f"feedback.priorities is {type(given).__name__}; it must be an object of group ids and numbers",
+            f"feedback.priorities is {type(answer).__name__}; it must be an object of group ids and numbers",
             name="feedback.priorities",
             bound="object",
         )
-    for group_id, value in given.items():
+    for group_id, value in answer.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST_PRIORITY
         if group_id not in numbers or not number:
             raise Invalid(
@@ -318,7 +318,7 @@ def read_priorities(given: Any, batch: BatchRecord) -> dict[int, float]:
                 value=str(value),
                 bound=[0, LARGEST_PRIORITY],
             )
-    return {numbers[group_id]: float(value) for group_id, value in given.items()}
+    return {numbers[group_id]: float(value) for group_id, value in answer.items()}
 
 
 def decide_policy(

@@ -24,12 +24,12 @@ def find_unsampled(state: RunState, sampled: int) -> list[tuple[int, RecordedBat
 
     Batches of one history ascend with their steps, so a step that a rewind made trained again has its samples already.
     """
-    found: list[tuple[int, RecordedBatch]] = []
+    unsampled: list[tuple[int, RecordedBatch]] = []
     step = state.step - 1
-    while len(found) < MOST_BEHIND and (made := state.records.get(step)) and made.entry > sampled:
-        found.append((step, made))
+    while len(unsampled) < MOST_BEHIND and (made := state.records.get(step)) and made.entry > sampled:
+        unsampled.append((step, made))
         step -= 1
-    return found[::-1]
+    return unsampled[::-1]
 
 
 def choose_groups(

@@ -21,7 +21,7 @@ from replaybuf.kernel.strategy.inputs import SAMPLED_GROUPS
 from replaybuf.kernel.strategy.rules import hold
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.waiting import waiting, waits_for_groups
-from replaybuf.wire.config import LARGEST_INTEGER
+from replaybuf.wire.config import LARGEST_INTEGER, Limits
 from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, WaitingAnswer
 
 NO_LOAD = Load()
@@ -54,6 +54,11 @@ def held(state: RunState, selector: Selector, adapter: str) -> Amount:
     return Amount(view.groups_live + view.tickets_out, view.tokens_live)
 
 
+def limits_room(limits: Limits) -> bool:
+    """Return whether a run bounds its live groups, or their bytes in memory."""
+    return (limits.max_tokens_live, limits.max_bytes_live, limits.max_bytes_in_memory) != (None, None, None)
+
+
 def decide_room(
     state: RunState, selector: Selector, coming: Sequence[Load], entering: Load = NO_LOAD, in_memory: int = 0
 ) -> tuple[int, NoRoom | None]:
@@ -62,7 +67,7 @@ def decide_room(
     `entering`: groups that were let in and are not in the index yet. `in_memory`: bytes of frames in Redis.
     """
     limits = config_of(state).limits
-    if (limits.max_tokens_live, limits.max_bytes_live, limits.max_bytes_in_memory) == (None, None, None):
+    if not limits_room(limits):
         return len(coming), None
     totals = state.pool.live.totals()
     live = Load(0, totals.tokens, totals.frame_bytes, in_memory) + entering
@@ -112,7 +117,7 @@ def _lacking(selector: Selector, adapter: str) -> int:
     if waits is None or not waits_for_groups(waits):
         return 0
     # With a cooldown or a rate limit, the missing number is unknown: admit one group at a time.
-    have = selector.given(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
+    have = selector.usable_amount(adapter) if waits.reason in ("rate_limited", "reuse_exhausted") else waits.have
     groups = waits.need.groups - have.groups
     tokens = (waits.need.tokens - have.tokens) / selector.inputs.tokens_per_group()
     return max(1, groups, math.ceil(tokens))

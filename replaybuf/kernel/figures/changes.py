@@ -74,7 +74,7 @@ class Changes(msgspec.Struct):
 def _lines(before: Any, after: Any, name: str) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         names = sorted(before.keys() | after.keys())
-        return [line for one in names for line in _lines(before.get(one), after.get(one), f"{name}.{one}".strip("."))]
+        return [line for key in names for line in _lines(before.get(key), after.get(key), f"{name}.{key}".strip("."))]
     return [] if before == after else [f"{name}: {_text(before)} → {_text(after)}"]
 
 

@@ -9,7 +9,8 @@ All counts are whole numbers, so the order of adding changes no sum: every machi
     dropped = lengths["dropped"] = sum(drop_ages[...].versions) = sum(evicted) + sum(dead_lettered)
 
 Each group with a prompt index counts as one prompt: a ticket is issued for one group only, and groups without a ticket
-count as one prompt each. So the counts need no set of prompts.
+count as one prompt each. So the counts need no set of prompts. Prompts are counted by source: the first `MOST_SOURCES`
+in the order of arrival, and all others together with those of no source.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import bisect
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import DEAD, Index
-from replaybuf.wire.answer.run_status import Coverage
+from replaybuf.wire.answer.run_status import Coverage, LengthBias, PromptCounts, Reuse
 
 STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
 """Three length histograms side by side show whether the buffer favours short groups (length bias)."""
@@ -39,10 +40,20 @@ AGE_MS = tuple(round(1000 * s) for s in (0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600
 """Upper edges of the buckets of ages in milliseconds."""
 UNKNOWN_AGE = -1
 """Age where the record has no time."""
+MOST_SOURCES = 64
+"""Sources whose prompts are counted apart."""
+_NO_SOURCE = 0
+LEAST_STORED = 100
+"""Stored groups before a difference of lengths is called a bias."""
+LEAST_DROPPED = 0.05
+"""Share of the stored groups that must be dropped before a difference of lengths is called a bias."""
+LEAST_BIAS = 0.1
+"""Relative difference of mean lengths that is called a bias."""
 _MAX_AGE_S = 2_000_000
 """23 days: milliseconds must fit a column of 32 bits."""
 
 Rows = npt.NDArray[np.int64] | slice
+K = TypeVar("K", int, str)
 T = TypeVar("T")
 
 
@@ -124,20 +135,40 @@ class Ages:
 
 
 @dataclasses.dataclass(slots=True)
+class Prompts:
+    """Prompts of a source by what became of their groups."""
+
+    stored: int = 0
+    trained: int = 0
+    dropped: int = 0
+
+    def __add__(self, other: Prompts) -> Prompts:
+        return Prompts(self.stored + other.stored, self.trained + other.trained, self.dropped + other.dropped)
+
+    def counts(self) -> PromptCounts:
+        """Return them as the state of a run has them."""
+        ended = self.trained + self.dropped
+        return PromptCounts(
+            stored=self.stored,
+            trained=self.trained,
+            dropped=self.dropped,
+            share=self.trained / ended if ended else 0.0,
+        )
+
+
+@dataclasses.dataclass(slots=True)
 class GroupHistograms:
     """All histograms of one adapter; see the module docstring.
 
     `reuse`: uses by `times_sampled`, which includes the use itself; `age_at_use`: milliseconds from arrival to batch;
-    `drop_ages`: by reason; `prompts_*`: groups with a prompt index, see `Coverage`.
+    `drop_ages`: by reason; `prompts`: groups with a prompt index by source, see `Coverage`.
     """
 
     lengths: dict[str, Lengths] = dataclasses.field(default_factory=lambda: {kind: Lengths() for kind in KINDS})
     reuse: Counter[int] = dataclasses.field(default_factory=Counter)
     age_at_use: Histogram = dataclasses.field(default_factory=_ages)
     drop_ages: dict[str, Ages] = dataclasses.field(default_factory=dict)
-    prompts_stored: int = 0
-    prompts_trained: int = 0
-    prompts_dropped: int = 0
+    prompts: dict[int, Prompts] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: GroupHistograms) -> GroupHistograms:
         return GroupHistograms(
@@ -145,15 +176,14 @@ class GroupHistograms:
             self.reuse + other.reuse,
             self.age_at_use + other.age_at_use,
             _merge(self.drop_ages, other.drop_ages, Ages()),
-            self.prompts_stored + other.prompts_stored,
-            self.prompts_trained + other.prompts_trained,
-            self.prompts_dropped + other.prompts_dropped,
+            _merge(self.prompts, other.prompts, Prompts()),
         )
 
     def store(self, index: Index, rows: Rows) -> None:
         """Count groups as stored."""
         self.lengths[STORED].add(index, rows)
-        self.prompts_stored += int(np.count_nonzero(index["prompt_index"][rows] >= 0))
+        for prompts, count in self._by_source(index["source"][rows], index["prompt_index"][rows] >= 0):
+            prompts.stored += count
 
     def use(self, index: Index, rows: Rows, at_s: float) -> None:
         """Count one use of each of these groups, which `times_sampled` includes already."""
@@ -161,13 +191,20 @@ class GroupHistograms:
         self.lengths[USED].add(index, rows)
         self.age_at_use.add(ages_ms(index["arrival_s"][rows], at_s))
         self.reuse.update(times.tolist())
-        self.prompts_trained += int(np.count_nonzero((times == 1) & (index["prompt_index"][rows] >= 0)))
+        first = (times == 1) & (index["prompt_index"][rows] >= 0)
+        for prompts, count in self._by_source(index["source"][rows], first):
+            prompts.trained += count
 
     def void_use(self, index: Index, rows: npt.NDArray[np.int64]) -> None:
         """Count prompts as untrained whose groups have no use left, after `times_sampled` was lowered."""
-        unused = rows[(index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] >= 0)]
-        self.prompts_trained -= len(unused)
-        self.prompts_dropped += int(np.count_nonzero(index["state"][unused] == DEAD))
+        sources, unused = (
+            index["source"][rows],
+            (index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] >= 0),
+        )
+        for prompts, count in self._by_source(sources, unused):
+            prompts.trained -= count
+        for prompts, count in self._by_source(sources, unused & (index["state"][rows] == DEAD)):
+            prompts.dropped += count
 
     def drop(
         self,
@@ -184,20 +221,58 @@ class GroupHistograms:
         ages.versions.add(np.maximum(versions - index["policy_version"][rows], 0), sign)
         ages.ms.add(age_ms, sign)
         untrained = (index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] >= 0)
-        self.prompts_dropped += sign * int(np.count_nonzero(untrained))
+        for prompts, count in self._by_source(index["source"][rows], untrained):
+            prompts.dropped += sign * count
 
-    def coverage(self, issued: int, failed: int) -> Coverage:
-        """Count prompts by their fate: `issued` of them had a ticket and `failed` are recorded as failed."""
-        issued = max(issued, self.prompts_stored + failed)
-        ended = self.prompts_trained + self.prompts_dropped + failed
+    def _by_source(
+        self, sources: npt.NDArray[np.int32], counted: npt.NDArray[np.bool_]
+    ) -> Iterator[tuple[Prompts, int]]:
+        """Yield the prompts of each source, with how many rows of it are `counted` [rows]."""
+        # In the order of the rows, as every server has it, because the first sources are counted apart.
+        for source, count in Counter(sources[counted].tolist()).items():
+            own = source if source in self.prompts or len(self.prompts) < MOST_SOURCES else _NO_SOURCE
+            yield self.prompts.setdefault(own, Prompts()), count
+
+    def coverage(self, issued: int, failed: int, names: Mapping[int, str] | None = None) -> Coverage:
+        """Count prompts by their fate: `issued` of them had a ticket and `failed` are recorded as failed.
+
+        `names`: of sources, by their hashes; a source without a name here is shown by its hash.
+        """
+        total = sum(self.prompts.values(), Prompts())
+        issued = max(issued, total.stored + failed)
+        ended = total.trained + total.dropped + failed
+        named = {code: (names or {}).get(code, f"#{code:08x}") for code in self.prompts if code}
+        rest = {_NO_SOURCE: "*"} if named and _NO_SOURCE in self.prompts else {}
         return Coverage(
             issued=issued,
-            stored=self.prompts_stored,
-            trained=self.prompts_trained,
-            dropped=self.prompts_dropped,
+            stored=total.stored,
+            trained=total.trained,
+            dropped=total.dropped,
             failed=failed,
             pending=issued - ended,
-            share=self.prompts_trained / ended if ended else 0.0,
+            share=total.trained / ended if ended else 0.0,
+            sources={name: self.prompts[code].counts() for code, name in (named | rest).items()},
+            lengths=self._length_bias(),
+        )
+
+    def _length_bias(self) -> LengthBias | None:
+        """Compare the lengths of used groups with those of stored ones; None while nothing was used."""
+        stored, used, dropped = (self.lengths[kind].mean for kind in KINDS)
+        if not used.count or not stored.sum:
+            return None
+        ratio = (used.sum / used.count) / (stored.sum / stored.count)
+        many = stored.count >= LEAST_STORED and dropped.count > LEAST_DROPPED * stored.count
+        biased = many and abs(ratio - 1) > LEAST_BIAS
+        return LengthBias(used.sum / used.count, stored.sum / stored.count, biased)
+
+    def reuse_figures(self) -> Reuse:
+        """Count groups by their uses, and what was generated for them."""
+        groups = self.groups_by_uses()
+        uses, used = self.reuse.total(), sum(groups.values())
+        return Reuse(
+            groups_by_uses={str(times): count for times, count in groups.items()},
+            uses_per_group=uses / used if used else None,
+            generated_share=self.lengths[STORED].mean.count / uses if uses else None,
         )
 
     def groups_by_uses(self) -> dict[int, int]:
@@ -206,9 +281,9 @@ class GroupHistograms:
         return {times: groups for times, groups in exact.items() if groups > 0}
 
 
-def _merge(one: Mapping[str, T], other: Mapping[str, T], empty: T) -> dict[str, T]:
+def _merge(first: Mapping[K, T], second: Mapping[K, T], empty: T) -> dict[K, T]:
     """Add two tables up, name by name."""
-    return {name: one.get(name, empty) + other.get(name, empty) for name in one | other}  # type: ignore[operator]
+    return {name: first.get(name, empty) + second.get(name, empty) for name in first | second}  # type: ignore[operator]
 
 
 def _buckets(edges: tuple[int, ...], values: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:

@@ -52,14 +52,22 @@ class Milestones(msgspec.Struct):
     def rewind(self, record: RewindRecord) -> None:
         """Forget the publications of lost versions."""
         kept = {"": record.version} | record.versions
-        self.publications = [one for one in self.publications if one.version <= kept.get(one.adapter, one.version)]
+        self.publications = [
+            publication
+            for publication in self.publications
+            if publication.version <= kept.get(publication.adapter, publication.version)
+        ]
 
     def publication_after(self, adapter: str, step: int, version: int | None) -> Publication | None:
         """Find what was published first after `step` was acked: a version above the one that it trained, if known."""
-        after = (one for one in self.publications if one.adapter == adapter and one.step > step)
-        return next((one for one in after if version is None or one.version > version), None)
+        after = (
+            publication
+            for publication in self.publications
+            if publication.adapter == adapter and publication.step > step
+        )
+        return next((publication for publication in after if version is None or publication.version > version), None)
 
     def freeing_of(self, number: int, last_step: int) -> Freeing | None:
         """Find the checkpoint that freed a group which was last used at `last_step`."""
-        fitting = (one for one in self.freeings if one.step > last_step)
-        return next((one for one in fitting if one.through is None or number <= one.through), None)
+        fitting = (freeing for freeing in self.freeings if freeing.step > last_step)
+        return next((freeing for freeing in fitting if freeing.through is None or number <= freeing.through), None)

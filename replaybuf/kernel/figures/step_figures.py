@@ -22,6 +22,11 @@ from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointR
 
 T = TypeVar("T", int, float)
 
+STILL_STEPS = 10
+STILL_S = 30.0
+STILL_UNKNOWN_S = 300.0
+"""A run may be idle for so long, and for `STILL_STEPS`, before it stands still; without two acked steps for longer."""
+
 MOST_ROWS = 4096
 """About 0.7 MB in memory and 0.4 MB in a snapshot."""
 
@@ -148,6 +153,14 @@ class StepFigures(msgspec.Struct):
         return bool(self.rows) and self.rows[-1].last >= step
 
 
+def stands_still(idle_s: float | None, rows: Sequence[StepRow]) -> bool:
+    """Return whether a run is idle for far longer than its newest steps, `rows`, took; one without a batch never is."""
+    acked = [row for row in rows if row.acked_s]
+    steps = sum(row.steps for row in acked[1:])
+    bound_s = max(STILL_S, STILL_STEPS * (acked[-1].acked_s - acked[0].acked_s) / steps) if steps else STILL_UNKNOWN_S
+    return idle_s is not None and idle_s > bound_s
+
+
 def merge(rows: Sequence[StepRow]) -> StepRow:
     """Merge neighbours into one row: means per step, extremes, and sums of drops and waits."""
     steps, newest = sum(row.steps for row in rows), rows[-1]
@@ -172,8 +185,8 @@ def merge(rows: Sequence[StepRow]) -> StepRow:
 def _sum(counted: Sequence[dict[str, T]]) -> dict[str, T]:
     """Add up numbers by reason."""
     total: dict[str, T] = {}
-    for one in counted:
-        for reason, number in one.items():
+    for counts in counted:
+        for reason, number in counts.items():
             total[reason] = total[reason] + number if reason in total else number
     return total
 

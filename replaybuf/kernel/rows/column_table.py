@@ -40,8 +40,8 @@ class ColumnTable:
             return {}
         index, rows, parts = self._index, self._index.rows_of(numbers), self.late_parts
         rows = rows[index["late"][rows] != 0]
-        found = zip(index["number"][rows].tolist(), index["late"][rows].tolist(), strict=True)
-        return {number: names_of(bits, parts) for number, bits in found}
+        pairs = zip(index["number"][rows].tolist(), index["late"][rows].tolist(), strict=True)
+        return {number: names_of(bits, parts) for number, bits in pairs}
 
     def add(self, added: AddedColumns) -> None:
         """Record the late columns of one group; a freed group keeps none."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, bits_of_group
 from replaybuf.kernel.rows.groups import Groups, read_only
-from replaybuf.wire.group import Float64s, Group, hash_name
+from replaybuf.wire.group import Float64s, Group, hash_name, source_of
 
 ENTRY = np.dtype(
     [
@@ -95,6 +95,8 @@ _FULL = 7 / 8
 _LARGE = 1 << 16
 """Rows up to which all columns grow at once, in a few milliseconds."""
 
+_sum = np.add.reduce
+
 Numbers = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.integer]
 
@@ -104,7 +106,6 @@ def encode_entry(
 ) -> bytes:
     """Return the bytes of the index entry of a group; `admitted`: the service stores it, no direct writer."""
     lengths = group.lengths.tolist()
-    source = group.metadata.get("source") or group.metadata.get("env")
     scores = summarize_scores(group)
     return _ENTRY_BYTES.pack(
         NO_PROMPT_INDEX if group.prompt_index is None else group.prompt_index,
@@ -121,7 +122,7 @@ def encode_entry(
         scores["reward_std"],
         scores["advantage_abs_mean"],
         hash_name(group.adapter),
-        hash_name(source) if isinstance(source, str) else 0,
+        hash_name(source_of(group)),
         group.finish_reasons.count("length"),
         bits_of_group(group) | (ADMITTED_BIT if admitted else 0),
     )
@@ -129,18 +130,19 @@ def encode_entry(
 
 def summarize_scores(group: Group) -> dict[str, float]:
     """Return the columns of an index entry that rewards and advantages determine."""
-    rewards = group.rewards
-    reward_mean = _mean(rewards)
+    rewards, advantages = group.rewards, group.advantages
+    count = len(rewards)
+    reward_mean = float(_sum(rewards)) / count  # as `mean_of`, of which three calls are most of the time
     return {
         "reward_mean": reward_mean,
-        "reward_std": math.sqrt(_mean(np.square(rewards - reward_mean))),
-        "advantage_abs_mean": 0.0 if group.advantages is None else _mean(np.abs(group.advantages)),
+        "reward_std": math.sqrt(float(_sum(np.square(rewards - reward_mean))) / count),
+        "advantage_abs_mean": 0.0 if advantages is None else float(_sum(np.abs(advantages))) / len(advantages),
     }
 
 
-def _mean(values: Float64s) -> float:
-    """Return `values.mean()` without its overhead, which is most of its time for the few rewards of a group."""
-    return float(np.add.reduce(values)) / len(values)
+def mean_of(values: Float64s) -> float:
+    """Return `values.mean()`, to the bit, without its overhead: for the few rewards of a group most of its time."""
+    return float(_sum(values)) / len(values)
 
 
 class Index:
@@ -208,8 +210,8 @@ class Index:
         """Set a column of groups, by number; freed and unknown groups are skipped."""
         numbers, own = np.fromiter(values, np.int64, len(values)), self._columns[column]
         rows = self.rows_of(numbers)
-        found = np.isin(numbers, self._columns["number"][rows])
-        own[rows] = np.fromiter(values.values(), own.dtype, len(values))[found]
+        has_row = np.isin(numbers, self._columns["number"][rows])
+        own[rows] = np.fromiter(values.values(), own.dtype, len(values))[has_row]
 
     def free(self, rows: npt.NDArray[np.int64]) -> None:
         """Mark rows as freed, and remove freed rows when they are more than half of all."""

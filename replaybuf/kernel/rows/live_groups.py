@@ -76,7 +76,7 @@ class LiveGroups:
     def add(self, code: int, tokens: Integers, frame_bytes: Integers) -> None:
         """Add new groups of the adapter with this hash, by their tokens and bytes [groups]."""
         if self._by_adapter is not None:
-            new = LiveTotals.of(tokens, np.zeros(len(tokens), np.int32), frame_bytes)
+            new = LiveTotals(len(tokens), _sum(tokens), fresh=len(tokens), frame_bytes=_sum(frame_bytes))
             self._by_adapter[code] = self._by_adapter.get(code, NO_LIVE).plus(new)
 
     def add_bytes(self, code: int, frame_bytes: int) -> None:

@@ -43,8 +43,8 @@ class PromptSet:
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         for adapter, raw in self._bits.items():
-            found = np.flatnonzero(np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little"))
-            yield from ((adapter, index) for index in found.tolist())
+            positions = np.flatnonzero(np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little"))
+            yield from ((adapter, index) for index in positions.tolist())
 
     def __eq__(self, other: object) -> bool:
         return self.bits == other.bits if isinstance(other, PromptSet) else NotImplemented

@@ -93,8 +93,8 @@ def _first_kept(state: RunState) -> int:
 
 def parse_position(state: RunState, cursor: Cursor, text: str) -> Position:
     """Read a position that a client sends. Raises `Invalid` for one of another kind or behind the end."""
-    found = _POSITION.fullmatch(text)
-    if found is None or (found[1] is not None) != (cursor.kind == "stored"):
+    match = _POSITION.fullmatch(text)
+    if match is None or (match[1] is not None) != (cursor.kind == "stored"):
         raise Invalid(
             f"position is {text!r}; send the position of a page of cursor {cursor.name!r} (kind {cursor.kind})",
             name="position",
@@ -102,9 +102,9 @@ def parse_position(state: RunState, cursor: Cursor, text: str) -> Position:
             bound=cursor.position.render(cursor.kind),
         )
     if cursor.kind == "stored":
-        position, end = Position(number=int(found[1])), Position(number=state.stored)
+        position, end = Position(number=int(match[1])), Position(number=state.stored)
     else:
-        position, end = Position(*map(int, found.groups()[1:])), Position(state.generation, state.next_step)
+        position, end = Position(*map(int, match.groups()[1:])), Position(state.generation, state.next_step)
     if position > end:
         raise Invalid(
             f"position is {text!r}; the run is at {end.render(cursor.kind)!r}",

@@ -90,8 +90,8 @@ class Window(NamedTuple):
 
     def cut(self, low: int, high: int) -> Window:
         """Return the part from `low` to `high`."""
-        found, freed = (part[(part >= low) & (part <= high)] for part in (self.found, self.freed))
-        return Window(low, high, found, freed)
+        matching, freed = (part[(part >= low) & (part <= high)] for part in (self.found, self.freed))
+        return Window(low, high, matching, freed)
 
 
 class GroupMatcher:
@@ -149,8 +149,8 @@ class GroupMatcher:
             bits = self._state.pool.columns.bits_of([self.query.lacks])
             matches &= ~have_all(index["columns"][rows], bits)
             matches &= (index["state"][rows] == LIVE) & (index["last_step"][rows] == NEVER)
-        found: Numbers = index["number"][rows][matches]
-        return found
+        matching: Numbers = index["number"][rows][matches]
+        return matching
 
     def _rows_between(self, low: int, high: int) -> slice | npt.NDArray[np.int64]:
         if self._wanted is not None:

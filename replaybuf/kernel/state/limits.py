@@ -12,15 +12,15 @@ larger. Groups that do not fit are answered 429, and their producer sends them a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from replaybuf.errors import NoRoom
 from replaybuf.wire.config import Limits
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """Groups, tokens and bytes of some groups; `in_memory`: those of the bytes that are not spilled."""
 
     groups: int = 0
@@ -42,6 +42,18 @@ class Load:
             self.tokens - other.tokens,
             self.bytes - other.bytes,
             self.in_memory - other.in_memory,
+        )
+
+    @classmethod
+    def total(cls, loads: Sequence[Load]) -> Load:
+        """Return the sum of some loads."""
+        if len(loads) == 1:
+            return loads[0]
+        return cls(
+            sum([load.groups for load in loads]),
+            sum([load.tokens for load in loads]),
+            sum([load.bytes for load in loads]),
+            sum([load.in_memory for load in loads]),
         )
 
     def over(self, limits: Limits) -> NoRoom | None:

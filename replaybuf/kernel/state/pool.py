@@ -158,19 +158,21 @@ class GroupPool:
         unfit = (entries["tokens"] < 1) | (entries["rollouts"] < 1) | (entries["policy_version"] < 0)
         unfit |= entries["policy_version_max"] < entries["policy_version"]
         unfit[: len(malformed)] |= malformed
-        if unfit.any():
+        any_unfit = np.logical_or.reduce(unfit)
+        if any_unfit:
             blank = np.zeros(1, entries.dtype)
             blank["prompt_index"] = NO_PROMPT_INDEX
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
         for code, its in split_by_adapter(entries["adapter"]):
-            self._count_stored(code, entries["rollouts"][its][numbers[its] > self.trimmed])
+            rollouts = entries["rollouts"][its]
+            self._count_stored(code, rollouts if numbers[0] > self.trimmed else rollouts[numbers[its] > self.trimmed])
             self.live.add(code, entries["tokens"][its], entries["frame_bytes"][its])
         self.stored = max(self.stored, int(numbers[-1]))
         self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
         if self.stored - self.counted > COUNTED_LATE:
             self._update_histograms()
-        if unfit.any():
+        if any_unfit:
             # The stream may be read at any ledger entry, so the age of the drop is unknown: version 0, no time.
             self.dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, None, 0.0)
         return entries

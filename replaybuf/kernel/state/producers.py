@@ -95,30 +95,30 @@ class Producers:
     def see(self, name: str, now_s: float) -> Producer:
         """Record a call of a producer."""
         heard_s = self._listened_s + self._since_look_s(now_s)
-        one = self._known.get(name)
-        if one is None:
-            one = self._known[name] = Producer(name, now_s, heard_s)
-        one.seen_s, one.heard_s, one.gone = now_s, heard_s, False
+        producer = self._known.get(name)
+        if producer is None:
+            producer = self._known[name] = Producer(name, now_s, heard_s)
+        producer.seen_s, producer.heard_s, producer.gone = now_s, heard_s, False
         self._known.move_to_end(name)
         if len(self._known) > MOST_KNOWN:
             self._drop_oldest()
-        return one
+        return producer
 
-    def record_failure(self, one: Producer, report: ProducerFailure, now_s: float) -> None:
+    def record_failure(self, producer: Producer, report: ProducerFailure, now_s: float) -> None:
         """Record the newest failure of a producer."""
-        one.failure = Failure(report, now_s)
-        self._failed[one.name] = one
-        self._failed.move_to_end(one.name)
+        producer.failure = Failure(report, now_s)
+        self._failed[producer.name] = producer
+        self._failed.move_to_end(producer.name)
         if len(self._failed) > MOST_FAILURES:
             self._failed.popitem(last=False)[1].failure = None
 
     def record_groups(self, name: str, count: int, now_s: float) -> None:
         """Record stored groups of a producer: it has recovered from its last failure."""
-        one = self.see(name, now_s)
-        one.groups.add(count, now_s)
+        producer = self.see(name, now_s)
+        producer.groups.add(count, now_s)
         self._stored_s = now_s
-        if one.failure is not None:
-            one.failure.lasts = False
+        if producer.failure is not None:
+            producer.failure.lasts = False
 
     def announce(self, names: Iterable[str], now_s: float) -> None:
         """Record a heartbeat of each of these producers."""
@@ -131,19 +131,19 @@ class Producers:
         self._looked_s = now_s
         self._forget(now_s)
         gone = []
-        for one in self._known.values():
-            if self._listened_s - one.heard_s < heartbeat_s:
+        for producer in self._known.values():
+            if self._listened_s - producer.heard_s < heartbeat_s:
                 break  # the others called later
-            if one.announced and not one.gone:
-                one.gone = True
-                gone.append(one.name)
+            if producer.announced and not producer.gone:
+                producer.gone = True
+                gone.append(producer.name)
         return gone
 
     def start_over(self, now_s: float) -> None:
         """Let every producer count as seen by a leader that starts now."""
         self._looked_s = now_s
-        for one in self._known.values():
-            one.heard_s, one.gone = self._listened_s, False
+        for producer in self._known.values():
+            producer.heard_s, producer.gone = self._listened_s, False
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
@@ -155,15 +155,15 @@ class Producers:
     def list_known(self, now_s: float) -> list[Producer]:
         """List the known producers by name."""
         self._forget(now_s)
-        return sorted(self._known.values(), key=lambda one: one.name)
+        return sorted(self._known.values(), key=lambda producer: producer.name)
 
     def any_announced(self) -> bool:
         """Return whether a producer sends heartbeats and is not gone: somebody must look whether they go on."""
-        return any(one.announced and not one.gone for one in self._known.values())
+        return any(producer.announced and not producer.gone for producer in self._known.values())
 
     def list_gone(self) -> list[Producer]:
         """List the producers that are gone, the longest silent one first."""
-        return [one for one in self._known.values() if one.gone]
+        return [producer for producer in self._known.values() if producer.gone]
 
     def list_failing(self) -> list[tuple[str, Failure]]:
         """List the producers whose failure lasts, the newest failure last.
@@ -171,14 +171,16 @@ class Producers:
         One that is gone counts until any producer stores a group: another may do its work.
         """
         return [
-            (one.name, one.failure)
-            for one in self._failed.values()
-            if one.failure is not None and one.failure.lasts and not (one.gone and one.failure.at_s < self._stored_s)
+            (producer.name, producer.failure)
+            for producer in self._failed.values()
+            if producer.failure is not None
+            and producer.failure.lasts
+            and not (producer.gone and producer.failure.at_s < self._stored_s)
         ]
 
     def count_without_engine(self) -> int:
         """Count the producers whose last heartbeat had no engine, without those that are gone."""
-        return sum(one.engines == 0 and not one.gone for one in self._known.values())
+        return sum(producer.engines == 0 and not producer.gone for producer in self._known.values())
 
     def count_known(self, now_s: float) -> int:
         """Count the known producers."""

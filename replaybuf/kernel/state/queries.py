@@ -68,8 +68,8 @@ def steps_by_group(state: RunState, numbers: Sequence[int]) -> dict[int, list[in
         return steps
     used = np.concatenate([record.numbers for _, record in records])
     step_of_use = np.repeat([step for step, _ in records], [len(record.numbers) for _, record in records])
-    found = np.isin(used, np.asarray(numbers, np.int64))
-    for number, step in zip(used[found].tolist(), step_of_use[found].tolist(), strict=True):
+    places = np.isin(used, np.asarray(numbers, np.int64))
+    for number, step in zip(used[places].tolist(), step_of_use[places].tolist(), strict=True):
         steps[number].append(step)
     return steps
 

@@ -16,12 +16,14 @@ If all rewards are equal, all advantages are exactly 0: the service flags such a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from replaybuf.errors import Invalid
+from replaybuf.kernel.rows.index import mean_of
 from replaybuf.wire.group import LARGEST_SCORE, Float32s, Float64s, Group, Int32s
 
 ProcessReward: TypeAlias = tuple[int, float]
@@ -37,7 +39,8 @@ def grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
     Shao et al. 2024, "DeepSeekMath", section 4.1.2 (outcome supervision). The paper leaves the kind of standard
     deviation open; this is the population's (divided by n). The epsilon is ours.
     """
-    normalised: Float64s = (rewards - rewards.mean()) / (rewards.std() + GRPO_EPSILON)
+    centred = rewards - mean_of(rewards)
+    normalised: Float64s = centred / (math.sqrt(mean_of(np.square(centred))) + GRPO_EPSILON)
     return normalised
 
 
@@ -48,7 +51,7 @@ def dr_grpo(rewards: Float64s, tokens: Float64s) -> Float64s:
     standard deviation gives more weight to groups that are nearly always or nearly never solved. The paper's
     second change, a constant instead of the response length in the loss, belongs to the trainer.
     """
-    centred: Float64s = rewards - rewards.mean()
+    centred: Float64s = rewards - mean_of(rewards)
     return centred
 
 
@@ -59,7 +62,7 @@ def rloo(rewards: Float64s, tokens: Float64s) -> Float64s:
     section 3.1. The baseline leaves out the rollout's own reward, so the gradient has no bias.
     """
     rollouts = len(rewards)
-    against_others: Float64s = (rewards - rewards.mean()) * (rollouts / max(rollouts - 1, 1))
+    against_others: Float64s = (rewards - mean_of(rewards)) * (rollouts / max(rollouts - 1, 1))
     return against_others
 
 
@@ -71,7 +74,7 @@ def rloo_length(rewards: Float64s, tokens: Float64s) -> Float64s:
     `rloo`. A rollout without sampled tokens has T_i = 1.
     """
     lengths = np.maximum(tokens, 1.0)
-    weighted: Float64s = rloo(rewards, tokens) * (lengths.mean() / lengths)
+    weighted: Float64s = rloo(rewards, tokens) * (mean_of(lengths) / lengths)
     return weighted
 
 
@@ -84,8 +87,8 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
     the result is that of `grpo`.
     Raises `Invalid` without any reward, for an end out of range, and as `advantages` does.
     """
-    given = np.array([reward for rollout in rewards for _, reward in rollout], np.float64)
-    normalised = iter(advantages("grpo", given))
+    rewards_of_steps = np.array([reward for rollout in rewards for _, reward in rollout], np.float64)
+    normalised = iter(advantages("grpo", rewards_of_steps))
     columns: list[Float64s] = []
     for number, (rollout, length) in enumerate(zip(rewards, lengths.tolist(), strict=True)):
         ending = np.zeros(length, np.float64)
@@ -101,7 +104,7 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
         columns.append(ending[::-1].cumsum()[::-1])
     summed = np.concatenate(columns)
     if not (np.abs(summed) <= LARGEST_SCORE).all():
-        raise _too_large(given)
+        raise _too_large(rewards_of_steps)
     return summed.astype(np.float32)
 
 
@@ -136,9 +139,9 @@ def advantages(name: str, rewards: Float64s, tokens: Float64s | None = None) -> 
     with np.errstate(over="ignore", invalid="ignore"):  # the result is checked below
         lengths = np.ones_like(rewards) if tokens is None else tokens
         result = np.zeros_like(rewards) if zero_variance(rewards) else ESTIMATORS[name](rewards, lengths)
-        spread = rewards.std()
+        variance = mean_of(np.square(rewards - mean_of(rewards)))
     # Check the spread too: if squares overflow, dividing by it gives zeros, as if all rewards were equal.
-    if not np.isfinite(spread) or not (np.abs(result) <= LARGEST_SCORE).all():
+    if not (math.isfinite(variance) and np.maximum.reduce(np.abs(result)) <= LARGEST_SCORE):
         raise _too_large(rewards)
     return result
 
@@ -151,9 +154,10 @@ def _too_large(rewards: Float64s) -> Invalid:
 
 def group_advantages(name: str, group: Group) -> Float64s:
     """Compute the advantages of a group, float64 [n]. Raises `Invalid` as `advantages` does."""
-    return advantages(name, group.rewards, group.sampled_lengths.astype(np.float64))
+    tokens = group.sampled_lengths.astype(np.float64) if ESTIMATORS.get(name) is rloo_length else None
+    return advantages(name, group.rewards, tokens)
 
 
 def zero_variance(rewards: Float64s) -> bool:
     """Return whether all rewards are equal; rounding can make their standard deviation a tiny number above 0."""
-    return bool((rewards == rewards[0]).all())
+    return bool(np.logical_and.reduce(rewards == rewards[0]))

@@ -32,12 +32,12 @@ def read_share(state: RunState) -> FailedShare | None:
 
 def explain_exceeded(state: RunState) -> str | None:
     """Describe an exceeded share; None = it is not exceeded, or the run has no such rule."""
-    found, most = read_share(state), _max_share(state)
-    if found is None or most is None or not found.exceeds(most):
+    share, most = read_share(state), _max_share(state)
+    if share is None or most is None or not share.exceeds(most):
         return None
     last = next(reversed(state.failed.newest.values()), None)
     return (
-        f"{FAILED_SHARE}: {found.failed} of the last {found.ended} prompts failed; tickets.max_failed_share is "
+        f"{FAILED_SHARE}: {share.failed} of the last {share.ended} prompts failed; tickets.max_failed_share is "
         f"{most:g}; the last one failed for: {last.reason if last and last.reason else 'no reason given'}"
     )
 

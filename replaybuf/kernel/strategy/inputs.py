@@ -187,7 +187,7 @@ class StrategyInputs:
         if required := self.plugins.all_required:
             bits = self._state.pool.columns.bits_of(required)
             rule = f"selects only groups with the columns {', '.join(required)}"
-            yield UsabilityRule(rule, ("columns",), lambda found: have_all(found, bits), "missing_columns")
+            yield UsabilityRule(rule, ("columns",), lambda values: have_all(values, bits), "missing_columns")
 
     def eviction_rules(self, adapter: str) -> Sequence[UsabilityRule]:
         """List the rules at the next step after which groups of an adapter are evicted, the first reason first.
@@ -227,31 +227,31 @@ class StrategyInputs:
     def _rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
         rule = "selects no group of a later version"
-        yield UsabilityRule(rule, ("policy_version",), lambda found: found <= version, "later_version")
+        yield UsabilityRule(rule, ("policy_version",), lambda values: values <= version, "later_version")
         if bounds.max_staleness is not None:
             yield self._staleness_rule(version - bounds.max_staleness, bounds.max_staleness)
         # Such a group was checked before a rewind, and stored after it by a direct writer or a leader that died.
         published = self._state.published[adapter]
         rule = "has no token of a version that is not published"
-        yield UsabilityRule(rule, ("policy_version_max",), lambda found: found <= published, LOST_LINEAGE, "evict")
+        yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, LOST_LINEAGE, "evict")
         if bounds.max_uses is not None:
             most = bounds.max_uses
             rule = f"keeps the max_uses of {most}"
-            yield UsabilityRule(rule, ("times_sampled",), lambda found: found < most, "used_up")
-        yield UsabilityRule("selects only live groups", ("state",), lambda found: found == LIVE, "not_live")
+            yield UsabilityRule(rule, ("times_sampled",), lambda values: values < most, "used_up")
+        yield UsabilityRule("selects only live groups", ("state",), lambda values: values == LIVE, "not_live")
         if adapter:  # without adapters all groups have the same one
             code = hash_name(adapter)
             rule = "selects only groups it was given"
-            yield UsabilityRule(rule, ("adapter",), lambda found: found == code, "other_adapter")
+            yield UsabilityRule(rule, ("adapter",), lambda values: values == code, "other_adapter")
         if self.config.batch.overlong == "reject":
             longest = self.seq_len
             rule = f"keeps the seq_len of {longest}"
-            yield UsabilityRule(rule, ("longest_tokens",), lambda found: found <= longest, "overlong", "both")
+            yield UsabilityRule(rule, ("longest_tokens",), lambda values: values <= longest, "overlong", "both")
 
     def _staleness_rule(self, oldest: int, max_staleness: int) -> UsabilityRule:
         rule, policies = f"keeps the max_staleness of {max_staleness}", StalePolicies.of(self.config)
         if "mask" not in policies.used:
-            return UsabilityRule(rule, ("policy_version",), lambda found: found >= oldest, "too_stale", "both")
+            return UsabilityRule(rule, ("policy_version",), lambda values: values >= oldest, "too_stale", "both")
 
         def kept(*columns: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
             fits: npt.NDArray[np.bool_] = policies.bounded_versions(*columns) >= oldest
@@ -266,9 +266,9 @@ class StrategyInputs:
         fits = next(each)
         for kept in each:
             fits &= kept
-        found = index.groups(None if fits.all() else np.flatnonzero(fits))
-        self._counted[adapter] = (self._state.entries, self._state.stored), len(found)
-        return found
+        groups = index.groups(None if fits.all() else np.flatnonzero(fits))
+        self._counted[adapter] = (self._state.entries, self._state.stored), len(groups)
+        return groups
 
     def usable_count(self, adapter: str) -> int | None:
         """Return how many groups `usable` found for the next step; None if it was not called since the last change."""

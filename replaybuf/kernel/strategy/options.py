@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -16,6 +17,8 @@ from replaybuf.wire.decoding import prepared
 REQUIRED = "required"
 """Default of an option that has none."""
 _UNSET = "unset"
+KEPT_SHAPES = 256
+"""Descriptions of options that are kept: a takeover of many runs builds the same plug-ins again and again."""
 _TYPE_BOUND = 1e9
 """Descriptions leave out bounds from here on: they only keep numbers within their type."""
 
@@ -50,15 +53,16 @@ class OptionHelp(NamedTuple):
     meaning: str = ""
 
 
-def describe_options(shape: type[msgspec.Struct]) -> list[OptionHelp]:
+@functools.lru_cache(maxsize=KEPT_SHAPES)
+def describe_options(shape: type[msgspec.Struct]) -> tuple[OptionHelp, ...]:
     """Describe every option of a struct, except those that all plug-ins have."""
-    return [
+    return tuple(
         OptionHelp(
             field.encode_name, _range(msgspec.inspect.type_info(field.type)), _default(field), meaning_of(field.type)
         )
         for field in msgspec.structs.fields(shape)
         if field.name not in StrategyOptions.__struct_fields__
-    ]
+    )
 
 
 def option_ranges(shape: type[msgspec.Struct]) -> dict[str, str]:

@@ -61,8 +61,8 @@ def build_with_bounds(name: str, options: dict[str, Any]) -> tuple[Strategy[Any]
 
 def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
     """Read the bounds of a strategy. Raises `Invalid` for an invalid one."""
-    found = configured(name, lambda: Bounds(strategy.max_staleness, strategy.max_uses, strategy.look_ahead))
-    for what, value, least, unbounded in zip(Bounds._fields, found, (0, 1, 0), (True, True, False), strict=True):
+    bounds = configured(name, lambda: Bounds(strategy.max_staleness, strategy.max_uses, strategy.look_ahead))
+    for what, value, least, unbounded in zip(Bounds._fields, bounds, (0, 1, 0), (True, True, False), strict=True):
         if not ((type(value) is int and value >= least) or (unbounded and value is None)):
             raise Invalid(
                 f"{what} of strategy {name!r} is {value!r}; it must be a whole number >= {least}"
@@ -71,7 +71,7 @@ def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
                 value=repr(value),
                 bound=least,
             )
-    return found
+    return bounds
 
 
 def required_columns(name: str, plugin: Strategy[Any] | Filter[Any]) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def required_columns(name: str, plugin: Strategy[Any] | Filter[Any]) -> tuple[st
     Options of a plug-in need not be `StrategyOptions`: those of the first release had no `requires`.
     """
     declared = configured(name, lambda: plugin.requires)
-    if not isinstance(declared, tuple | list) or not all(isinstance(one, str) for one in declared):
+    if not isinstance(declared, tuple | list) or not all(isinstance(each, str) for each in declared):
         raise Invalid(
             f"requires of {name!r} is {declared!r}; it must be a tuple of names of columns", name="requires", value=name
         )
@@ -92,8 +92,8 @@ def required_columns(name: str, plugin: Strategy[Any] | Filter[Any]) -> tuple[st
 
 def build_filter(name: str, options: dict[str, Any]) -> Filter[Any]:
     """Build a filter from its name and options. Raises `Invalid`, as `build_with_bounds`."""
-    found: Filter[Any] = _build(FILTERS, name, options, Filter)
-    return found
+    built: Filter[Any] = _build(FILTERS, name, options, Filter)
+    return built
 
 
 def resolve_admission(spec: AdmissionSpec) -> AdmissionSpec:
@@ -185,9 +185,9 @@ def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Pl
         sources = configured(name, lambda: tuple(map(int, strategy.sources)))
     except Invalid as error:
         return PluginSet(config, Bounds(max_staleness=0, max_uses=1, look_ahead=0), [], None, error.detail)
-    found = PluginSet(config, bounds, filters, strategy, required=required, sources=sources)
+    plugins = PluginSet(config, bounds, filters, strategy, required=required, sources=sources)
     if type(strategy).observe is Strategy.observe:
-        return found
+        return plugins
 
     def observing() -> Strategy[Any]:
         """Build the strategy anew: `ask` may repeat the call, and feedback observed twice would count twice."""
@@ -197,9 +197,9 @@ def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> Pl
         return built
 
     try:
-        return dataclasses.replace(found, _strategy=ask("observe", observing), observed=feedback)
+        return dataclasses.replace(plugins, _strategy=ask("observe", observing), observed=feedback)
     except StrategyFault as fault:
-        return dataclasses.replace(found, _strategy=None, fault=fault.detail, observed=feedback)
+        return dataclasses.replace(plugins, _strategy=None, fault=fault.detail, observed=feedback)
 
 
 def _required(
@@ -207,7 +207,10 @@ def _required(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the required columns of the strategy, then of each filter. Raises `Invalid`, also for too many of them."""
     named = zip(config.filters, filters, strict=True)
-    required = required_columns(config.strategy.name, strategy), *(required_columns(f.name, one) for f, one in named)
+    required = (
+        required_columns(config.strategy.name, strategy),
+        *(required_columns(f.name, filter_) for f, filter_ in named),
+    )
     parts = {name for names in required for name in names if name not in FIXED_NAMES}
     if len(parts) > MOST_PARTS:
         raise Invalid(
@@ -237,14 +240,14 @@ def resolve_config(config: RunConfig, ranks: int = 1) -> tuple[RunConfig, Bounds
         run = (budget, config.steps_per_publish_of(adapter), live_tokens)
         configured(name, lambda run=run: strategy.check(*run))  # type: ignore[misc]
     filters = [build_filter(spec.name, spec.options) for spec in config.filters]
-    for spec, one in zip(config.filters, filters, strict=True):
+    for spec, filter_ in zip(config.filters, filters, strict=True):
         for budget in budgets.values():
-            configured(spec.name, lambda one=one, budget=budget: one.check(budget, config.group_size))  # type: ignore[misc]
+            configured(spec.name, lambda filter_=filter_, budget=budget: filter_.check(budget, config.group_size))  # type: ignore[misc]
     _required(config, strategy, filters)
     filled = msgspec.structs.replace(
         config,
         strategy=_filled_in(config.strategy, strategy),
-        filters=[_filled_in(spec, one) for spec, one in zip(config.filters, filters, strict=True)],
+        filters=[_filled_in(spec, filter_) for spec, filter_ in zip(config.filters, filters, strict=True)],
         admissions=list(map(resolve_admission, config.admissions)),
     )
     return filled, bounds

@@ -110,21 +110,21 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
     yield f"keeps the group budget of {budget.groups}", within, len(numbers)
 
 
-def check_evictions(plugin: str, found: Evictions, index: Index, rows: Rows) -> Evictions:
+def check_evictions(plugin: str, evictions: Evictions, index: Index, rows: Rows) -> Evictions:
     """Check what a plug-in drops of the groups at ascending `rows`; return it as tuples. Raises `StrategyFault`."""
-    _hold(plugin, plugin, "", [("answers Evictions", isinstance(found, Evictions), type(found).__name__)])
-    _hold(plugin, plugin, "", _rules_of_evictions(found, index, rows))
-    return Evictions(tuple(np.asarray(found.rows).tolist()), tuple(found.reasons))
+    _hold(plugin, plugin, "", [("answers Evictions", isinstance(evictions, Evictions), type(evictions).__name__)])
+    _hold(plugin, plugin, "", _rules_of_evictions(evictions, index, rows))
+    return Evictions(tuple(np.asarray(evictions.rows).tolist()), tuple(evictions.reasons))
 
 
-def _rules_of_evictions(found: Evictions, index: Index, rows: Rows) -> Iterable[Rule]:
-    dropped, reasons = np.asarray(found.rows), found.reasons
+def _rules_of_evictions(evictions: Evictions, index: Index, rows: Rows) -> Iterable[Rule]:
+    dropped, reasons = np.asarray(evictions.rows), evictions.reasons
     yield "gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))
     if dropped.size:
         yield "drops whole groups, by their row", are_rows(dropped), str(dropped.ravel()[:8].tolist())
         found_rows = index.rows_of(dropped)
-        given = found_rows[rows[np.minimum(np.searchsorted(rows, found_rows), len(rows) - 1)] == found_rows]
-        unknown = np.setdiff1d(dropped, index["number"][given])
+        offered = found_rows[rows[np.minimum(np.searchsorted(rows, found_rows), len(rows) - 1)] == found_rows]
+        unknown = np.setdiff1d(dropped, index["number"][offered])
         yield "drops only groups it was given", not len(unknown), str(unknown[:8].tolist())
         words = all(isinstance(reason, str) and REASON_WORD.fullmatch(reason) for reason in reasons)
         yield "gives words as reasons", words, str(list(reasons)[:8])

@@ -151,11 +151,11 @@ class Selector:
         if not shares or (short == "timeout" and _count(shares) < self.config.batch.min_groups):
             ended = self._state.next_step > self._state.step and self.supply_ended()
             return self.explain("awaiting_ack") if ended else nearest(waits)
-        given = list(shares.values())
+        amounts = list(shares.values())
         weights = None
-        if any(share.weights is not None for share in given):
-            weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in given])
-        rows = np.concatenate([share.rows for share in given])[:MOST_GROUPS]
+        if any(share.weights is not None for share in amounts):
+            weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in amounts])
+        rows = np.concatenate([share.rows for share in amounts])[:MOST_GROUPS]
         weights = None if weights is None else weights[:MOST_GROUPS]
         return BatchSelection(rows, weights, following, short, frozenset(ending & shares.keys()))
 
@@ -281,7 +281,7 @@ class Selector:
         if not all(self._ended(name) for name in self.config.kept_adapters):
             return False
         waits = (self.why_adapter_waits(name) for name in self.config.kept_adapters)
-        return all(one is not None and waits_for_groups(one) for one in waits)
+        return all(wait is not None and waits_for_groups(wait) for wait in waits)
 
     def explain(
         self, reason: str, groups: Groups | None = None, adapter: str = "", limit: Waiting | None = None
@@ -293,22 +293,22 @@ class Selector:
         if self.config.adapters and not adapter:
             live = self._state.pool.live.totals()
             return waiting(reason, Amount(live.groups, live.tokens), self._state)
-        have = self.given(adapter, groups)
+        have = self.usable_amount(adapter, groups)
         if limit:
             have = Amount(_least(limit.groups, have.groups), _least(limit.tokens, have.tokens))
         missing = self.inputs.own_budget(adapter).groups or 0
         detail = limit.detail if limit else None
         return waiting(reason, have, self._state, adapter=adapter, missing=missing, detail=detail)
 
-    def given(self, adapter: str, groups: Groups | None = None) -> Amount:
+    def usable_amount(self, adapter: str, groups: Groups | None = None) -> Amount:
         """Sum up `groups`, by default those that the strategy sees for the next batch."""
         usable = self.inputs.usable(self._state.next_step, adapter) if groups is None else groups
         return Amount(len(usable), int(usable.tokens.sum(dtype=np.int64)))
 
-    def _reason(self, groups: Groups, given: str, adapter: str) -> str:
-        """Return the first reason that holds; `given` is the strategy's."""
-        if len(groups) or given == "rate_limited":
-            return given
+    def _reason(self, groups: Groups, reason: str, adapter: str) -> str:
+        """Return the first reason that holds; `reason` is that of the strategy."""
+        if len(groups) or reason == "rate_limited":
+            return reason
         if hash_name(adapter) in self._state.pool.stale_adapters:
             return "all_stale"
         left_over = self._state.pool.live.totals(adapter).groups or self._used_up_by_last_batch(adapter)
@@ -327,8 +327,8 @@ class Selector:
         return bool((self._state.index["times_sampled"][rows] >= self._state.max_uses).any())
 
 
-def _least(limit: int | None, given: int) -> int:
-    return given if limit is None else min(int(limit), given)
+def _least(limit: int | None, amount: int) -> int:
+    return amount if limit is None else min(int(limit), amount)
 
 
 def _count(shares: dict[str, AdapterShare]) -> int:

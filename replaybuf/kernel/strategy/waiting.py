@@ -23,7 +23,9 @@ BLOCKED_ON = dict.fromkeys(REASONS, "producers") | {
 
 def nearest(waits: Mapping[str, WaitingAnswer]) -> WaitingAnswer:
     """Return the answer of the adapter nearest to a batch: by its reason, then by the share of groups it has."""
-    return max(waits.values(), key=lambda one: (REASONS.index(one.reason), one.have.groups / max(1, one.need.groups)))
+    return max(
+        waits.values(), key=lambda wait: (REASONS.index(wait.reason), wait.have.groups / max(1, wait.need.groups))
+    )
 
 
 def waits_for_groups(answer: WaitingAnswer) -> bool:

@@ -105,16 +105,18 @@ class Application:
 
     async def _call(self, call: Call, request: Request) -> Response:
         """Authorise, handle and count a call."""
-        watch, status = started(), 500
-        request_id.set(_request_id(request) or self._request_ids.new())
-        share = request.state.body_share = self._bodies.share(*_holders(request))
-        request.state.caller = Caller()
-        permission = request.state.permission = self._guard.permission(request, call)
+        watch, status, scope, headers = started(), 500, request.scope, request.headers
+        run = scope["path_params"].get("run")
+        request_id.set(_request_id(headers.get("x-request-id")) or self._request_ids.new())
+        share = self._bodies.share(*_holders(scope.get("client"), run))
+        permission = self._guard.permission(headers.get("authorization"), run, call)
+        state = scope.setdefault("state", {})  # what `request.state` shows
+        state |= {"body_share": share, "permission": permission, "caller": Caller()}
         try:
-            request.state.caller = self._guard.check(request, call)
+            state["caller"] = self._guard.check(request, permission)
             if call.query is not None:
                 check_query(request, call.query)
-            with share, spans.answer(call.method, call.path, request.headers, request.path_params.get("run", "")):
+            with share, spans.answer(call.method, call.path, headers, run or ""):
                 response = await self._handle(call, request, share)
             if call.method == "GET":
                 permission.check()  # the answer may be of the turn in which the permission ended
@@ -131,11 +133,11 @@ class Application:
             return response
         finally:
             self._guard.settle(request, call, share.read_bytes, status)
-            run, traffic = request.path_params.get("run", ""), self.state.service.traffic
+            service, seconds = self.state.service, watch.seconds
             # Without the name of an unknown run: callers could make the number of series grow without bound.
-            known = run if run in self.state.service.runs else ""
-            traffic.count(known, f"{call.method} {call.template}", status, watch.seconds)
-            logger.debug("%s %s status=%d seconds=%.4f", call.method, request.scope["path"], status, watch.seconds)
+            known = run if run in service.runs else None
+            service.traffic.count(known or "", f"{call.method} {call.template}", status, seconds)
+            logger.debug("%s %s status=%d seconds=%.4f", call.method, scope["path"], status, seconds)
 
     async def _handle(self, call: Call, request: Request, share: BodyShare) -> Response:
         """Answer a call, or let the leader of its run answer it."""
@@ -182,16 +184,14 @@ def _section(path: str) -> str:
     return parts[4] if len(parts) > 4 else ""
 
 
-def _holders(request: Request) -> list[str]:
+def _holders(client: tuple[str, int] | None, run: str | None) -> list[str]:
     """Name who holds the memory of a body: the address and the run. No name of a run has a dot or a colon."""
-    address = [request.client.host] if request.client else []
-    return [*address, request.path_params.get("run", "")]
+    return [*([client[0]] if client else []), run or ""]
 
 
-def _request_id(request: Request) -> str:
+def _request_id(given: str | None) -> str:
     """Return the id that the caller gave its request; "" for none, or one that is no plain word."""
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else ""
+    return given if given and _REQUEST_ID.fullmatch(given) else ""
 
 
 def _methods(call: Call) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -59,10 +59,16 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
     return Buckets(histogram.count, total, [(edge, count) for edge, count in pairs if count])
 
 
-def coverage(state: RunState, book: TicketBook) -> Coverage:
-    """Count a run's prompts by their fate, of all adapters together; a reissue counts as another prompt."""
+def coverage(state: RunState, book: TicketBook, sources: Iterable[str] = ()) -> Coverage:
+    """Count a run's prompts by their fate, of all adapters together; a reissue counts as another prompt.
+
+    `sources`: names of sources that are known, beside those of the configuration.
+    """
     issued = sum(book.next_index.values()) + state.reissues.total
-    return state.totals.histograms.coverage(issued, len(state.failed.prompts))
+    names = [*sources, *(state.config.stale_policies if state.config else ())]
+    return state.totals.histograms.coverage(
+        issued, len(state.failed.prompts), {hash_name(name): name for name in names}
+    )
 
 
 class AdapterSummary(msgspec.Struct, frozen=True):
@@ -171,7 +177,8 @@ def render_run_state(
         ),
         staleness=_staleness(state.totals),
         histograms=index.run.histograms,
-        coverage=coverage(state, book),
+        coverage=coverage(state, book, presence.sources),
+        reuse=state.totals.histograms.reuse_figures(),
         waiting=waits,
         waiting_s=waiting_s,
         adapters=adapters,

@@ -121,10 +121,11 @@ class Journal:
         self.presence.record_trainer()
 
     @contextlib.asynccontextmanager
-    async def taking_over(self, token: str) -> AsyncIterator[None]:
+    async def taking_over(self, token: str, ends: tuple[int, int] | None = None) -> AsyncIterator[None]:
         """Lead from the end of the body on; only the body decides meanwhile.
 
-        The token fences every older leader, so what is read first is everything.
+        The token fences every older leader, so what is read first is everything. `ends`: newest ledger entry and group
+        at that moment, if they are known.
         """
         async with self._deciding:
             if not self.state.entries:  # a new run, under the name of one that may have been deleted
@@ -132,7 +133,10 @@ class Journal:
             self.terms += 1
             self.token = token
             try:
-                await self.catch_up()
+                async with self._reading:  # else a read that has begun would apply our first records too
+                    caught_up = ends == (self.state.entries, self.state.stored)
+                if not caught_up:
+                    await self.catch_up()
                 self._uncertain = False
                 yield
                 self.leading = True
@@ -243,10 +247,13 @@ class Journal:
         """Fold groups that an append published; read those that others published before them."""
         async with self._reading:
             new = [result for result in published if result.entry]
-            before = [result.number for result in published if not result.entry] + [r.number - 1 for r in new[:1]]
-            if max(before, default=0) > self.state.stored:
-                await self._read_groups(max(before))
-            new = [result for result in new if result.number > self.state.stored]
+            before = new[0].number - 1 if new else 0
+            if len(new) < len(published):
+                before = max(before, *[result.number for result in published if not result.entry])
+            if before > self.state.stored:
+                await self._read_groups(before)
+            if new and new[0].number <= self.state.stored:
+                new = [result for result in new if result.number > self.state.stored]
             if new:
                 self._store(build_chunk([r.number for r in new], [r.entry for r in new if r.entry]))
                 self._record_ends()

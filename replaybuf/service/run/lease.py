@@ -15,22 +15,41 @@ RENEWAL_S = LEASE_S / 3
 TOGETHER_S = RENEWAL_S / 2
 MARGIN_S = 0.02
 """Redis has dropped another server's lease so long after its end by our clock."""
+EXPECTING_S = 0.25
+"""A server that is to get a lease asks so often."""
+LEFT_S = 0.5
+"""For so long a free lease is left to the server that should lead the run; then anybody takes it."""
 
 
 class LeaseTimer:
-    """End of the current lease, ours or another server's, and the next time to ask. Hold `asking` while asking."""
+    """End of the current lease, ours or another server's, and the next time to ask. Hold `asking` while asking.
+
+    `holder`: who has the lease, or had it last; "" = not known.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.asking = asyncio.Lock()
         self.now_s = clock
+        self.holder = ""
+        self._free_since_s: float | None = None
         self._ends_s = -float("inf")
         self._renew_at_s = -float("inf")
 
-    def extend(self, left_s: float, asked_s: float | None = None) -> None:
+    def extend(self, left_s: float, asked_s: float | None = None, ask_in_s: float = RENEWAL_S) -> None:
         """Record an answer of Redis: the lease lasts `left_s` from `asked_s` (default now)."""
         now_s = self.now_s() if asked_s is None else asked_s
         self._ends_s = now_s + left_s
-        self._renew_at_s = now_s + RENEWAL_S
+        self._renew_at_s = now_s + ask_in_s
+        self._free_since_s = None
+
+    def leave(self, asked_s: float) -> bool:
+        """Leave a free lease to another server, and ask again later; False after `LEFT_S`."""
+        since_s = self._free_since_s if self._free_since_s is not None else asked_s
+        if asked_s >= since_s + LEFT_S:
+            return False
+        self.extend(since_s + LEFT_S - asked_s, asked_s)
+        self._free_since_s = since_s
+        return True
 
     def ended(self) -> bool:
         """Return whether the lease has ended by our clock."""

@@ -145,9 +145,12 @@ class Run:
         await run.side_state.reload()
         return run
 
-    async def lead(self, token: str) -> None:
-        """Read all that the older leader wrote, then decide from here on. Raises `DataLost`."""
-        async with self.journal.taking_over(token):
+    async def lead(self, token: str, ends: tuple[int, int] | None = None) -> None:
+        """Read all that the older leader wrote, then decide from here on. Raises `DataLost`.
+
+        `ends`: newest ledger entry and group when Redis gave us the token; what is folded already is not read again.
+        """
+        async with self.journal.taking_over(token, ends):
             await self.tickets.reload()
             self.tickets.start_over()
             await self.cursors.take_over()

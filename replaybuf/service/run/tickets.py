@@ -213,6 +213,8 @@ class Tickets:
     def complete(self, chunks: Iterable[IndexChunk]) -> None:
         """Remove the tickets of stored groups and measure how long they took."""
         prompts = [(prompt, reissue) for chunk in chunks for prompt, reissue in _prompts_of(chunk)]
+        if not prompts:
+            return
         change = self._remove([prompt for prompt, _ in prompts], {prompt: n for prompt, n in prompts if n})
         now_s = self._journal.clock.monotonic()
         self._rates.record_durations(now_s - issued_s for issued_s in change.issue_times_s)

@@ -37,7 +37,7 @@ class KnownEnds:
         Ends of an older incarnation, from work that began before the run was deleted, are ignored.
         """
         known = self.of(run)
-        if ends.incarnation < known.incarnation:
+        if ends == known or ends.incarnation < known.incarnation:
             return
         if ends.incarnation > known.incarnation:
             furthest = ends

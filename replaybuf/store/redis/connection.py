@@ -11,7 +11,6 @@ thread: asyncio streams copy each byte four more times and need three times the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -36,12 +35,12 @@ from replaybuf.store.redis.cluster_pipeline import ClusterClient, Router
 from replaybuf.store.redis.durability import STRICT, Barrier, WritePolicy
 from replaybuf.store.redis.faults import (
     fenced,
+    known_error,
     lacks_functions,
     older,
     replaced,
     translate,
     unavailable,
-    with_known_errors,
     without_password,
 )
 from replaybuf.store.redis.inspection import (
@@ -51,7 +50,7 @@ from replaybuf.store.redis.inspection import (
     load_library,
     load_on_cluster,
 )
-from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections, execute_tolerantly
+from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections
 from replaybuf.store.redis.server import ServerReport, check_role, check_version
 from replaybuf.store.topology import URL_FORMS, parse_topology
 
@@ -151,7 +150,8 @@ class Connection:
         try:
             if self._prepared:
                 self._check_stall()
-            await self.prepare()
+            else:
+                await self.prepare()
         except BaseException:
             if isinstance(command, Coroutine):
                 command.close()  # it is never awaited
@@ -168,8 +168,12 @@ class Connection:
         for wait in waits:
             pipe.execute_command(*wait)
         switches = self._topology.switches
-        async with keep_awake(self.pipeline) if barrier and barrier.in_background else contextlib.nullcontext():
-            all_replies: list[Any] = await self.run(execute_tolerantly(pipe, may_fail, len(waits)))
+        command = pipe.execute(first=may_fail, last=len(waits))
+        if barrier and barrier.in_background:
+            async with keep_awake(self.pipeline):
+                all_replies: list[Any] = await self.run(command)
+        else:
+            all_replies = await self.run(command)
         if switches != self._topology.switches:  # replicas of the old primary have confirmed what the new one may lack
             raise unavailable(self.url, "has another primary since the write began; send it again")
         if barrier is None:
@@ -350,9 +354,9 @@ class Connection:
 
     async def _answer(self, command: Awaitable[Any]) -> Any:
         try:
-            reply = await with_known_errors(command)
-        except (RedisError, OSError) as error:
-            raise self._failed(error) from error
+            reply = await command
+        except (RedisError, OSError, RuntimeError) as error:
+            raise self._failed(known_error(error)) from error
         self._stalled_until_s = 0.0
         return reply
 

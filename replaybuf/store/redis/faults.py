@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable
-from typing import Any
 
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -118,11 +116,13 @@ def fenced(run: str, token: str, newest: str) -> NotLeader:
     )
 
 
-async def with_known_errors(command: Awaitable[Any]) -> Any:
-    """Await a command. uvloop raises RuntimeError for a write on a connection that the other side has just closed."""
-    try:
-        return await command
-    except RuntimeError as error:
-        if "handler is closed" in str(error):
-            raise RedisConnectionError("the connection was closed") from error
-        raise
+def known_error(error: RedisError | OSError | RuntimeError) -> RedisError | OSError:
+    """Return an error of redis-py for what a command raised. Raises any other `RuntimeError`.
+
+    uvloop raises RuntimeError for a write on a connection that the other side has just closed.
+    """
+    if not isinstance(error, RuntimeError):
+        return error
+    if "handler is closed" in str(error):
+        return RedisConnectionError("the connection was closed")
+    raise error

@@ -25,6 +25,8 @@ from replaybuf.errors import TooLarge
 from replaybuf.wire.config import LARGEST_STORED_BYTES
 
 _BYTES = (bytes, memoryview)
+_SET_AGAIN = 1 / 8
+"""Share of the timeout after which the timer of an exchange is set again."""
 _LARGE_BYTES = 4096
 """Larger arguments are sent without a copy."""
 
@@ -81,14 +83,17 @@ class FastPipeline(Pipeline):
         self.command_stack.append((words, options))
         return self
 
-    async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """Send the commands and return their replies. Raises the first error among the replies."""
+    async def execute(self, raise_on_error: bool = True, first: int = 0, last: int = 0) -> list[Any]:
+        """Send the commands and return their replies.
+
+        Raises the first error among the replies, except those to the `first` and the `last` commands.
+        """
         commands, self.command_stack = self.command_stack, []
         if not commands:
             return []
         replies = await self._send([words for words, _ in commands])
         if raise_on_error:
-            _raise_first(replies)
+            _raise_first(replies[first : len(replies) - last])
         if not self.response_callbacks:
             return replies
         return [self._convert(reply, *command) for reply, command in zip(replies, commands, strict=True)]
@@ -114,19 +119,21 @@ async def receive(connection: Any, count: int) -> list[Any]:
 async def _exchange(connection: Any, commands: Iterable[Sequence[Any]], count: int) -> list[Any]:
     """Send commands, then read `count` replies as the parser returns them, errors too.
 
-    The sending may take `socket_timeout`, and each reply.
+    The sending may take `socket_timeout`, and each reply; up to an eighth less after what came at once.
     """
     pieces = [piece for command in commands for piece in _pack(command)]
     replies: list[Any] = []
     timeout_s, now_s, parser = connection.socket_timeout, asyncio.get_running_loop().time, connection._parser
     try:
-        # One timer, set again for each reply: redis-py makes a new one each, which takes longer than the reply.
+        # One timer, set again after a while: redis-py makes one for each reply, which takes longer than the reply.
         async with asyncio.timeout(timeout_s) as timer:
             if pieces:
                 await connection._send_packed_command(pieces)
+            began_s = now_s()
             for _ in range(count):
-                if timeout_s is not None and (pieces or replies):
-                    timer.reschedule(now_s() + timeout_s)
+                if timeout_s is not None and now_s() > began_s + _SET_AGAIN * timeout_s:
+                    began_s = now_s()
+                    timer.reschedule(began_s + timeout_s)
                 replies.append(await parser.read_response())
     except BaseException as error:
         raise await _close(connection, error) from error
@@ -177,39 +184,28 @@ def _raise_first(replies: list[Any]) -> list[Any]:
 
 
 def _pack(words: Sequence[Any]) -> list[Any]:
-    for word in words:
-        if isinstance(word, _BYTES) and len(word) > _LARGE_BYTES:
-            if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
-                raise TooLarge(
-                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
-                    name="redis",
-                    value=len(word),
-                    bound=LARGEST_STORED_BYTES,
-                )
-            return _pack_large(words)
-    return [hiredis.pack_command(tuple(words))]
+    """Pack a command, without a copy of its large arguments."""
+    large = [place for place, word in enumerate(words) if word.__class__ in _BYTES and len(word) > _LARGE_BYTES]
+    if not large:
+        return [hiredis.pack_command(tuple(words))]
+    pieces, start = [b"*%d\r\n" % len(words)], 0
+    for place in large:
+        word = words[place]
+        if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
+            raise TooLarge(
+                f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
+                name="redis",
+                value=len(word),
+                bound=LARGEST_STORED_BYTES,
+            )
+        pieces[-1] += b"%b$%d\r\n" % (_pack_words(words[start:place]), len(word))
+        pieces += word, b"\r\n"
+        start = place + 1
+    pieces[-1] += _pack_words(words[start:])
+    return pieces
 
 
-def _pack_large(words: Sequence[Any]) -> list[Any]:
-    """Pack a command without a copy of its large arguments."""
-    pieces: list[Any] = []
-    head = b"*%d\r\n" % len(words)
-    for word in words:
-        data = word if isinstance(word, _BYTES) else str(word).encode()
-        head += b"$%d\r\n" % len(data)
-        if len(data) > _LARGE_BYTES:
-            pieces += head, data
-            head = b""
-        else:
-            head += data
-        head += b"\r\n"
-    return [*pieces, head]
-
-
-async def execute_tolerantly(pipe: FastPipeline, first: int, last: int) -> list[Any]:
-    """Execute a pipeline. Raises the first error; returns errors of the `first` and the `last` commands."""
-    replies = await pipe.execute(raise_on_error=False)
-    for reply in replies[first : len(replies) - last]:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies
+def _pack_words(words: Sequence[Any]) -> bytes:
+    """Pack a part of a command: words without their number."""
+    packed: bytes = hiredis.pack_command(tuple(words))
+    return packed[packed.index(b"\n") + 1 :]

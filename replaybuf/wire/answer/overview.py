@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from replaybuf.wire.answer.run_status import Coverage, Reuse
 from replaybuf.wire.contract import Answer, WaitingAnswer
 
 
@@ -88,6 +89,8 @@ class Flow(Answer, frozen=True, kw_only=True):
     waited_s: dict[str, float]
     step_waited_s: dict[str, float] = field(default_factory=dict)
     step_dropped: dict[str, int] = field(default_factory=dict)
+    coverage: Coverage
+    reuse: Reuse = Reuse()
     stored_s: float | None
     batch_s: float | None
     ack_s: float | None

@@ -45,6 +45,37 @@ class Histograms(Struct, frozen=True):
     dropped: dict[str, DropAges]
 
 
+class PromptCounts(Struct, frozen=True, kw_only=True):
+    """Prompts of one source: with a stored group, trained, dropped; `share`: trained / (trained + dropped)."""
+
+    stored: int
+    trained: int
+    dropped: int
+    share: float
+
+
+class LengthBias(Struct, frozen=True):
+    """Mean tokens per rollout of groups at their uses, and of stored groups.
+
+    `biased`: the two differ by over a tenth, and over a twentieth of at least 100 stored groups was dropped.
+    """
+
+    used: float
+    stored: float
+    biased: bool
+
+
+class Reuse(Struct, frozen=True, kw_only=True):
+    """How often groups are trained: groups by their uses so far, and uses per used group.
+
+    `generated_share`: groups stored per use, the cost of a step in generation; both are null before the first use.
+    """
+
+    groups_by_uses: dict[str, int] = {}
+    uses_per_group: float | None = None
+    generated_share: float | None = None
+
+
 class Coverage(Struct, frozen=True, kw_only=True):
     """Outcomes of prompts: issued = trained + dropped + failed + pending.
 
@@ -54,6 +85,8 @@ class Coverage(Struct, frozen=True, kw_only=True):
     - `failed`: recorded as failed, without a group
     - `pending`: may still be trained: group live and unused, ticket out, or to be issued again
     - `share`: trained / (issued - pending), 0 if no prompt is done
+    - `sources`: by source, if groups have one; `"*"`: prompts without a source, and of sources beyond the first 64
+    - `lengths`: null before the first use
     """
 
     issued: int
@@ -63,6 +96,8 @@ class Coverage(Struct, frozen=True, kw_only=True):
     failed: int
     pending: int
     share: float
+    sources: dict[str, PromptCounts] = {}
+    lengths: LengthBias | None = None
 
 
 class StoredCounts(Answer, frozen=True, kw_only=True):
@@ -251,6 +286,7 @@ class RunStatus(Answer, frozen=True, kw_only=True):
     staleness: dict[str, int]
     histograms: Histograms
     coverage: Coverage
+    reuse: Reuse = Reuse()
     waiting: WaitingAnswer | None
     adapters: dict[str, AdapterStatus]
     checkpoints: list[int]

@@ -190,7 +190,7 @@ def _view_raw(
     owner = buffer.obj
     whole = np.frombuffer(owner if isinstance(owner, bytes) and len(owner) == size else buffer, np.uint8)
     for name, column in columns.items():
-        dtype, numpy_dtype, value_bytes, per = KINDS.get(name) or kind_of(name)
+        dtype, numpy_dtype, value_bytes, per = KINDS[name] if name in KINDS else kind_of(name)
         offset, length = column.offset, column.length
         if column.dtype != dtype:
             raise BrokenFrame(f"column {name} has dtype {column.dtype!r}; expected {dtype!r}", name=name)
@@ -200,7 +200,7 @@ def _view_raw(
         if column.codec != "raw":
             packed[name] = column
             continue
-        needed = values.get(per, length // _SPAN_BYTES) * value_bytes
+        needed = (values[per] if per in values else length // _SPAN_BYTES) * value_bytes
         if length != needed:
             raise BrokenFrame(
                 f"column {name} has {counted(length, 'byte')}; its rollouts need {needed}",

@@ -25,43 +25,43 @@ _MAX_COUNTED = 1000
 _SHOWN_BITS = 128
 
 
-def check_metadata(name: str, given: Any) -> None:
+def check_metadata(name: str, value: Any) -> None:
     """Raise `Invalid` if `given` is nested too deeply, has an integer beyond 64 bits, or is not JSON."""
-    depth = _depth(name, given)
+    depth = _depth(name, value)
     if depth > DEEPEST:
         raise Invalid(f"{name} is nested {depth} deep; the maximum is {DEEPEST}", name=name, value=depth, bound=DEEPEST)
     try:
-        msgspec.msgpack.encode(given)
-        msgspec.json.encode(given)
+        msgspec.msgpack.encode(value)
+        msgspec.json.encode(value)
     except OverflowError:
-        raise _integer_error(name, given) from None
+        raise _integer_error(name, value) from None
     except (TypeError, ValueError) as error:  # from a Python producer
         raise Invalid(f"{name} does not encode: {error}", name=name) from None
 
 
-def readable(given: dict[str, Any]) -> dict[str, Any] | None:
+def readable(metadata: dict[str, Any]) -> dict[str, Any] | None:
     """Return stored metadata, or None if JSON cannot hold it: a program that writes to Redis itself may store any."""
     try:
-        check_metadata("metadata", given)
+        check_metadata("metadata", metadata)
     except Invalid:
         return None
-    return given
+    return metadata
 
 
 def encode_within(objects: Iterable[dict[str, Any]], most_bytes: int) -> Iterator[msgspec.Raw | None]:
     """Yield each as JSON, up to `most_bytes` in all; None for what is not JSON, and for all that comes too late."""
     left = most_bytes
-    for given in objects:
-        if left < 0 or readable(given) is None:
+    for value in objects:
+        if left < 0 or readable(value) is None:
             yield None
             continue
-        encoded = msgspec.json.encode(given)
+        encoded = msgspec.json.encode(value)
         left -= len(encoded)
         yield msgspec.Raw(encoded) if left >= 0 else None
 
 
-def _depth(name: str, given: Any) -> int:
-    depth, level = 0, [given]
+def _depth(name: str, value: Any) -> int:
+    depth, level = 0, [value]
     while level and depth < _MAX_COUNTED:
         depth += 1
         level = [inner for outer in level for inner in _nested_in(outer)]
@@ -82,9 +82,9 @@ def _nested_in(outer: Any) -> Iterable[Any]:
     return [inner for inner in values if isinstance(inner, _NESTED)]
 
 
-def _integer_error(name: str, given: Any) -> Invalid:
+def _integer_error(name: str, metadata: Any) -> Invalid:
     """Name the first integer beyond 64 bits."""
-    for where, number in _integers(name, given):
+    for where, number in _integers(name, metadata):
         if not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
             bits = number.bit_length()
             value = number if bits <= _SHOWN_BITS else f"a number of {bits} bits"
@@ -97,12 +97,12 @@ def _integer_error(name: str, given: Any) -> Invalid:
     return Invalid(f"{name} has a key beyond 64 bits; keys must be text", name=name, bound="text")
 
 
-def _integers(name: str, given: Any) -> Iterator[tuple[str, int]]:
-    if isinstance(given, dict):
-        for key, inner in given.items():
+def _integers(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
             yield from _integers(f"{name}.{key}", inner)
-    elif isinstance(given, _NESTED):
-        for position, inner in enumerate(given):
+    elif isinstance(value, _NESTED):
+        for position, inner in enumerate(value):
             yield from _integers(f"{name}[{position}]", inner)
-    elif isinstance(given, int):
-        yield name, given
+    elif isinstance(value, int):
+        yield name, value

@@ -103,9 +103,9 @@ class Tokenizer:
 
     def _find_eos(self, generation: dict[str, Any]) -> frozenset[int]:
         """Read the end-of-sequence ids of the generation configuration, else the tokenizer's own token."""
-        found = generation.get("eos_token_id")
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
+        eos = generation.get("eos_token_id")
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, list) else [eos])
         token = _token_text(self._config.get("eos_token"))
         token_id = self._tokenizer.token_to_id(token) if token else None
         return frozenset() if token_id is None else frozenset({token_id})
@@ -143,8 +143,8 @@ def _read(file: Path) -> bytes:
 
 def _vocab_size(config: dict[str, Any]) -> int | None:
     """Return the model's number of ids, for a multimodal model that of its text part; None if unknown."""
-    found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    return found if isinstance(found, int) else None
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
 
 
 def _token_text(token: Any) -> str:

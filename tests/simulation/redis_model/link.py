@@ -154,7 +154,7 @@ def _name(words: Sequence[bytes]) -> str:
     if words[0] == b"FCALL":
         shown = [words[1], *words[3:4]]
         if words[1] in RECORDS:
-            arguments = words[3 + int(words[2]) + 6 :]
+            arguments = words[3 + int(words[2]) + 7 :]
             shown += arguments[:2]
     else:
         shown = list(words[:2])

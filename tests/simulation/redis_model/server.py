@@ -110,10 +110,11 @@ class RedisServer:
             raise ResponseError("Function not found")
         count = int(words[2])
         names, arguments = words[3 : 3 + count], words[3 + count :]
+        fence = self.values.get(names[0], bytes) if words[1] in LED else None
         reply = self._functions.run(words[1], names, arguments)
         if words[1] in RECORDS and reply[0] == b"ok":
-            self.world.coverage.add_record(arguments[7], len(self.world.faults.happened))
-        if words[1] in LED and reply[0] == b"ok" and arguments[0] != self.values.get(names[0], bytes):
+            self.world.coverage.add_record(arguments[8], len(self.world.faults.happened))
+        if words[1] in LED and reply[0] == b"ok" and arguments[0] != fence:
             self.world.wrong.append(f"{words[1].decode()} of a former leader, {arguments[0].decode()}, was executed")
         return reply
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from types import TracebackType
 from typing import Self
 
@@ -35,7 +34,7 @@ class BodyBudget:
         self._shared_bytes = limit_bytes - min(FAVOURED_BYTES, limit_bytes // 2)
         self._traffic = traffic
         self._timeout_s = timeout_s
-        self._held: Counter[str] = Counter()
+        self._held: dict[str, int] = {}
         """Bytes by holder."""
         self._favoured: BodyShare | None = None
         self._waiting: list[tuple[BodyShare, int, asyncio.Future[None]]] = []
@@ -108,7 +107,7 @@ class BodyBudget:
         most_bytes = self._shared_bytes // 2 - nbytes
         fits = (
             total_bytes <= self._shared_bytes
-            and max(map(self._held.__getitem__, share.holders), default=0) <= most_bytes
+            and max([self._held.get(holder, 0) for holder in share.holders], default=0) <= most_bytes
         )
         if not fits:
             self._favoured = self._favoured or share
@@ -120,9 +119,8 @@ class BodyBudget:
     def _count(self, share: BodyShare, nbytes: int) -> None:
         self._traffic.body_bytes += nbytes
         for holder in share.holders:
-            self._held[holder] += nbytes
-            if not self._held[holder]:
-                del self._held[holder]
+            if held := self._held.pop(holder, 0) + nbytes:
+                self._held[holder] = held
 
     def _abandon(self, entry: tuple[BodyShare, int, asyncio.Future[None]]) -> None:
         share, nbytes, granted = entry
@@ -135,6 +133,7 @@ class BodyBudget:
 class BodyShare:
     """Bytes that one call holds, for its `holders`; `read_bytes`: size of its body so far.
 
+    `held_bytes`: how far the body may grow without another `hold`.
     `kept`: a small body that was read, for the leader of the run if that is another server.
     """
 
@@ -143,7 +142,7 @@ class BodyShare:
         self.kept: bytes | None = None
         self.holders = holders
         self._budget = budget
-        self._held_bytes = SMALL_BYTES
+        self.held_bytes = SMALL_BYTES
 
     def check(self, total_bytes: int) -> None:
         """Raise `TooLarge` for a body that can never fit."""
@@ -151,10 +150,10 @@ class BodyShare:
 
     async def hold(self, total_bytes: int) -> None:
         """Grow to `total_bytes`; do nothing if that much is held. Raises what `check` and `BodyBudget.take` raise."""
-        if (missing := total_bytes - self._held_bytes) > 0:
+        if (missing := total_bytes - self.held_bytes) > 0:
             self.check(total_bytes)
             await self._budget.take(self, missing)
-            self._held_bytes = total_bytes
+            self.held_bytes = total_bytes
 
     def __enter__(self) -> Self:
         """Return this share."""
@@ -162,4 +161,4 @@ class BodyShare:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         """Free all bytes."""
-        self._budget.end(self, self._held_bytes - SMALL_BYTES)
+        self._budget.end(self, self.held_bytes - SMALL_BYTES)

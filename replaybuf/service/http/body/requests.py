@@ -114,7 +114,8 @@ class BodyParts:
             self._more = message.get("more_body", False)
             if part:
                 self._size_bytes += len(part)
-                self._check(self._size_bytes)
+                if self._size_bytes > self._declared_bytes:  # what it declares is checked
+                    self._check(self._size_bytes)
                 await self._hold()
                 self._permission.check()
                 return part
@@ -129,7 +130,9 @@ class BodyParts:
         """Take room for what has arrived and the next step."""
         self._share.read_bytes = self._size_bytes
         most = max(self._declared_bytes or self._limit_bytes, self._size_bytes)
-        await self._share.hold(min(self._size_bytes + STEP_BYTES, most, self._held_bytes))
+        needed_bytes = min(self._size_bytes + STEP_BYTES, most, self._held_bytes)
+        if needed_bytes > self._share.held_bytes:
+            await self._share.hold(needed_bytes)
 
 
 def declared_bytes(request: Request) -> int:

@@ -135,6 +135,7 @@ BROWSE_CALLS = (
     Call("GET", f"{_R}/flow", overview_calls.get_flow, _BOTH, result=overview.Flow),
     Call("GET", f"{_R}/history", overview_calls.get_history, _BOTH, result=overview.History,
          query=overview_calls.HISTORY_PARAMETERS),
+    Call("GET", f"{_R}/report", overview_calls.get_report, _BOTH, media_types=("text/html",)),
     Call("GET", f"{_R}/groups", handlers.get_groups, _READER | _PRODUCER, result=browse.GroupPage,
          query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER | _PRODUCER,

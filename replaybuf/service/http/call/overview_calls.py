@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,23 +13,24 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replaybuf.kernel.figures.step_figures import StepRow
+from replaybuf.kernel.figures.step_figures import StepRow, stands_still
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.strategy.failed_rule import explain_exceeded
+from replaybuf.report import render
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import Number, number, optional_number
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
+from replaybuf.service.report.status import coverage
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside, in_turns
 from replaybuf.version import __version__
+from replaybuf.wire.answer.evaluations import MOST_LISTED
 from replaybuf.wire.answer.overview import Flow, History, Overview, RunRow, ShownChange, VersionCounts
 
 REWARDS = 40
 """Newest rows whose rewards a sparkline shows."""
-STILL_STEPS = 10
-STILL_S = 30.0
-STILL_UNKNOWN_S = 300.0
-"""A run may be idle for so long, and for `STILL_STEPS`, before it stands still; without two acked steps for longer."""
+REPORT_POINTS = 600
+"""Rows of the history in a report; more steps are merged."""
 RATE_ROWS = 16
 """Newest acked rows that the rate of trained tokens covers."""
 VERSIONS = 12
@@ -65,6 +67,17 @@ async def get_history(request: Request) -> Response:
     first, last = optional_number(request, FROM_STEP), optional_number(request, TO_STEP)
     rows = run.state.figures.between(first, last, number(request, POINTS))
     return _json(describe_history(run, rows))
+
+
+async def get_report(request: Request) -> Response:
+    """Return the report of a run as one HTML file."""
+    run = await _run(request)
+    history = describe_history(run, run.state.figures.between(None, None, REPORT_POINTS))
+    listed = await run.evaluations.list_newest(MOST_LISTED)
+    page = await asyncio.to_thread(render, run.describe(), history, listed.evaluations)
+    # A saved file shows no more than it does here: no script of it runs, and it asks for nothing.
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return Response(page, headers={"Content-Security-Policy": policy}, media_type="text/html; charset=utf-8")
 
 
 def describe_row(run: Run) -> RunRow:
@@ -104,14 +117,6 @@ def describe_row(run: Run) -> RunRow:
     )
 
 
-def stands_still(idle_s: float | None, rows: Sequence[StepRow]) -> bool:
-    """Return whether a run is idle for far longer than its newest steps, `rows`, took; one without a batch never is."""
-    acked = [row for row in rows if row.acked_s]
-    steps = sum(row.steps for row in acked[1:])
-    bound_s = max(STILL_S, STILL_STEPS * (acked[-1].acked_s - acked[0].acked_s) / steps) if steps else STILL_UNKNOWN_S
-    return idle_s is not None and idle_s > bound_s
-
-
 async def describe_flow(run: Run) -> Flow:
     """Describe where the groups of a run are, and how fast they move."""
     state, measured = run.state, run.measured
@@ -132,6 +137,8 @@ async def describe_flow(run: Run) -> Flow:
         },
         step_waited_s=run.batches.waits.of_step_s(),
         step_dropped=state.figures.pending,
+        coverage=coverage(state, run.book, run.journal.presence.sources),
+        reuse=state.totals.histograms.reuse_figures(),
         stored_s=_age(run, float(arrivals[-1])) if len(arrivals) else None,
         batch_s=_age(run, rows[-1].at_s) if rows else None,
         ack_s=_age(run, max(row.acked_s for row in rows[-RATE_ROWS:])) if rows else None,

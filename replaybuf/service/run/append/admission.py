@@ -25,7 +25,7 @@ RUN_FINISHED = "run_finished"
 class Incoming(msgspec.Struct, frozen=True):
     """One group of a request: its columns and its frame (None = sent as JSON), or why it does not decode.
 
-    `group_id`, `ticket`: of a group that does not decode, if they are known.
+    `group_id`, `ticket`: of a group that does not decode, if they are known. `nbytes`: of its columns.
     """
 
     group: Group | None
@@ -33,11 +33,12 @@ class Incoming(msgspec.Struct, frozen=True):
     rejection: GroupRejected | None = None
     group_id: str | None = None
     ticket: str | None = None
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the columns."""
-        return self.group.nbytes if self.group else 0
+    def __post_init__(self) -> None:
+        """Count the bytes once: they are asked for at each step."""
+        if self.group is not None:
+            msgspec.structs.force_setattr(self, "nbytes", self.group.nbytes)
 
 
 class AdmissionCheck:
@@ -46,6 +47,7 @@ class AdmissionCheck:
     def __init__(self, journal: Journal, book: TicketBook) -> None:
         self._journal = journal
         self._book = book
+        self._limits: dict[str, tuple[int, GroupLimits]] = {}
 
     def identity(self, item: Incoming) -> tuple[str, str]:
         """Return group id and prompt key, as Redis compares groups; "" for a missing one."""
@@ -68,7 +70,7 @@ class AdmissionCheck:
             cut = truncate(group, config.batch.seq_len)
             if cut is not group:
                 group, frame = cut, None
-        rejection = check_group(group, self._limits(group.adapter))
+        rejection = check_group(group, self._limits_of(group.adapter))
         if rejection:
             raise GroupRejected(rejection.reason, rejection.detail)
         if group.advantages is None:
@@ -128,17 +130,23 @@ class AdmissionCheck:
         key = ticket.key
         return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
 
-    def _limits(self, adapter: str) -> GroupLimits:
-        config = self._journal.config
-        return GroupLimits(
-            published_version=self._journal.state.published.get(adapter),
-            adapters=frozenset(name for name, spec in config.adapters.items() if not spec.removed),
-            group_size=config.group_size,
-            min_group_size=config.min_group_size,
-            vocab_size=config.vocab_size,
-            seq_len=config.batch.seq_len,
-            tokens_per_batch=self._journal.state.token_budget,
-        )
+    def _limits_of(self, adapter: str) -> GroupLimits:
+        """Return the limits of groups of an adapter; only a ledger record changes them."""
+        state, config = self._journal.state, self._journal.config
+        since, limits = self._limits.get(adapter, (-1, None))
+        if limits is None or since != state.entries:
+            limits = GroupLimits(
+                published_version=state.published.get(adapter),
+                adapters=frozenset(name for name, spec in config.adapters.items() if not spec.removed),
+                group_size=config.group_size,
+                min_group_size=config.min_group_size,
+                vocab_size=config.vocab_size,
+                seq_len=config.batch.seq_len,
+                tokens_per_batch=state.token_budget,
+            )
+            if adapter in limits.adapters or not adapter:  # else the names that producers invent would be kept
+                self._limits[adapter] = state.entries, limits
+        return limits
 
 
 def _encode(group: Group, *, compress: bool) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from msgspec import UNSET
 
 from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, RunFinished, TooLarge
-from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room
+from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room, limits_room
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, RUN_FINISHED, AdmissionCheck, Incoming
@@ -31,7 +31,7 @@ from replaybuf.store.chunks import Chunk
 from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
-from replaybuf.wire.group import Group
+from replaybuf.wire.group import Group, source_of
 
 
 class Appends:
@@ -108,10 +108,10 @@ class Appends:
                 loads = [_load(item) for item in checked]
                 fits, refusal = await self._fitting(checked, loads)
                 # Reserve what they take until they are in the index.
-                taken = sum(loads[:fits], NO_LOAD)
+                taken = Load.total(loads[:fits])
                 self._entering += taken
                 appended = await self._commit.append(checked[:fits], token)
-            spans.store_groups(self._journal.name, (one.group_id for one in appended if one.stored), began_ns)
+            spans.store_groups(self._journal.name, [one.group_id for one in appended if one.stored], began_ns)
             if appended:
                 self.used = True
                 await self._arrivals.settle()
@@ -162,7 +162,8 @@ class Appends:
                 if verdict:
                     raise verdict
                 ready.append((position, pending))
-                self.truncated += item.group is not None and _is_cut(item.group, pending.group)
+                if item.group is not pending.group:
+                    self.truncated += item.group is not None and _is_cut(item.group, pending.group)
             except GroupRejected as rejection:
                 refused[position] = rejection
             await turn.pause()
@@ -198,8 +199,11 @@ class Appends:
             appended = await journal.store.groups.append(
                 journal.name, items, journal.state.published, journal.clock.wall(), token
             )
-        self._side_state.duplicates += sum(not (outcome.stored or outcome.taken) for outcome in appended)
+        self._side_state.duplicates += sum([not (outcome.stored or outcome.taken) for outcome in appended])
         await journal.ingest(appended)
+        for item in items:
+            if source := source_of(item.group):
+                journal.presence.record_source(source)
         return appended
 
     async def _fitting(self, items: Sequence[PendingGroup], loads: Sequence[Load]) -> tuple[int, NoRoom | None]:
@@ -207,6 +211,8 @@ class Appends:
 
         A stored group takes no space. Its ticket tells whether it is stored; Redis is asked only if a bound is met.
         """
+        if not limits_room(self._journal.config.limits):
+            return len(items), None
         fits, refusal = self._fit(loads, [self._has_group(item) for item in items])
         if refusal:
             store, name = self._journal.store, self._journal.name

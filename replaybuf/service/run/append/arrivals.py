@@ -49,16 +49,18 @@ class Arrivals:
         async with self._settling:
             while unsettled:
                 chunk = unsettled[0]
-                if chunk.malformed.any():
+                malformed = np.logical_or.reduce(chunk.malformed)
+                if malformed:
                     bad = chunk.numbers[chunk.malformed].tolist()
                     logger.error("malformed index entries run=%s numbers=%s", self._journal.name, bad)
                 if self._journal.leading:
                     self._tickets.complete([chunk])
                     # Groups stored before this server measured are history, not speed.
                     recent = chunk.numbers > self._measured_after
-                    self._rates.record_stored(self._journal.clock.monotonic(), int(recent.sum()))
-                    recent[: len(chunk.malformed)] &= ~chunk.malformed
-                    self.tokens += int(chunk.values["tokens"][recent].sum(dtype=np.int64))
-                    await self._eviction.of_arrivals(chunk.numbers)
+                    self._rates.record_stored(self._journal.clock.monotonic(), int(np.add.reduce(recent)))
+                    if malformed:
+                        recent &= ~chunk.malformed
+                    self.tokens += int(np.add.reduce(chunk.values["tokens"], dtype=np.int64, where=recent))
+                    await self._eviction.of_arrivals(chunk)
                 unsettled.popleft()
         self._journal.notify()

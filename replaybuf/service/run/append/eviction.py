@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.decide.eviction import decide_removals
+from replaybuf.kernel.decide.eviction import decide_removals, keeps_all
 from replaybuf.kernel.rows.index import Numbers
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.turns import in_turns
+from replaybuf.store import IndexChunk
 
 
 class Eviction:
@@ -24,12 +25,15 @@ class Eviction:
         self._journal = journal
         self._selector = selector
 
-    async def of_arrivals(self, numbers: Numbers) -> None:
+    async def of_arrivals(self, chunk: IndexChunk) -> None:
         """Evict unusable groups of these; the common case, nothing to evict, takes no lock."""
-        if self._journal.state.state != "running":
+        state, numbers = self._journal.state, chunk.numbers
+        if state.state != "running":
             return  # they are checked when the run resumes; a failed plug-in is not called before
         try:
-            due = any(decide_removals(self._journal.state, self._selector, 0.0, numbers))
+            if keeps_all(state, self._selector, chunk.values):
+                return
+            due = any(decide_removals(state, self._selector, 0.0, numbers))
         except StrategyFault:
             due = True  # called again within a decision, which pauses the run
         if due:

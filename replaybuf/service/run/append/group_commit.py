@@ -31,7 +31,7 @@ class _Caller:
 
     @property
     def nbytes(self) -> int:
-        return sum(len(item.frame) for item in self.items)
+        return sum([len(item.frame) for item in self.items])
 
 
 class GroupCommit:
@@ -69,6 +69,8 @@ class GroupCommit:
     def _take(self) -> list[_Caller]:
         """Remove the next callers that fit into one write and have the same token."""
         callers = [self._waiting.popleft()]
+        if not self._waiting:
+            return callers
         groups, nbytes = len(callers[0].items), callers[0].nbytes
         while self._waiting and self._waiting[0].token == callers[0].token:
             groups, nbytes = groups + len(self._waiting[0].items), nbytes + self._waiting[0].nbytes

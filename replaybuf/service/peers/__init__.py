@@ -1,0 +1,1 @@
+"""The servers that share a Redis, and how they share the runs."""

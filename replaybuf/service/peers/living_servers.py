@@ -1,0 +1,67 @@
+"""Servers that live, as each announces itself in Redis, and which of them should lead a run.
+
+Servers of one release agree on the leader that is wanted, because all apply `wanted_leader` to the same names. The
+fencing token alone decides who leads: a wrong view of who lives costs a handover or a moment's wait, and no data.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.service.run.lease import LEASE_S
+from replaybuf.store import AnnouncedServer, Store
+from replaybuf.version import __version__
+
+SILENT_S = 5.0
+"""A server that was silent for longer counts as dead; each announces itself once a second."""
+FRESH_S = 2.5
+STEADY_S = 3 * LEASE_S
+"""Runs are handed over to a server that was heard at most `FRESH_S` ago, and that has lived for `STEADY_S`."""
+
+
+class LivingServers:
+    """Servers of our release that live, ourselves included: `holder` names this server, and its leases.
+
+    `alone`: no other server uses this Redis.
+    """
+
+    def __init__(self, store: Store, url: str, *, alone: bool = False) -> None:
+        # Random: a restarted container has the same process id as before.
+        self.holder = f"{secrets.token_hex(8)}@{url}"
+        self._store = store
+        self._alone = alone
+        self._others: dict[str, AnnouncedServer] = {}
+        self._names = frozenset({self.holder})
+        self._steady = False
+
+    async def announce(self) -> None:
+        """Announce this server, and read the others."""
+        if self._alone:
+            return
+        own, *others = await self._store.servers.announce(self.holder, __version__, SILENT_S)
+        self._steady = own.alive_s >= STEADY_S
+        self._others = {server.holder: server for server in others if server.release == own.release}
+        self._names = frozenset({self.holder, *self._others})
+
+    async def withdraw(self) -> None:
+        """Let the others share our runs at once."""
+        if not self._alone:
+            await self._store.servers.withdraw(self.holder)
+
+    def successor(self, run: str) -> str | None:
+        """Return the server that a run of ours is handed over to; None = it stays."""
+        server = self._others.get(self._wanted(run))
+        ready = server and server.alive_s >= STEADY_S and server.silent_s <= FRESH_S
+        return server.holder if server and ready else None
+
+    def is_ours(self, run: str, last_holder: str) -> bool:
+        """Return whether we should take the free lease of a run, which `last_holder` had."""
+        return wanted_leader(run, self._names - {last_holder}) == self.holder
+
+    def expects(self, run: str, holder: str) -> bool:
+        """Return whether the holder of a lease is about to hand its run over to us."""
+        return self._steady and holder in self._others and self._wanted(run) == self.holder
+
+    def _wanted(self, run: str) -> str:
+        return wanted_leader(run, self._names) or self.holder
