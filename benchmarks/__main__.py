@@ -47,11 +47,11 @@ def main() -> int:
     """Run the benchmarks; report at the end which failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SHORT, help="run this benchmark; it gets all further options")
-    given, options = parser.parse_known_args()
-    if options and not given.only:
+    chosen, options = parser.parse_known_args()
+    if options and not chosen.only:
         parser.error(f"options of one benchmark need --only: {' '.join(options)}")
-    runs = {given.only: options} if given.only else SHORT
-    failed = [name for name, own in runs.items() if not run(name, own, ALONE_TIMEOUT_S if given.only else TIMEOUT_S)]
+    runs = {chosen.only: options} if chosen.only else SHORT
+    failed = [name for name, own in runs.items() if not run(name, own, ALONE_TIMEOUT_S if chosen.only else TIMEOUT_S)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -108,10 +108,12 @@ def main() -> None:
     parser.add_argument("--inflight", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
-    given = parser.parse_args()
-    content = body(given.group_size, given.tokens)
-    use = decoding(given.tokenizer, given.path) if given.tokenizer else dropped
-    asking = CLIENTS[given.client](given.engine + given.path, content, use, given.requests, given.inflight)
+    arguments = parser.parse_args()
+    content = body(arguments.group_size, arguments.tokens)
+    use = decoding(arguments.tokenizer, arguments.path) if arguments.tokenizer else dropped
+    asking = CLIENTS[arguments.client](
+        arguments.engine + arguments.path, content, use, arguments.requests, arguments.inflight
+    )
     print(uvloop.run(asking))
 
 

@@ -43,13 +43,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rng = np.random.default_rng(0)
     groups = [grpo_like_group(rng)] * GROUPS
     body, lists = one_rank_body(groups, 7, SEQ_LEN), [encode_lists(group) for group in groups]
     halves = [with_two_versions(group) for group in groups]
     packages = ["numpy", "msgspec"]
-    results = Measured("bodies", reference=LISTS, packages=packages, settings=vars(given) | {"groups": GROUPS})
+    results = Measured("bodies", reference=LISTS, packages=packages, settings=vars(arguments) | {"groups": GROUPS})
     ways: dict[str, dict[str, Callable[[], object]]] = {
         "encode": {
             LISTS: lambda: [encode_lists(group) for group in groups],
@@ -61,7 +61,7 @@ def main() -> None:
     }
     for what, sides in ways.items():
         took: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(given.rounds + 1):
+        for number in range(arguments.rounds + 1):
             for side, call in sides.items():
                 begun = time.thread_time()
                 call()

@@ -74,14 +74,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--streams", type=int, default=2, help="processes that fetch bodies at the same time")
     parser.add_argument("--rounds", type=int, default=3, help="of control calls and streaming")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     packages = ["numpy", "uvicorn", "starlette", "httpx"]
-    results = Measured("delivery", reference=BARE, packages=packages, settings=vars(given))
+    results = Measured("delivery", reference=BARE, packages=packages, settings=vars(arguments))
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
         with Client(served.url, RUN, timeout_s=120.0) as client:
-            epoch = fill(client, given.tokens, given.ranks)
-            record_ready(results, client, epoch, given.ranks)
-            record_streams(results, served.url, epoch, given)
+            epoch = fill(client, arguments.tokens, arguments.ranks)
+            record_ready(results, client, epoch, arguments.ranks)
+            record_streams(results, served.url, epoch, arguments)
         results.record("resident", {SERVICE: [served.rss_bytes / 1e6]}, unit="MB")
     results.save()
 
@@ -109,36 +109,36 @@ def fill(client: Client, tokens: int, ranks: int) -> int:
 # ---------------------------------------------------------------------- control calls
 
 
-def record_streams(results: Measured, url: str, epoch: int, given: argparse.Namespace) -> None:
+def record_streams(results: Measured, url: str, epoch: int, arguments: argparse.Namespace) -> None:
     """Record control calls, idle and while bodies stream, and MB/s of bodies, service and bare server in turns."""
-    paths = [f"/v1/runs/{RUN}/batches/{STEPS - 1}?epoch={epoch}&dp_rank={rank}" for rank in range(given.ranks)]
+    paths = [f"/v1/runs/{RUN}/batches/{STEPS - 1}?epoch={epoch}&dp_rank={rank}" for rank in range(arguments.ranks)]
     bodies = [httpx.get(url + path, headers={"accept-encoding": "identity"}).content for path in paths]
     results.record("one batch", {"bodies of all ranks": [sum(map(len, bodies)) / 1e6]}, unit="MB")
     control: dict[str, Sides] = defaultdict(lambda: {SERVICE: [], BARE: []})
     rates: Sides = {SERVICE: [], BARE: []}
     inside: Sides = defaultdict(list)
     with BareServer(bodies) as bare_url:
-        sides = {SERVICE: (url, paths, None), BARE: (bare_url, [f"/{rank}" for rank in range(given.ranks)], "/")}
-        for _ in range(given.rounds):
+        sides = {SERVICE: (url, paths, None), BARE: (bare_url, [f"/{rank}" for rank in range(arguments.ranks)], "/")}
+        for _ in range(arguments.rounds):
             for side, (base, own, path) in sides.items():
                 calls = functools.partial(control_calls, base, path)
                 idle = calls()
                 before = Answered.read(url)
-                _, streaming = stream(base, own, given.streams, calls)
+                _, streaming = stream(base, own, arguments.streams, calls)
                 if side == SERVICE:
                     after = Answered.read(url)
                     for kind in KINDS:
                         inside[kind].append(100.0 * after.within(CONTROL_P99_MS, kind, since=before))
-                _, yielding = stream(base, own, given.streams, functools.partial(ahead_of_all, calls), yields=True)
-                rates[side].append(stream(base, own, given.streams, lambda: time.sleep(ROUND_S))[0])
+                _, yielding = stream(base, own, arguments.streams, functools.partial(ahead_of_all, calls), yields=True)
+                rates[side].append(stream(base, own, arguments.streams, lambda: time.sleep(ROUND_S))[0])
                 for state, took in {"idle": idle, STREAMING: streaming, YIELDING: yielding}.items():
                     for kind, name in {SERVICE: KINDS, BARE: dict.fromkeys(KINDS, ALL)}[side].items():
                         cuts = statistics.quantiles(took[name], n=100)
                         control[f"{kind}, {state}: p50"][side].append(cuts[49])
                         control[f"{kind}, {state}: p99"][side].append(cuts[98])
-    for what, found in control.items():
+    for what, figures in control.items():
         bound = [Target("median", "at most", CONTROL_P99_MS)] if what in BOUNDED else []
-        results.record(what, found, unit="ms", targets={SERVICE: bound})
+        results.record(what, figures, unit="ms", targets={SERVICE: bound})
     what = f"{STREAMING}: within {CONTROL_P99_MS:g} ms in the service itself"
     results.record(what, dict(inside), unit="%", reference=ALL, targets={ALL: [Target("median", "at least", 99.0)]})
     results.record("bodies", rates, unit="MB/s")
@@ -211,12 +211,12 @@ def stream(
         reader.start()
     for _ in readers:
         results.get(timeout=60)  # all have fetched one body
-    found = meanwhile()
+    streamed = meanwhile()
     stop.set()
     rates = [results.get(timeout=60) for _ in readers]
     for reader in readers:
         reader.join(60)
-    return sum(rates), found
+    return sum(rates), streamed
 
 
 def read_on(url: str, paths: list[str], number: int, stop: Any, results: Any, yields: bool) -> None:

@@ -30,16 +30,16 @@ WAIT_MS = 30_000
 class Trainer:
     """A trainer of all ranks on its own run, over HTTP or in direct mode."""
 
-    def __init__(self, served: Served, side: str, given: argparse.Namespace) -> None:
-        self.ranks = given.ranks
+    def __init__(self, served: Served, side: str, arguments: argparse.Namespace) -> None:
+        self.ranks = arguments.ranks
         self.client = Client(served.url, side, timeout_s=120.0)
         redis_url = f"unix://{served.folder / 'valkey.sock'}"
         self.direct = DirectBodies(self.client, redis_url) if side == "plans" else None
         strategy = {"name": "one-step-off-policy", "options": {"max_staleness": 100}}
-        batch = {"tokens_per_batch": given.tokens, "seq_len": SEQ_LEN}
+        batch = {"tokens_per_batch": arguments.tokens, "seq_len": SEQ_LEN}
         self.client.put_run({"batch": batch, "strategy": strategy})
         rng = np.random.default_rng(0)
-        groups = int((given.steps + 2) * given.tokens / (ROLLOUTS * MEAN_TOKENS) * 1.15)
+        groups = int((arguments.steps + 2) * arguments.tokens / (ROLLOUTS * MEAN_TOKENS) * 1.15)
         for start in range(0, groups, 16):
             self.client.append([random_group(rng, number) for number in range(start, min(start + 16, groups))])
         self.epoch = self.client.attach(dp_world_size=self.ranks).epoch
@@ -73,20 +73,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--settle-s", type=float, default=2.0, help="time after a step to prepare the next batch")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     packages = ["numpy", "uvicorn", "httpx", "redis"]
-    settings = {"tokens": given.tokens, "ranks": given.ranks, "steps": given.steps}
+    settings = {"tokens": arguments.tokens, "ranks": arguments.ranks, "steps": arguments.steps}
     results = Measured("direct", reference="bodies", packages=packages, settings=settings)
     cpu: dict[str, list[float]] = defaultdict(list)
     wall: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
-        trainers = {side: Trainer(served, side, given) for side in ("bodies", "plans")}
-        for step in range(given.steps + 1):
+        trainers = {side: Trainer(served, side, arguments) for side in ("bodies", "plans")}
+        for step in range(arguments.steps + 1):
             for side, trainer in trainers.items():
                 before, begun = served.cpu_s, time.perf_counter()
                 trainer.train(step)
                 took = time.perf_counter() - begun
-                time.sleep(given.settle_s)
+                time.sleep(arguments.settle_s)
                 if step:  # the first one of each warms up
                     cpu[side].append((served.cpu_s - before) * 1e3)
                     wall[side].append(took * 1e3)

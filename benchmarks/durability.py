@@ -100,8 +100,8 @@ def serving(redis_url: str, wanted: Level, log: Path) -> Iterator[str]:
         ) as process,
     ):
         try:
-            found = (re.match(r"listening on (\S+)", line) for line in process.stdout or ())
-            yield next(match[1] for match in found if match)
+            addresses = (re.match(r"listening on (\S+)", line) for line in process.stdout or ())
+            yield next(match[1] for match in addresses if match)
         finally:
             process.terminate()
 

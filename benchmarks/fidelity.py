@@ -187,14 +187,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--fleets", nargs="+", choices=FLEETS, default=list(FLEETS))
-    given = parser.parse_args()
-    results = Measured("fidelity", reference="real", packages=["numpy"], settings=vars(given))
+    arguments = parser.parse_args()
+    results = Measured("fidelity", reference="real", packages=["numpy"], settings=vars(arguments))
     close: dict[str, bool] = {}
     with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as folder, Served(Path(folder) / "data") as served:
-        for fleet in given.fleets:
-            real = {name: asyncio.run(measure(served.url, fleet, name, given.steps)) for name in STRATEGIES}
+        for fleet in arguments.fleets:
+            real = {name: asyncio.run(measure(served.url, fleet, name, arguments.steps)) for name in STRATEGIES}
             for target, (figures, _) in real.items():
-                sides = {f"from {source}": simulated(real[source][1], target, given.steps) for source in real}
+                sides = {f"from {source}": simulated(real[source][1], target, arguments.steps) for source in real}
                 for position, what in enumerate(FIGURES):
                     values = {"real": [figures[position]]} | {s: [v[position]] for s, v in sides.items()}
                     results.record(f"{fleet} fleet, {target}: {what}", values)

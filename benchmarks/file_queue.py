@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("--part", choices=("produce", "train"), help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.part == "produce":
-        asyncio.run(produce(Folder(given.root), given.engine, given.steps, given.seed))
-    elif given.part == "train":
-        train(Folder(given.root), given.engine, given.steps, given.seed)
+    arguments = parser.parse_args()
+    if arguments.part == "produce":
+        asyncio.run(produce(Folder(arguments.root), arguments.engine, arguments.steps, arguments.seed))
+    elif arguments.part == "train":
+        train(Folder(arguments.root), arguments.engine, arguments.steps, arguments.seed)
     else:
-        compare(given.steps, given.seed)
+        compare(arguments.steps, arguments.seed)
 
 
 def compare(steps: int, seed: int) -> None:

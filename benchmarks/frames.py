@@ -68,17 +68,17 @@ def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=41)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     packages = ["numpy", "msgspec", "crc32c", "zstandard", "safetensors"]
-    results = Measured("frames", reference=LISTS, packages=packages, settings=vars(given))
+    results = Measured("frames", reference=LISTS, packages=packages, settings=vars(arguments))
     for rollouts, tokens in SHAPES:
         group, of = grpo_like_group(np.random.default_rng(0), rollouts, tokens), f"{rollouts} x {tokens:,} tokens"
         for what, calls in cases(group).items():
             wanted = {FRAME: [Target("ratio", "at least", FASTER[what])]}
-            took = measure(calls, given.rounds)
+            took = measure(calls, arguments.rounds)
             results.record(f"{what}, {of}", took, unit="us", ratio="reference / it", targets=wanted)
         results.record(f"size, {of}", sizes(group), unit="bytes", targets={FRAME: [Target("ratio", "at most", SIZE)]})
-    record_zstd(results, grpo_like_group(np.random.default_rng(0), *SHAPES[0]), given.rounds)
+    record_zstd(results, grpo_like_group(np.random.default_rng(0), *SHAPES[0]), arguments.rounds)
     results.save()
 
 

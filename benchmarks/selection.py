@@ -43,20 +43,22 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--large", type=int, help="groups of a large batch (a tenth of --groups)")
-    given = parser.parse_args()
-    given.large = given.large or given.groups // 10
-    results = Measured("selection", reference=PLAIN, packages=["numpy"], settings=vars(given) | {"batch": BATCH})
-    entries = random_entries(given.groups)
+    arguments = parser.parse_args()
+    arguments.large = arguments.large or arguments.groups // 10
+    results = Measured("selection", reference=PLAIN, packages=["numpy"], settings=vars(arguments) | {"batch": BATCH})
+    entries = random_entries(arguments.groups)
     index, rows = fill_index(entries), plain_rows(entries)
     for name, ours, plain in cases(index, rows):
-        sides = {COLUMNS: measure(ours, given.repeats), PLAIN: measure(plain, min(given.repeats, 3))}
+        sides = {COLUMNS: measure(ours, arguments.repeats), PLAIN: measure(plain, min(arguments.repeats, 3))}
         results.record(name, sides, unit="ms", ratio="reference / it")
-    for name, ours in large_batches(index, given.large):
+    for name, ours in large_batches(index, arguments.large):
         results.record(
-            f"{given.large:,} groups, {name}", {COLUMNS: measure(ours, given.repeats, time.process_time)}, unit="ms"
+            f"{arguments.large:,} groups, {name}",
+            {COLUMNS: measure(ours, arguments.repeats, time.process_time)},
+            unit="ms",
         )
-    results.record("inserts", inserts(entries, given.repeats), unit="thousand groups/s")
-    sizes = {COLUMNS: [index.nbytes / given.groups], PLAIN: [plain_bytes(rows)]}
+    results.record("inserts", inserts(entries, arguments.repeats), unit="thousand groups/s")
+    sizes = {COLUMNS: [index.nbytes / arguments.groups], PLAIN: [plain_bytes(rows)]}
     results.record("memory", sizes, unit="bytes per group", ratio="reference / it")
     results.save()
 

@@ -62,9 +62,9 @@ class Served:
         if self._process.stdout is None:
             raise RuntimeError("no standard output")
         for line in self._process.stdout:
-            found = re.match(r"listening on (http://\S+)", line)
-            if found:
-                self.url, self.started_s = found[1], time.monotonic() - begun
+            match = re.match(r"listening on (http://\S+)", line)
+            if match:
+                self.url, self.started_s = match[1], time.monotonic() - begun
                 return self
         raise RuntimeError(f"serve ended: {(self.folder.parent / 'serve.log').read_text()}")
 

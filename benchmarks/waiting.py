@@ -216,20 +216,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of appends to each run, per round and side")
-    given = parser.parse_args()
-    settings = {"rounds": given.rounds, "seconds": given.seconds, "appenders": APPENDERS}
+    arguments = parser.parse_args()
+    settings = {"rounds": arguments.rounds, "seconds": arguments.seconds, "appenders": APPENDERS}
     results = Measured("waiting", reference=NOBODY, packages=["uvicorn", "starlette", "numpy"], settings=settings)
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for _ in range(given.rounds):
+    waits: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for _ in range(arguments.rounds):
         for side in SIDES:
-            for what, value in asyncio.run(measure(side, given.seconds)).items():
-                found[what][side.name].append(value)
+            for what, value in asyncio.run(measure(side, arguments.seconds)).items():
+                waits[what][side.name].append(value)
     targets = {side.name: [Target("ratio", "at least", TARGET)] for side in SIDES if side.name != NOBODY}
     for run, name in RUNS.items():
-        results.record(f"appends to {name}", found[run], unit="groups/s", targets=targets)
-        results.record(f"CPU of the service per group, {name}", found[f"{run} CPU"], unit="ms")
+        results.record(f"appends to {name}", waits[run], unit="groups/s", targets=targets)
+        results.record(f"CPU of the service per group, {name}", waits[f"{run} CPU"], unit="ms")
     for moment in MOMENTS:
-        results.record(f"longest answer of /healthz, {moment}", found[moment], unit="ms")
+        results.record(f"longest answer of /healthz, {moment}", waits[moment], unit="ms")
     results.save()
 
 

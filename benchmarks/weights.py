@@ -82,8 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=200)
-    given = parser.parse_args()
-    weights = Bytes(os.urandom(given.megabytes * 1_000_000))
+    arguments = parser.parse_args()
+    weights = Bytes(os.urandom(arguments.megabytes * 1_000_000))
     writes: dict[str, list[float]] = {FOLDER: [], HTTP: []}
     loads: dict[str, list[float]] = {FOLDER: [], HTTP: []}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
@@ -110,7 +110,7 @@ def main() -> None:
                 FOLDER: ReloadPublisher(PublisherSetup(weights_dir=root / FOLDER, engines=(engine,)), None),
                 HTTP: HttpPublisher(PublisherSetup(weights_dir=root / HTTP, engines=(address,)), HttpOptions()),
             }
-            for version in range(given.rounds + 1):
+            for version in range(arguments.rounds + 1):
                 for side, publisher in publishers.items():
                     begun_s = time.monotonic()
                     publisher.prepare(version, weights)
@@ -125,7 +125,9 @@ def main() -> None:
             helper.kill()
             helper.communicate()
             server.shutdown()
-    results = Measured("weights", reference=FOLDER, packages=["httpx", "starlette", "uvicorn"], settings=vars(given))
+    results = Measured(
+        "weights", reference=FOLDER, packages=["httpx", "starlette", "uvicorn"], settings=vars(arguments)
+    )
     both = {side: [sum(pair) for pair in zip(writes[side], loads[side], strict=True)] for side in writes}
     results.record("write the folder, with its manifest for http", writes, unit="s")
     results.record("download and load", loads, unit="s")

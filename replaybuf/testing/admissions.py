@@ -37,7 +37,9 @@ def check_admission(build: BuildAdmission) -> None:
     """Check the rules of an admission plug-in. Raises `StrategyFault` with the broken rule, and what it raises."""
     plugin = build()
     reasons, requires = plugin.reasons, plugin.requires
-    words = isinstance(reasons, tuple) and all(isinstance(one, str) and REASON_WORD.fullmatch(one) for one in reasons)
+    words = isinstance(reasons, tuple) and all(
+        isinstance(reason, str) and REASON_WORD.fullmatch(reason) for reason in reasons
+    )
     require(words, "reasons are a tuple of words that can label a metric", reasons)
     require(isinstance(requires, tuple) and OPTIONAL.issuperset(requires), "requires names optional columns", requires)
     for group in _groups():

@@ -129,10 +129,10 @@ class _TimeLimited:
         self._late = late
 
     def __getattr__(self, name: str) -> Any:
-        found = _call_in_time(name, lambda: getattr(self._plugin, name), self._late)
-        if not callable(found):
-            return found
-        return lambda *arguments: _call_in_time(name, lambda: found(*arguments), self._late)
+        attribute = _call_in_time(name, lambda: getattr(self._plugin, name), self._late)
+        if not callable(attribute):
+            return attribute
+        return lambda *arguments: _call_in_time(name, lambda: attribute(*arguments), self._late)
 
 
 def _call_in_time(name: str, call: Callable[[], Any], late: list[StrategyFault]) -> Any:
@@ -159,16 +159,16 @@ def check_progress(build: BuildStrategy, steps: int = 60) -> list[Progress]:
     rule does not hold at `max_staleness` 0: groups that arrive after the batch is full are lost, and these are slow.
     """
     build = _time_limited(build)
-    found = []
+    faults = []
     for budget in BUDGETS:
         progress = ClosedLoop(build(), budget).run(steps)
         _rule(progress.steps == steps, "a trainer whose producers work does not wait forever", progress.steps)
-        found.append(progress)
+        faults.append(progress)
         if build().max_staleness == 0:
             continue
         slow, fast = progress.share(slow=True), progress.share(slow=False)
         _rule(slow >= 0.5 * fast, "a prompt that takes 50 times longer is still trained", {"slow": slow, "fast": fast})
-    return found
+    return faults
 
 
 # ---------------------------------------------------------------------- rules
@@ -253,20 +253,26 @@ def _answer(answer: Selection | Waiting) -> object:
     return np.asarray(answer.rows).tolist(), weights
 
 
-def _check_evictions(found: Evictions, groups: Groups, what: str) -> Evictions:
+def _check_evictions(evictions: Evictions, groups: Groups, what: str) -> Evictions:
     """Check what a plug-in drops; return it as lists, which can be compared."""
-    _rule(isinstance(found, Evictions), f"{what} returns Evictions", found)
-    _rule(len(found.rows) == len(found.reasons), f"{what} gives one reason per group", found)
-    _rule(not len(found.rows) or are_rows(np.asarray(found.rows)), f"{what} names whole groups, by their row", found)
-    _rule(len(set(found.rows)) == len(found.rows), f"{what} names a group once", found.rows)
-    _rule(set(found.rows) <= set(groups.row.tolist()), f"{what} names only groups that it was given", found.rows)
-    for reason in set(found.reasons):
+    _rule(isinstance(evictions, Evictions), f"{what} returns Evictions", evictions)
+    _rule(len(evictions.rows) == len(evictions.reasons), f"{what} gives one reason per group", evictions)
+    _rule(
+        not len(evictions.rows) or are_rows(np.asarray(evictions.rows)),
+        f"{what} names whole groups, by their row",
+        evictions,
+    )
+    _rule(len(set(evictions.rows)) == len(evictions.rows), f"{what} names a group once", evictions.rows)
+    _rule(
+        set(evictions.rows) <= set(groups.row.tolist()), f"{what} names only groups that it was given", evictions.rows
+    )
+    for reason in set(evictions.reasons):
         _rule(bool(REASON_WORD.fullmatch(reason)), f"a reason of {what} is a word that can label a metric", reason)
-    return _listed(found)
+    return _listed(evictions)
 
 
-def _listed(found: Evictions) -> Evictions:
-    return Evictions(np.asarray(found.rows, np.int64).tolist(), list(found.reasons))
+def _listed(evictions: Evictions) -> Evictions:
+    return Evictions(np.asarray(evictions.rows, np.int64).tolist(), list(evictions.reasons))
 
 
 def _check_evict(build: BuildStrategy, scene: Scene) -> None:
@@ -278,14 +284,14 @@ def _check_evict(build: BuildStrategy, scene: Scene) -> None:
     groups = scene.groups()
     if strategy.max_staleness is not None:
         groups = groups.take(version - groups.policy_version.astype(np.int64) <= strategy.max_staleness)
-    found = _check_evictions(strategy.evict(groups.unread_copy(), view), groups, "evict")
-    _rule(_listed(strategy.evict(groups.unread_copy(), view)) == found, "evicts the same again", found)
-    gone = np.isin(groups.row, np.array(found.rows, np.int64))
+    evictions = _check_evictions(strategy.evict(groups.unread_copy(), view), groups, "evict")
+    _rule(_listed(strategy.evict(groups.unread_copy(), view)) == evictions, "evicts the same again", evictions)
+    gone = np.isin(groups.row, np.array(evictions.rows, np.int64))
     for ahead in range(4 if gone.any() else 0):
         moment = dataclasses.replace(view, step=view.step + ahead, version=version + ahead)
         offered = groups.take(gone)
         chosen = strategy.select(offered, moment, Budget(None, 1, 4096), scene.rng())
-        _rule(isinstance(chosen, Waiting), "evicts only groups that it would never select", found)
+        _rule(isinstance(chosen, Waiting), "evicts only groups that it would never select", evictions)
 
 
 def _check_admit(build: BuildStrategy, scene: Scene) -> None:
@@ -312,12 +318,12 @@ _STRATEGY_RULES = (
 
 def _check_drop(build: BuildFilter, scene: Scene) -> None:
     groups = scene.groups()
-    found = _check_evictions(build().drop(groups, scene.view), groups, "drop")
+    evictions = _check_evictions(build().drop(groups, scene.view), groups, "drop")
     for name, column in scene.columns.items():
         _rule(np.array_equal(getattr(groups, name), column), "drop leaves its groups unchanged", name)
     filter_ = build()
     filter_.drop(scene.groups().take(np.arange(0)), scene.view)
-    _rule(_listed(filter_.drop(scene.groups(), scene.view)) == found, "drops the same again", found)
+    _rule(_listed(filter_.drop(scene.groups(), scene.view)) == evictions, "drops the same again", evictions)
 
 
 def _check_refusal(build: BuildFilter, scene: Scene) -> None:

@@ -177,8 +177,8 @@ class ClosedLoop:
     def _evict(self) -> None:
         if self._strategy.max_staleness is not None:
             self._gone |= self._next_step - self._columns["policy_version"] > self._strategy.max_staleness
-        found = self._strategy.evict(self._groups(self._live()), self._view())
-        self._gone[np.array(found.rows, np.int64) - 1] = True
+        evictions = self._strategy.evict(self._groups(self._live()), self._view())
+        self._gone[np.array(evictions.rows, np.int64) - 1] = True
 
     def _assemble(self) -> bool:
         """Make the batch of the next step and start its training; return whether there is one."""

@@ -158,8 +158,8 @@ def _dropped(groups: Groups, *rules: tuple[npt.NDArray[np.bool_], str]) -> Evict
     reasons: list[str] = []
     left = np.ones(len(groups), bool)
     for holds, reason in rules:
-        found = groups.row[holds & left].tolist()
+        dropped = groups.row[holds & left].tolist()
         left &= ~holds
-        rows += found
-        reasons += [reason] * len(found)
+        rows += dropped
+        reasons += [reason] * len(dropped)
     return Evictions(tuple(rows), tuple(reasons))

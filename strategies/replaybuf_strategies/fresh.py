@@ -25,20 +25,20 @@ def with_fresh(groups: Groups, open_pieces: Callable[[bool], Pieces], budget: Bu
     ahead = np.empty(0, np.int64)
     while True:
         sequence, lacks_fresh = _arrange(groups, seen, ahead, fraction)
-        found = prefix(groups, iter((sequence,)), budget)
-        if found.full:
-            return found
+        composed = prefix(groups, iter((sequence,)), budget)
+        if composed.full:
+            return composed
         if not lacks_fresh:
             piece = next(every, None)
             if piece is None:
-                return found
+                return composed
             # Groups of `ahead` without a place are in this piece, or in a later one.
             seen, ahead, later = np.concatenate([seen, piece]), ahead[:0], None
             continue
         later = later or _without(open_pieces(True), seen, len(groups))
         piece = next(later, None)
         if piece is None:
-            return Composed(found.positions, full=False, lacks_fresh=True)
+            return Composed(composed.positions, full=False, lacks_fresh=True)
         ahead = np.concatenate([ahead, piece])
 
 

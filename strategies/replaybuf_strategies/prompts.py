@@ -111,19 +111,19 @@ def _distinct(groups: Groups, part: Positions, yielded: npt.NDArray[np.int64]) -
     ordered = prompts[by_number]
     is_first = np.zeros(len(part), bool)
     is_first[by_number[np.concatenate([[True], ordered[1:] != ordered[:-1]])]] = True
-    found = prompts[is_first]
-    return found[~np.isin(found, yielded)] if len(yielded) else found
+    distinct = prompts[is_first]
+    return distinct[~np.isin(distinct, yielded)] if len(yielded) else distinct
 
 
 def _with_members(groups: Groups, may: May, prompts: npt.NDArray[np.int64]) -> Prompts:
     """Return all usable groups of distinct prompts; -1 - position names a group without a prompt."""
-    found = np.flatnonzero(np.isin(groups.prompt_index, prompts[prompts >= 0]))
-    found = np.concatenate([found[may(groups.take(found))], -1 - prompts[prompts < 0]])
-    own = groups.take(found).prompt_index
+    rows = np.flatnonzero(np.isin(groups.prompt_index, prompts[prompts >= 0]))
+    rows = np.concatenate([rows[may(groups.take(rows))], -1 - prompts[prompts < 0]])
+    own = groups.take(rows).prompt_index
     by_number = np.argsort(prompts)
-    place = by_number[np.searchsorted(prompts[by_number], np.where(own < 0, -1 - found, own))]
-    count = len(found)
-    members = found[np.sort(place * count + np.arange(count)) % max(1, count)]  # by place, then by position
+    place = by_number[np.searchsorted(prompts[by_number], np.where(own < 0, -1 - rows, own))]
+    count = len(rows)
+    members = rows[np.sort(place * count + np.arange(count)) % max(1, count)]  # by place, then by position
     bounds = np.concatenate([[0], np.cumsum(np.bincount(place, minlength=len(prompts)))])
     tokens = np.concatenate([[0], np.cumsum(groups.take(members).tokens, dtype=np.int64)])
     return Prompts(members, bounds, tokens[bounds])

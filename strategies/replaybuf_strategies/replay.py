@@ -135,18 +135,18 @@ class Replay(Strategy[ReplayOptions]):
         smallest_batch = budget.groups if budget.groups and budget.tokens is None else 1
         if self._limiter and self._limiter.blocks(buffer, smallest_batch):
             return _rate_limited(self._limiter, buffer, smallest_batch)
-        found = self._compose(groups, buffer, budget, rng)
-        chosen = groups.take(found.positions)
-        if not found.full:
+        composed = self._compose(groups, buffer, budget, rng)
+        chosen = groups.take(composed.positions)
+        if not composed.full:
             short = self._short_source(groups, buffer) if self.options.mix_strict else None
             if short:
                 return Waiting(too_few(budget), *short)
-            reason = self._waiting_reason(found, groups, buffer, budget)
+            reason = self._waiting_reason(composed, groups, buffer, budget)
             return Waiting(reason, len(chosen), int(chosen.tokens.sum(dtype=np.int64)))
         if self._limiter and self._limiter.blocks(buffer, len(chosen)):
             return _rate_limited(self._limiter, buffer, len(chosen))
-        if len(found.following):
-            chosen = self._complete(groups, found, buffer, budget)
+        if len(composed.following):
+            chosen = self._complete(groups, composed, buffer, budget)
         return Selection(chosen.row, self._weights(chosen))
 
     def draw_order(self, groups: Groups) -> npt.NDArray[Any]:
@@ -164,16 +164,16 @@ class Replay(Strategy[ReplayOptions]):
                 return -self._propensity.of(groups)
         return -groups.policy_version.astype(np.int64)
 
-    def _complete(self, groups: Groups, found: Composed, buffer: BufferView, budget: Budget) -> Groups:
+    def _complete(self, groups: Groups, composed: Composed, buffer: BufferView, budget: Budget) -> Groups:
         """Fill the tokens left with following groups, as `replaybuf.strategy.fill` does, if the rate allows."""
         m = self.options.max_staleness
         last_version = None if m is None else (buffer.step + 1) // buffer.steps_per_publish - m
-        order = np.concatenate([found.positions, found.following])
-        given = groups.take(order)
-        filled = fill(given, np.arange(len(order)), budget, last_version)
-        chosen = given.take(np.isin(given.row, filled.rows)) if isinstance(filled, Selection) else given
+        order = np.concatenate([composed.positions, composed.following])
+        selected = groups.take(order)
+        filled = fill(selected, np.arange(len(order)), budget, last_version)
+        chosen = selected.take(np.isin(selected.row, filled.rows)) if isinstance(filled, Selection) else selected
         blocked = self._limiter is not None and self._limiter.blocks(buffer, len(chosen))
-        return groups.take(found.positions) if blocked else chosen
+        return groups.take(composed.positions) if blocked else chosen
 
     def _compose(self, groups: Groups, buffer: BufferView, budget: Budget, rng: np.random.Generator) -> Composed:
         options = self.options
@@ -275,14 +275,14 @@ class Replay(Strategy[ReplayOptions]):
 
         return may
 
-    def _waiting_reason(self, found: Composed, groups: Groups, buffer: BufferView, budget: Budget) -> str:
+    def _waiting_reason(self, composed: Composed, groups: Groups, buffer: BufferView, budget: Budget) -> str:
         """Return `reuse_exhausted` if all groups together would make a batch, else what is missing."""
         if not len(groups):
             return too_few(budget)
         rested = self._rested(groups, buffer.step)
         if not rested.any():
             return "reuse_exhausted"
-        blocks = found.lacks_fresh or not _enough(groups.take(rested), budget)
+        blocks = composed.lacks_fresh or not _enough(groups.take(rested), budget)
         return "reuse_exhausted" if blocks and _enough(groups, budget) else too_few(budget)
 
     def _weights(self, chosen: Groups) -> npt.NDArray[np.float32] | None:

@@ -206,9 +206,9 @@ class Trainer:
         figures = epochs[-1] | {"epochs": len(epochs)}
         if self._options.epochs_per_batch == 1:
             return figures
-        for one in epochs:
-            del one["by_staleness"]
-        return figures | {"by_epoch": {str(number): one for number, one in enumerate(epochs)}}
+        for epoch in epochs:
+            del epoch["by_staleness"]
+        return figures | {"by_epoch": {str(number): epoch for number, epoch in enumerate(epochs)}}
 
     def _with_proximal_logprobs(self, batch: TensorBatch) -> TensorBatch:
         """Add the proximal logprobs that a loss of several epochs needs and that no generator sent."""

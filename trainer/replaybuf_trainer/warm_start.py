@@ -58,8 +58,8 @@ def collect_words(seed: int) -> Words:
         if word.isascii() and word.isprintable():
             distinct.setdefault(word.lower(), word)
     order = np.random.default_rng(seed).permutation(len(distinct))
-    found = list(distinct.values())
-    words = [found[i] for i in order]
+    listed = list(distinct.values())
+    words = [listed[i] for i in order]
     held_out, check = words[:HELD_OUT_WORDS], words[HELD_OUT_WORDS : HELD_OUT_WORDS + CHECK_WORDS]
     kept_apart = {word.lower() for word in held_out + check}
     kept_apart |= {word[::-1] for word in kept_apart}

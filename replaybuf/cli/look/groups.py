@@ -158,8 +158,8 @@ def samples(run: RunName, /, options: Annotated[SampleOptions, Parameter(name="*
         print(f"more: --before {page.next}")
 
 
-def _print_samples(console: Console, found: Sequence[Sample]) -> None:
-    for sample in found:
+def _print_samples(console: Console, samples: Sequence[Sample]) -> None:
+    for sample in samples:
         head = (
             f"step {sample.step}, {sample.why}, group {sample.group_id}: {_describe(sample, sample.completion_tokens)}"
         )

@@ -164,10 +164,12 @@ def run_advice(options: SimulateOptions, config: RunConfig, recording: Recording
     with work_bar("simulating") as report:
         runs = itertools.count()
 
-        def run(one: RunConfig, at: Workload) -> Figures:
-            supply = RecordedSupply(recording, at, one, options.seed) if recording else Supply(at, one, options.seed)
+        def run(config: RunConfig, at: Workload) -> Figures:
+            supply = (
+                RecordedSupply(recording, at, config, options.seed) if recording else Supply(at, config, options.seed)
+            )
             on_step = functools.partial(_report_step, report, next(runs) * steps, count * steps)
-            return run_simulation(one, supply, steps, on_step)
+            return run_simulation(config, supply, steps, on_step)
 
         return advise(workload, config, fleet, specs, run)
 

@@ -89,7 +89,7 @@ def build_result(plan: StudyPlan) -> StudyResult:
     references = {training.seed: curves[training.name] for training in plan.of(plan.variants[0])}
     strategies = []
     for variant in plan.variants:
-        trainings = [_compared(one, curves[one.name], references[one.seed]) for one in plan.of(variant)]
+        trainings = [_compared(planned, curves[planned.name], references[planned.seed]) for planned in plan.of(variant)]
         last = [training.points[-1] for training in trainings]
         strategies.append(
             StrategyResult(
@@ -145,15 +145,15 @@ def table_of(result: StudyResult) -> tuple[tuple[str, ...], list[tuple[str, ...]
     """Return heading and rows of the table, one row per strategy; `notes_of` explains the columns."""
     heading = ("strategy", ">lr", ">seeds", ">accuracy", ">tokens", ">steps", ">seconds", ">to match the first")
     rows: list[tuple[str, ...]] = [("before training", "", "", f"{result.before.accuracy:.3f}", "0", "0", "0", "")]
-    for one in result.strategies:
-        tokens, step, wall_s = (one.costs[axis] for axis in AXES)
-        shares = ", ".join(_share(training.share_to_reach) for training in one.trainings)
+    for strategy in result.strategies:
+        tokens, step, wall_s = (strategy.costs[axis] for axis in AXES)
+        shares = ", ".join(_share(training.share_to_reach) for training in strategy.trainings)
         rows.append(
             (
-                one.title,
-                f"{one.learning_rate:g}",
-                str(one.final.seeds),
-                _accuracy(one.final),
+                strategy.title,
+                f"{strategy.learning_rate:g}",
+                str(strategy.final.seeds),
+                _accuracy(strategy.final),
                 f"{tokens.mean:,.0f}",
                 f"{step.mean:g}",
                 f"{wall_s.mean:,.0f}",
@@ -165,7 +165,12 @@ def table_of(result: StudyResult) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 def notes_of(result: StudyResult) -> list[str]:
     """Return sentences about the columns of the table and the noise of its figures."""
-    errors = [point.standard_error for one in result.strategies for run in one.trainings for point in run.points[-1:]]
+    errors = [
+        point.standard_error
+        for strategy in result.strategies
+        for run in strategy.trainings
+        for point in run.points[-1:]
+    ]
     known = [error for error in errors if error is not None]
     noise = f" The standard error of one training is up to {max(known):.3f}." if known else ""
     first = result.strategies[0].title

@@ -46,15 +46,15 @@ def check_origin(checkpoint: Path, stored: AdapterOrigin | None, options: TrainO
 
 def fingerprint(folder: Path) -> str:
     """Return a hash of names, sizes and samples of the weights files in a model folder; it reads 256 KiB of each."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
+        digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
             for number in range(SAMPLES):
                 file.seek(number * size // SAMPLES)
-                found.update(file.read(SAMPLE_BYTES))
-    return found.hexdigest()
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _reject(checkpoint: Path, has: str, now: str, name: str) -> None:

@@ -66,8 +66,8 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint, the same on every rank."""
-        found = self._ranks.first(lambda: str(latest_checkpoint(self._folder) or ""))
-        return Path(found) if found else None
+        path = self._ranks.first(lambda: str(latest_checkpoint(self._folder) or ""))
+        return Path(path) if path else None
 
     def read_state(self, checkpoint: Path) -> TrainerState:
         """Read the state of a checkpoint and check its files; the first rank reads them. Raises `Invalid`."""
@@ -155,10 +155,10 @@ class Checkpoints:
 
 
 def _random_states(ranks: Ranks) -> Tensors:
-    found = {f"random.cpu.{ranks.rank}": torch.get_rng_state()}
+    states = {f"random.cpu.{ranks.rank}": torch.get_rng_state()}
     if ranks.device.type == "cuda":
-        found[f"random.cuda.{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
-    return found
+        states[f"random.cuda.{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
+    return states
 
 
 def _set_random_states(states: Tensors) -> None:

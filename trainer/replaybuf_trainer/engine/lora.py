@@ -89,16 +89,16 @@ def read_lora(model: Any, folder: Path) -> Lora:
 def _read_config(folder: Path) -> _Config:
     path = folder / CONFIG_FILE
     try:
-        found = msgspec.json.decode(read_bounded(path, CONFIG_BYTES), type=dict[str, Any])
-        config = msgspec.convert(found, prepared(_Config))
+        content = msgspec.json.decode(read_bounded(path, CONFIG_BYTES), type=dict[str, Any])
+        config = msgspec.convert(content, prepared(_Config))
     except FileNotFoundError:
         raise NotFound(f"adapter folder {folder} has no {CONFIG_FILE}", name="lora_path", value=str(folder)) from None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Invalid(f"adapter {path}: {error}", name="lora_path", value=str(folder)) from error
     for name in _UNSUPPORTED:
-        if found.get(name) not in (None, False, "none", [], {}):
-            detail = f"adapter {path}: {name} is {found[name]!r}; this engine applies A and B of linear layers only"
-            raise Invalid(detail, name=name, value=found[name])
+        if content.get(name) not in (None, False, "none", [], {}):
+            detail = f"adapter {path}: {name} is {content[name]!r}; this engine applies A and B of linear layers only"
+            raise Invalid(detail, name=name, value=content[name])
     return config
 
 

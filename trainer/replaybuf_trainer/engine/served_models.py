@@ -55,8 +55,8 @@ class ServedModels:
         """Return the model of a name, None = the base model. Raises `NotFound`."""
         if name in (None, self.base.name):
             return self.base
-        if found := self.adapters.get(name):
-            return found
+        if adapter := self.adapters.get(name):
+            return adapter
         served = [self.base.name, *self.adapters]
         raise NotFound(f"model {name!r} does not exist; this server has {served}", name="model", value=name)
 

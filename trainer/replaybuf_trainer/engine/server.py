@@ -147,11 +147,11 @@ class Engine:
             for i in range(count)
         ]
 
-    def _prompts(self, given: list[int | list[int]] | str) -> list[list[int]]:
-        if isinstance(given, str):
-            return [self._tokenizer.encode(given)]
-        ids = [token for token in given if isinstance(token, int)]
-        several = [prompt for prompt in given if not isinstance(prompt, int)]
+    def _prompts(self, prompts: list[int | list[int]] | str) -> list[list[int]]:
+        if isinstance(prompts, str):
+            return [self._tokenizer.encode(prompts)]
+        ids = [token for token in prompts if isinstance(token, int)]
+        several = [prompt for prompt in prompts if not isinstance(prompt, int)]
         if ids and several:
             raise Invalid("prompt mixes token ids and lists of token ids", name="prompt")
         return several or [ids]
@@ -238,8 +238,8 @@ class Engine:
     async def load_lora_adapter(self, request: Request) -> Any:
         """Load a LoRA adapter, or replace it in place."""
         asked: LoadLoraRequest = await read(request, LoadLoraRequest)
-        given = asked.weight_version
-        version = None if given is None else whole_number("weight_version", given)
+        wanted = asked.weight_version
+        version = None if wanted is None else whole_number("weight_version", wanted)
         await self._models.load(asked.lora_name, asked.lora_path, version, in_place=asked.load_inplace)
         return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 

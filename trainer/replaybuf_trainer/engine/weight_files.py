@@ -30,9 +30,9 @@ def read_tensors(path: Path, shapes: Mapping[str, Shape], optional: Set[str] = f
     return tensors
 
 
-def check_names(where: str, found: Collection[str], shapes: Mapping[str, Shape], optional: Set[str]) -> None:
+def check_names(where: str, names: Collection[str], shapes: Mapping[str, Shape], optional: Set[str]) -> None:
     """Raise `Invalid` if a tensor is missing, unless it is optional, or not of the model."""
-    missing, unknown = shapes.keys() - set(found) - optional, set(found) - shapes.keys()
+    missing, unknown = shapes.keys() - set(names) - optional, set(names) - shapes.keys()
     if missing or unknown:
         raise Invalid(
             f"weights {where} do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}",
@@ -41,9 +41,9 @@ def check_names(where: str, found: Collection[str], shapes: Mapping[str, Shape],
         )
 
 
-def check_shapes(where: str, found: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
+def check_shapes(where: str, file_shapes: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
     """Raise `Invalid` if a tensor is not of the model or has another shape."""
-    for name, shape in found.items():
+    for name, shape in file_shapes.items():
         if shape != shapes.get(name):
             expected = f"{shape}, the model has {shapes.get(name)}"
             raise Invalid(f"weights {where}: {name} has shape {expected}", name=name, value=list(shape))

@@ -95,7 +95,7 @@ class WeightTransfer:
     def _receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> dict[str, torch.Tensor]:
         dtypes = [getattr(torch, name) for name in dtype_names]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for chunk in chunk_ends(sizes, self._buffer_bytes):
             values = torch.empty(sum(sizes[chunk]), dtype=torch.uint8)
             options = dist.BroadcastOptions()
@@ -103,8 +103,8 @@ class WeightTransfer:
             self._group.broadcast([values], options).wait()
             parts = torch.split(values, sizes[chunk])
             for name, part, shape, dtype in zip(names[chunk], parts, shapes[chunk], dtypes[chunk], strict=True):
-                found[name] = from_bytes(part, shape, dtype)
-        return found
+                tensors[name] = from_bytes(part, shape, dtype)
+        return tensors
 
 
 def _join(host: str, port: int, rank: int, world: int) -> Any:

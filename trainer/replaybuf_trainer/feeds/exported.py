@@ -40,7 +40,7 @@ class ExportedBatches:
     def bodies(self, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Iterator[memoryview]:
         """Yield the bodies of one rank; `step`: number of batches to skip."""
         if self._recorded.steps:
-            return (self._recorded.body(one, dp_rank, dp_world_size) for one in self._recorded.steps[step:])
+            return (self._recorded.body(exported, dp_rank, dp_world_size) for exported in self._recorded.steps[step:])
         return stored_batches(self._reader, dp_rank, dp_world_size, skip=step)
 
     def _lack(self) -> str:

@@ -149,8 +149,8 @@ class FakeBatches:
 def _vocab_size(config: Path) -> int:
     """Return the number of token ids of a model folder. Raises `Invalid`."""
     try:
-        found: Any = msgspec.json.decode(read_bounded(config, MODEL_FILE_BYTES))
-        size = found.get("vocab_size") or found["text_config"]["vocab_size"]
+        content: Any = msgspec.json.decode(read_bounded(config, MODEL_FILE_BYTES))
+        size = content.get("vocab_size") or content["text_config"]["vocab_size"]
         return msgspec.convert(size, prepared(_Count))
     except (OSError, msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
         raise Invalid(

@@ -43,10 +43,10 @@ def check_source(options: TrainOptions) -> None:
         "--from-export": str(options.from_export or ""),
         "--fake-data": "true" if options.fake_data else "",
     }
-    given = [f"{name} {value}".removesuffix(" true") for name, value in sources.items() if value]
-    if len(given) != 1:
+    chosen = [f"{name} {value}".removesuffix(" true") for name, value in sources.items() if value]
+    if len(chosen) != 1:
         raise Invalid(
-            f"batches come from one of RUN, --from-export and --fake-data; given: {', '.join(given) or 'none'}",
+            f"batches come from one of RUN, --from-export and --fake-data; given: {', '.join(chosen) or 'none'}",
             name="run",
             value=options.run,
         )

@@ -94,10 +94,10 @@ def load_objective(
     Raises `Invalid` for an unknown loss, unknown options, values out of bounds, and parts that contradict each other.
     """
     kind = BUILT_IN.get(name) or _plugin(name)
-    given = _decode(options)
-    shared = {key: given.pop(key) for key in Terms.__struct_fields__ if key in given}
+    fields = _decode(options)
+    shared = {key: fields.pop(key) for key in Terms.__struct_fields__ if key in fields}
     try:
-        loss, terms = msgspec.convert(given, prepared(kind)), msgspec.convert(shared, prepared(Terms))
+        loss, terms = msgspec.convert(fields, prepared(kind)), msgspec.convert(shared, prepared(Terms))
     except msgspec.ValidationError as error:
         known = ", ".join([*kind.__struct_fields__, *Terms.__struct_fields__])
         raise Invalid(
@@ -111,14 +111,15 @@ def _plugin(name: str) -> type[PolicyLoss]:
     if name not in plugins.names(plugins.LOSSES):
         known = sorted([*BUILT_IN, *plugins.names(plugins.LOSSES)])
         raise Invalid(f"loss is {name!r}; installed: {', '.join(known)}", name="loss", value=name, bound=known)
-    found = plugins.load(plugins.LOSSES, name)
-    if not (isinstance(found, type) and issubclass(found, PolicyLoss)):
+    plugin = plugins.load(plugins.LOSSES, name)
+    if not (isinstance(plugin, type) and issubclass(plugin, PolicyLoss)):
         raise Invalid(
-            f"loss plug-in {name!r} is {found!r}; it must be a class that inherits replaybuf_trainer.losses.PolicyLoss",
+            f"loss plug-in {name!r} is {plugin!r}; it must be a class that inherits "
+            "replaybuf_trainer.losses.PolicyLoss",
             name="loss",
             value=name,
         )
-    return found
+    return plugin
 
 
 def _decode(options: str) -> dict[str, Any]:

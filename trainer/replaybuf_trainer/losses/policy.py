@@ -179,9 +179,9 @@ class ClipCov(Grpo, frozen=True, kw_only=True):
     def term(self, tokens: LossTokens) -> PolicyTerm:
         """Return the clipped surrogate; selected tokens keep their value without gradient."""
         clipped = Grpo.term(self, tokens)
-        found = covariances(tokens)
-        inside = (found >= self.cov_low) & (found <= self.cov_high) & ~clipped.clipped
-        selected = by_covariance(found, self.share, inside)
+        values = covariances(tokens)
+        inside = (values >= self.cov_low) & (values <= self.cov_high) & ~clipped.clipped
+        selected = by_covariance(values, self.share, inside)
         losses = torch.where(selected, clipped.losses.detach(), clipped.losses)
         return PolicyTerm(losses, clipped.ratio, clipped.clipped | selected)
 

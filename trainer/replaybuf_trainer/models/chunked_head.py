@@ -34,10 +34,10 @@ def target_logprobs(
     kind = torch.promote_types(head.weight.dtype, torch.float32)
     at_once = max(1, chunk_bytes // (head.weight.shape[0] * kind.itemsize))
     with torch.autocast(hidden.device.type, enabled=False):
-        found: tuple[torch.Tensor, torch.Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+        outputs: tuple[torch.Tensor, torch.Tensor] = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden.to(head.weight.dtype), head.weight, head.bias, targets, head.scale, head.softcap, at_once
         )
-    return found
+    return outputs
 
 
 class _TargetLogprobs(torch.autograd.Function):

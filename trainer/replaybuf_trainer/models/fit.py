@@ -58,10 +58,10 @@ def tokenizer_size(folder: Path) -> int:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return 0
-    found = read_model_config(path)
-    vocabulary = found.get("model", {}).get("vocab", ())
+    config = read_model_config(path)
+    vocabulary = config.get("model", {}).get("vocab", ())
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    highest: int = max([*ids, *(token["id"] for token in found.get("added_tokens", ()))], default=-1)
+    highest: int = max([*ids, *(token["id"] for token in config.get("added_tokens", ()))], default=-1)
     return highest + 1
 
 

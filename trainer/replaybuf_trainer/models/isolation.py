@@ -64,7 +64,7 @@ def _logit_difference(model: Any, head: OutputHead, rollouts: Sequence[torch.Ten
     plain = torch.nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).detach()
     factor = _LARGEST_LOGIT / max(float(plain.abs().max()), 1e-6)
     layer = model.get_output_embeddings()
-    hook = layer.register_forward_pre_hook(lambda _, given: (given[0] * factor, *given[1:]))
+    hook = layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
     try:
         alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0, :-1].detach() for ids in rollouts])
     finally:
@@ -81,8 +81,8 @@ def _packed_states(model: Any, rollouts: Sequence[torch.Tensor]) -> torch.Tensor
     return predicting_states(model, *rows).detach()
 
 
-def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.float() - other.float()).abs().max() / one.float().abs().max().clamp(min=1e-12))
+def _relative_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.float() - second.float()).abs().max() / first.float().abs().max().clamp(min=1e-12))
 
 
 def _check(difference: float, bound: float, detail: str, way_out: str, name: str) -> None:

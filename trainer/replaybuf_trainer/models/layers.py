@@ -38,8 +38,8 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     The first forward and backward pass take minutes. Raises `Invalid` on a CPU without a C++ compiler.
     """
     compiler = os.environ.get("CXX")
-    found = any(shutil.which(name) for name in ([compiler] if compiler else ["g++", "clang++"]))
-    if next(model.parameters()).device.type == "cpu" and not found:
+    has_compiler = any(shutil.which(name) for name in ([compiler] if compiler else ["g++", "clang++"]))
+    if next(model.parameters()).device.type == "cpu" and not has_compiler:
         raise Invalid(
             f"--compile needs a C++ compiler on the CPU: {compiler or 'g++ or clang++'} is not installed; "
             "install it, set CXX, or train without --compile",

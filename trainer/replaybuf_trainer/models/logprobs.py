@@ -55,15 +55,15 @@ class PackedLogprobs:
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[Float32s]:
         """Return the logprob of every completion token, float32 [C] in nats, for each rollout."""
-        found: list[Float32s] = []
+        parts: list[Float32s] = []
         row: list[_Tokens] = []
         for rollout in rollouts:
             ids = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
             if row and sum(len(others) for others, _ in row) + len(ids) > ROW_TOKENS:
-                found += self._row(row)
+                parts += self._row(row)
                 row = []
             row.append((ids, len(rollout.prompt_ids)))
-        return found + self._row(row)
+        return parts + self._row(row)
 
     @torch.inference_mode()
     def _row(self, sequences: Sequence[_Tokens]) -> list[Float32s]:

@@ -133,10 +133,12 @@ class LoraPolicy(Policy):
     def load(self, name: str, tensors: Tensors) -> None:
         """Set the weights of an adapter. Raises `Invalid` for other names or shapes."""
         parameters = self.adapters[name].parameters
-        found, expected = ({key: tuple(one.shape) for key, one in kind.items()} for kind in (tensors, parameters))
-        if differ := sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)):
+        shapes, expected = (
+            {key: tuple(tensor.shape) for key, tensor in kind.items()} for kind in (tensors, parameters)
+        )
+        if differ := sorted(key for key in shapes.keys() | expected.keys() if shapes.get(key) != expected.get(key)):
             key = differ[0]
-            detail = f"adapter {name!r}: {key} has shape {found.get(key)}; the trainer has {expected.get(key)}"
+            detail = f"adapter {name!r}: {key} has shape {shapes.get(key)}; the trainer has {expected.get(key)}"
             raise Invalid(detail, name="adapter", value=name)
         with torch.no_grad():
             for key, parameter in parameters.items():
@@ -206,8 +208,10 @@ class LoraPolicy(Policy):
     def checkpoint_folders(self) -> Mapping[str, Weights]:
         """Return a PEFT folder for each adapter of the run, and the merged model of a run without adapters."""
         folders: dict[str, Weights] = {
-            f"adapters/{name}": AdapterWeights(name, {k: v.clone() for k, v in one.tensors().items()}, self._config())
-            for name, one in self.adapters.items()
+            f"adapters/{name}": AdapterWeights(
+                name, {k: v.clone() for k, v in adapter.tensors().items()}, self._config()
+            )
+            for name, adapter in self.adapters.items()
             if name
         }
         return folders | {"model": self.weights()} if "" in self.adapters else folders
@@ -223,8 +227,8 @@ class LoraPolicy(Policy):
             self.add(adapter).prepare(own)
         tensors = self.state()
         fill(tensors)
-        for name, one in self.adapters.items():
-            one.set_counts(tensors[f"{name}/counts"])
+        for name, named in self.adapters.items():
+            named.set_counts(tensors[f"{name}/counts"])
 
     @torch.no_grad()
     def merged_weights(self, name: str) -> Tensors:
@@ -244,11 +248,11 @@ class LoraPolicy(Policy):
             self._tuner.inject_adapter(self.model, slot)
 
     def _parameters(self, slot: str) -> dict[str, torch.nn.Parameter]:
-        found: dict[str, torch.nn.Parameter] = {}
+        parameters: dict[str, torch.nn.Parameter] = {}
         for layer in self._layers:
             module = self.model.get_submodule(layer)
-            found |= {_key(layer, "A"): module.lora_A[slot].weight, _key(layer, "B"): module.lora_B[slot].weight}
-        return found
+            parameters |= {_key(layer, "A"): module.lora_A[slot].weight, _key(layer, "B"): module.lora_B[slot].weight}
+        return parameters
 
     def _config(self) -> Any:
         """Return the configuration in which peft keeps an adapter."""
@@ -297,17 +301,17 @@ def target_layers(model: Any, options: LoraOptions) -> dict[str, tuple[int, int]
             known = sorted({name.rpartition(".")[2] for name in linear})
             detail = f"--lora-targets has {target!r}; the linear layers of the model are {', '.join(known) or 'none'}"
             raise Invalid(detail, name="lora_targets", value=target, bound=known)
-    found = {name: size for name, size in linear.items() if not options.targets or _ends(name, options.targets)}
-    smallest = min(found, key=lambda name: min(found[name]))
-    if options.rank > min(found[smallest]):
-        detail = f"--lora-rank is {options.rank}; layer {smallest} is {found[smallest]}, so the maximum is "
+    targets = {name: size for name, size in linear.items() if not options.targets or _ends(name, options.targets)}
+    smallest = min(targets, key=lambda name: min(targets[name]))
+    if options.rank > min(targets[smallest]):
+        detail = f"--lora-rank is {options.rank}; layer {smallest} is {targets[smallest]}, so the maximum is "
         raise Invalid(
-            f"{detail}{min(found[smallest])}; leave such layers out with --lora-targets",
+            f"{detail}{min(targets[smallest])}; leave such layers out with --lora-targets",
             name="lora_rank",
             value=options.rank,
-            bound=min(found[smallest]),
+            bound=min(targets[smallest]),
         )
-    return found
+    return targets
 
 
 def _ends(name: str, targets: Iterable[str]) -> bool:

@@ -107,8 +107,8 @@ class TorchRanks(Ranks):
         """Make a call on every rank; if it fails on some, raise the error of the lowest such rank on every rank."""
         mine, error = _try(call)
         told = _Outcome(error=mine.error, detail=mine.detail)  # the value stays here: it may be a batch
-        outcomes = [msgspec.convert(one, prepared(_Outcome)) for one in self.exchange(msgspec.to_builtins(told))]
-        failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error is not None]
+        outcomes = [msgspec.convert(answer, prepared(_Outcome)) for answer in self.exchange(msgspec.to_builtins(told))]
+        failed = [(rank, answer) for rank, answer in enumerate(outcomes) if answer.error is not None]
         if failed:
             rank, outcome = failed[0]
             self._settle(outcome, error if rank == self.rank else None)

@@ -62,15 +62,15 @@ def _plugin(name: str) -> type[Publisher]:
         raise Invalid(
             f"publisher is {name!r}; installed: {', '.join(known)}", name="publisher", value=name, bound=known
         )
-    found = plugins.load(plugins.PUBLISHERS, name)
-    if not (isinstance(found, type) and issubclass(found, Publisher)):
+    plugin = plugins.load(plugins.PUBLISHERS, name)
+    if not (isinstance(plugin, type) and issubclass(plugin, Publisher)):
         raise Invalid(
-            f"publisher plug-in {name!r} is {found!r}; it must be a class that inherits "
+            f"publisher plug-in {name!r} is {plugin!r}; it must be a class that inherits "
             "replaybuf_trainer.publishers.publisher.Publisher",
             name="publisher",
             value=name,
         )
-    return found
+    return plugin
 
 
 def _decode(name: str, options: str, kind: type[msgspec.Struct]) -> Any:

@@ -106,11 +106,11 @@ class WeightsFolders:
         if not may_delete(confirm):
             return
         folders = (self._root / adapter).glob("v*")
-        found = {int(name[1]): path for path in folders if (name := _NAME.fullmatch(path.name))}
-        older = sorted(number for number in found if number <= version)
-        used = [number for number in older[:-KEPT] if in_use(found[number])]
+        versions = {int(name[1]): path for path in folders if (name := _NAME.fullmatch(path.name))}
+        older = sorted(number for number in versions if number <= version)
+        used = [number for number in older[:-KEPT] if in_use(versions[number])]
         kept = {*older[-KEPT:], *used[-KEPT:], *(set(older) & set(self._needed_versions(adapter)))}
-        for number, path in found.items():
+        for number, path in versions.items():
             if number not in kept:
                 shutil.rmtree(path, ignore_errors=True)
         for path in (self._root / adapter).glob(f"{STAGED}*"):  # of killed trainers

@@ -44,5 +44,5 @@ def shares(seconds: Mapping[Any, float]) -> str:
     """Format the share of each phase, the largest first, without shares below 1 %: "backward 61 %, wait 30 %"."""
     total = sum(seconds.values()) or 1.0
     percent = {phase: round(100 * taken / total) for phase, taken in seconds.items()}
-    order = sorted(percent.items(), key=lambda one: -one[1])
+    order = sorted(percent.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{phase} {share} %" for phase, share in order if share)

@@ -104,10 +104,10 @@ class Background(Guard[T]):
 
 def flat(figures: Figures, prefix: str = "") -> dict[str, float]:
     """Return all numbers of nested figures by path, such as "phase_s/forward"; without texts and None."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}/")
+            numbers |= flat(value, f"{prefix}{name}/")
         elif isinstance(value, bool | int | float):
-            found[prefix + name] = float(value)
-    return found
+            numbers[prefix + name] = float(value)
+    return numbers

@@ -70,12 +70,12 @@ class TableFolder:
         """
         options, meta = self._options, item.batch.meta
         samples = draw_samples(item.batch, item.record, options.tables, options.seed, self._text_of)
-        stored = {group_id: self._rewards.parts_of(group_id) for group_id in {one.group_id for one in samples}}
+        stored = {group_id: self._rewards.parts_of(group_id) for group_id in {sample.group_id for sample in samples}}
         samples = [
-            dataclasses.replace(one, reward_parts=stored[one.group_id][one.rollout])
-            if one.rollout < len(stored[one.group_id])
-            else one
-            for one in samples
+            dataclasses.replace(sample, reward_parts=stored[sample.group_id][sample.rollout])
+            if sample.rollout < len(stored[sample.group_id])
+            else sample
+            for sample in samples
         ]
         parts = meta.batch_reward_parts or {}
         step = StepSamples(
