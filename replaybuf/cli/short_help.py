@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from replaybuf.errors import counted
 
 if TYPE_CHECKING:
-    from cyclopts.help import HelpPanel
+    from cyclopts.help import HelpEntry, HelpPanel
     from rich.console import Console, ConsoleOptions
 
 HELP_ALL = "--help-all"
@@ -42,6 +43,8 @@ class ShortHelp:
         """Print one panel of a help page."""
         from cyclopts.help import DefaultFormatter, HelpEntry
 
+        for entry in panel.entries:
+            _join_lines(entry)
         first = FIRST_OPTIONS.get(self.command)
         if panel.title == "Parameters" and first and not self.every:
             names = {f"--{name}" for name in first.split()}
@@ -56,6 +59,15 @@ class ShortHelp:
         from cyclopts.help import DefaultFormatter
 
         DefaultFormatter().render_usage(console, options, usage)
+
+
+def _join_lines(entry: HelpEntry) -> None:
+    """Let the terminal break the text of an option: cyclopts keeps line ends and indentation of its docstring."""
+    from rich.text import Text
+
+    text = getattr(entry.description, "primary_renderable", None)
+    if isinstance(text, Text):
+        text.plain = re.sub(r"\n +", " ", text.plain)
 
 
 def help_for(words: Sequence[str], arguments: Sequence[str]) -> ShortHelp:

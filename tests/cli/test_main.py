@@ -75,6 +75,14 @@ def test_the_help_of_a_command_describes_each_of_its_arguments(words: str, capsy
     assert "Usage: " in shown and not re.search(r"│ \*? *[A-Z-]+ +\[", shown), shown
 
 
+def test_the_terminal_breaks_the_text_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of a docstring do not show as lines of their own: each continuation starts where the text starts."""
+    main(["serve", "--help-all"])
+    panel = capsys.readouterr().out.partition("Options of every command")[0]
+    columns = {len(space) for space in re.findall(r"^│( {20,})\S", panel, re.MULTILINE)}
+    assert len(columns) == 1, panel
+
+
 @pytest.mark.parametrize("words", FIRST_OPTIONS)
 def test_the_help_of_a_command_with_many_options_shows_those_that_a_user_needs_first(
     words: str, capsys: pytest.CaptureFixture[str]

@@ -259,4 +259,4 @@ async def _clock(store: Store) -> Finding:
     offset_s = seconds + micros / 1e6 - middle
     good = abs(offset_s) < LARGEST_CLOCK_OFFSET_S
     advice = "" if good else "synchronise the clocks (NTP): ticket deadlines are off by this much"
-    return Finding("clock", "ok" if good else "warn", f"{offset_s * 1000:+.0f} ms against Redis", advice)
+    return Finding("clock", "ok" if good else "warn", f"{round(offset_s * 1000):+} ms against Redis", advice)
