@@ -15,7 +15,7 @@ from replaybuf.client.append_bodies import read_results, reject, split_frames
 from replaybuf.client.http_reply import Reply
 from replaybuf.client.http_request import Exchange as Exchange
 from replaybuf.client.http_request import HttpRequest as HttpRequest
-from replaybuf.client.http_request import encode_body, finite_metrics, given_fields, segment
+from replaybuf.client.http_request import encode_body, fields, finite_metrics, segment
 from replaybuf.client.replies import answer_of, error_of
 from replaybuf.errors import Gone, InvalidGroups
 from replaybuf.missing_run import in_words_of
@@ -135,7 +135,7 @@ class RunCalls:
         `WrongStep` for a step below the oldest checkpoint or above the next unacked step.
         """
         body: dict[str, Any] = {"dp_world_size": dp_world_size, "on_resume": on_resume, **options}
-        body |= given_fields(resume_step=resume_step, seq_len=seq_len, pad_to_multiple_of=pad_to_multiple_of, cost=cost)
+        body |= fields(resume_step=resume_step, seq_len=seq_len, pad_to_multiple_of=pad_to_multiple_of, cost=cost)
         body |= {"fixed": True} if fixed else {}  # older services do not know the field
         # Not repeatable: the first answer may be late, and a second attach fences its epoch.
         reply = yield HttpRequest(method="POST", path="/attach", content=encode_body(body), repeatable=False)
@@ -168,7 +168,7 @@ class RunCalls:
 
         `metrics`: at most 64 numbers of this step that people want to see, by name; NaN and infinity count as missing.
         """
-        body = {"epoch": epoch} | given_fields(feedback=feedback, metrics=metrics and finite_metrics(metrics))
+        body = {"epoch": epoch} | fields(feedback=feedback, metrics=metrics and finite_metrics(metrics))
         yield HttpRequest(method="POST", path=f"/batches/{step}/ack", content=encode_body(body))
 
     def publish_policy(
@@ -180,14 +180,14 @@ class RunCalls:
 
     def checkpoint(self, step: int, epoch: int, keep: int | None = None) -> Exchange[None]:
         """Record that training can resume after `step` steps. The newest `keep` checkpoints stay resumable."""
-        body = {"epoch": epoch, "step": step} | given_fields(keep=keep)
+        body = {"epoch": epoch, "step": step} | fields(keep=keep)
         yield HttpRequest(method="POST", path="/checkpoints", content=encode_body(body))
 
     # ------------------------------------------------------------------ producer
 
     def get_policy(self, after: int | None = None, wait_ms: int = 0, adapter: str = "") -> Exchange[Policy]:
         """Return the published version of an adapter. With `after`, wait up to `wait_ms` for a newer version."""
-        params = {"wait_ms": wait_ms} | given_fields(after=after, adapter=adapter or None)
+        params = {"wait_ms": wait_ms} | fields(after=after, adapter=adapter or None)
         return answer_of((yield HttpRequest(path="/policy", params=params, wait_ms=wait_ms)), Policy)
 
     def take_tickets(
@@ -198,7 +198,7 @@ class RunCalls:
         `max_tokens`: most tokens that you sample per rollout. The service expects groups of that size until it has one.
         """
         body = {"producer": producer, "count": count, "adapter": adapter, "wait_ms": wait_ms}
-        body |= given_fields(max_tokens=max_tokens)
+        body |= fields(max_tokens=max_tokens)
         request = HttpRequest(
             method="POST", path="/tickets", content=encode_body(body), wait_ms=wait_ms, repeatable=False
         )
@@ -217,9 +217,7 @@ class RunCalls:
 
         `failure`: the newest since the last heartbeat, by `replaybuf.client.producers.describe_failure`.
         """
-        body = given_fields(
-            in_flight=in_flight, slots=slots, engines=engines, held_back_by=held_back_by, failure=failure
-        )
+        body = fields(in_flight=in_flight, slots=slots, engines=engines, held_back_by=held_back_by, failure=failure)
         path = f"/producers/{segment(producer)}"
         request = HttpRequest(method="PUT", path=path, content=encode_body(body), repeatable=False)
         return answer_of((yield request), Heartbeat)
@@ -281,14 +279,14 @@ class RunCalls:
 
     def get_record(self, step: int, generation: int | None = None) -> Exchange[StepRecord]:
         """Return the record of a batch, in the current history or in that of `generation`. Raises `NotFound`."""
-        params = given_fields(generation=generation)
+        params = fields(generation=generation)
         return answer_of((yield HttpRequest(path=f"/batches/{step}/record", params=params)), StepRecord)
 
     def explain_batch(
         self, step: int, generation: int | None = None, limit: int | None = None
     ) -> Exchange[BatchExplanation]:
         """Return why a batch has its groups, the first `limit` of them in order, or why the next one is not there."""
-        params = given_fields(generation=generation, limit=limit)
+        params = fields(generation=generation, limit=limit)
         return answer_of((yield HttpRequest(path=f"/batches/{step}/explain", params=params)), BatchExplanation)
 
     def get_ledger(self, after: int = 0, limit: int = 1000) -> Exchange[LedgerPage]:
@@ -326,13 +324,9 @@ class RunCalls:
         not freed are sorted by reward or staleness. Raises `Invalid`.
         """
         params: dict[str, str | int] = {"limit": limit, "order": order} | ({"desc": "true"} if desc else {})
-        params |= given_fields(
-            state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter
-        )
-        params |= given_fields(min_reward=min_reward, max_reward=max_reward, after=after)
-        params |= given_fields(
-            min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks, id_prefix=id_prefix
-        )
+        params |= fields(state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter)
+        params |= fields(min_reward=min_reward, max_reward=max_reward, after=after)
+        params |= fields(min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks, id_prefix=id_prefix)
         return answer_of((yield HttpRequest(path="/groups", params=params)), GroupPage)
 
     def list_samples(
@@ -342,7 +336,7 @@ class RunCalls:
 
         `before`: the `next` of an earlier page; `contains`: letters of the prompt or the completion, in any case.
         """
-        params = {"limit": limit} | given_fields(step=step, before=before, contains=contains)
+        params = {"limit": limit} | fields(step=step, before=before, contains=contains)
         return answer_of((yield HttpRequest(path="/samples", params=params)), SampleList)
 
     def list_dead_letters(self, limit: int = 100, after: int = 0) -> Exchange[DeadLetters]:
@@ -371,7 +365,7 @@ class RunCalls:
         `lifetime_s` without a call, None = never. The same page comes again until `advance_cursor`. Raises `Conflict`
         for another kind and for too many cursors, `NoRoom` if one of these may give way soon.
         """
-        params = {"limit": limit, "wait_ms": wait_ms} | given_fields(kind=kind, lifetime_s=lifetime_s)
+        params = {"limit": limit, "wait_ms": wait_ms} | fields(kind=kind, lifetime_s=lifetime_s)
         request = HttpRequest(path=f"/cursors/{segment(name)}", params=params, wait_ms=wait_ms)
         return answer_of((yield request), CursorPage)
 

@@ -54,7 +54,7 @@ def segment(text: str) -> str:
     return encoded if encoded.strip(".") else encoded.replace(".", "%2E")
 
 
-def given_fields(**optional: Any) -> dict[str, Any]:
+def fields(**optional: Any) -> dict[str, Any]:
     """Return the arguments that are not None."""
     return {name: value for name, value in optional.items() if value is not None}
 

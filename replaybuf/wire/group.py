@@ -175,12 +175,6 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
         return int(np.maximum.reduce(self.version_spans[:, 1]))
 
 
-def source_of(group: Group) -> str:
-    """Return the source of a group's prompt, by its metadata; "" for none."""
-    source = group.metadata.get("source") or group.metadata.get("env")
-    return source if isinstance(source, str) else ""
-
-
 def _count(mask: Bools, lengths: Int32s) -> Int32s:
     """Count the True values of consecutive parts of a mask, int32 [n]."""
     ends = np.cumsum(lengths, dtype=np.int64).tolist()

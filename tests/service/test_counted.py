@@ -61,8 +61,8 @@ def test_histograms_and_coverage_survive_a_kill(
     assert dropped["age_versions"] == {"count": 1, "sum": 0, "buckets": [[0, 1]]}
     assert dropped["age_s"]["count"] == 1 and 0 <= dropped["age_s"]["sum"] < 60
     prompts = {"issued": 3, "stored": 2, "trained": 1, "dropped": 1, "failed": 1, "pending": 0}
-    lengths = {"used": 16.0, "stored": 21.0, "biased": False}  # too few groups to call it a bias
-    assert reported["coverage"] == prompts | {"share": 1 / 3, "sources": {}, "lengths": lengths}
+    means = {"used": 16.0, "stored": 21.0, "biased": False}  # too few groups to call it a bias
+    assert reported["coverage"] == prompts | {"share": 1 / 3, "sources": {}, "lengths": means}
     assert reported["reuse"] == {"groups_by_uses": {"1": 2}, "uses_per_group": 1.0, "generated_share": 2.0}
     metrics = ("rollout_tokens_bucket", "dropped_age_seconds_sum", "prompts", "group_age_at_use_seconds_count")
     exposed = {name: samples(run, f"replaybuf_{name}") for name in metrics}

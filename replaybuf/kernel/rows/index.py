@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, bits_of_group
 from replaybuf.kernel.rows.groups import Groups, read_only
-from replaybuf.wire.group import Float64s, Group, hash_name, source_of
+from replaybuf.wire.group import Float64s, Group, hash_name
 
 ENTRY = np.dtype(
     [
@@ -99,6 +99,12 @@ _sum = np.add.reduce
 
 Numbers = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.integer]
+
+
+def source_of(group: Group) -> str:
+    """Return the source of a group's prompt, by its metadata; "" for none."""
+    source = group.metadata.get("source") or group.metadata.get("env")
+    return source if isinstance(source, str) else ""
 
 
 def encode_entry(

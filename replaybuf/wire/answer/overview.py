@@ -89,7 +89,7 @@ class Flow(Answer, frozen=True, kw_only=True):
     waited_s: dict[str, float]
     step_waited_s: dict[str, float] = field(default_factory=dict)
     step_dropped: dict[str, int] = field(default_factory=dict)
-    coverage: Coverage
+    coverage: Coverage | None = None
     reuse: Reuse = Reuse()
     stored_s: float | None
     batch_s: float | None

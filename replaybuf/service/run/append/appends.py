@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, RunFinished, TooLarge
 from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room, limits_room
+from replaybuf.kernel.rows.index import source_of
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, RUN_FINISHED, AdmissionCheck, Incoming
@@ -31,7 +32,7 @@ from replaybuf.store.chunks import Chunk
 from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
-from replaybuf.wire.group import Group, source_of
+from replaybuf.wire.group import Group
 
 
 class Appends:
