@@ -36,7 +36,7 @@ async def accept_loss(service: Service, name: str, request: LossRequest, *, by: 
                 bound=list(missing),
             )
         logger.critical("loss accepted run=%s entries=%d groups=%d by=%s", name, loss.entries, loss.groups, by or "-")
-    left = loss.found
+    left = loss.shown
     return AcceptedLoss(
         run=name, entries=loss.entries, groups=loss.groups, last_entry=left.entry, last_group=left.group
     )

@@ -108,11 +108,11 @@ class BucketStore:
             if not noted:
                 raise self._record_loss(run, bucket, known.written[bucket], int(number))
 
-    def _record_loss(self, run: str, bucket: int, known: int, found: int) -> DataLost:
+    def _record_loss(self, run: str, bucket: int, known: int, counter: int) -> DataLost:
         node = self._cluster.owner_name(keys.written(run, bucket))
         self._lost[run] = bucket
-        cause = f"bucket {bucket} on node {node} has had {found} payloads, but {known} were acknowledged"
-        return data_lost(run, cause, groups=known - found)
+        cause = f"bucket {bucket} on node {node} has had {counter} payloads, but {known} were acknowledged"
+        return data_lost(run, cause, groups=known - counter)
 
     def settle(self, run: str, attempt: Attempt, published: Iterable[str], newest: int) -> None:
         """Remove the notes of published payloads with the next append; `newest`: the round that the index is in."""
@@ -227,7 +227,7 @@ class BucketStore:
             by_node.setdefault(self._cluster.node(self._cluster.owner(key)), []).append(key)
         reads = [asyncio.to_thread(read_values, node.reader, own, ("PING",)) for node, own in by_node.items()]
         replies = await asyncio.gather(*reads)
-        pairs = (zip(own, found, strict=True) for own, (found, _) in zip(by_node.values(), replies, strict=True))
+        pairs = (zip(own, payloads, strict=True) for own, (payloads, _) in zip(by_node.values(), replies, strict=True))
         return {key: value for each in pairs for key, value in each}
 
     # ------------------------------------------------------------------ delete
@@ -281,10 +281,10 @@ class BucketStore:
         while True:
             pipe = self._connection.pipeline()
             pipe.zrangebyscore(keys.attempts(run, bucket), "-inf", last, start=0, num=ATTEMPTS_AT_ONCE)
-            (found,) = await self._connection.run(pipe.execute())
-            if not found:
+            (attempts,) = await self._connection.run(pipe.execute())
+            if not attempts:
                 return
-            yield [key.decode() for key in found]
+            yield [key.decode() for key in attempts]
 
     async def _forget(self, run: str, bucket: int, attempts: Sequence[str]) -> None:
         pipe = self._connection.pipeline()

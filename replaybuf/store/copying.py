@@ -123,11 +123,11 @@ class CopyStore:
         """Read the entries of a stream up to id `through`, in pieces of at most `count`."""
         after = "-"
         while True:
-            found = await self._connection.run(self._connection.client.xrange(key, after, str(through), count))
-            if not found:
+            entries = await self._connection.run(self._connection.client.xrange(key, after, str(through), count))
+            if not entries:
                 return
-            yield [(number, [part for pair in fields.items() for part in pair]) for number, fields in found]
-            after = "(" + found[-1][0].decode()
+            yield [(number, [part for pair in fields.items() for part in pair]) for number, fields in entries]
+            after = "(" + entries[-1][0].decode()
 
     async def read_hash(self, key: str, count: int = IDS_AT_ONCE) -> AsyncIterator[dict[bytes, bytes]]:
         """Read the fields of a hash, in pieces of about `count`; a field may come twice."""

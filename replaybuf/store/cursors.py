@@ -16,8 +16,8 @@ class CursorStore:
         """Read all cursors of a run. Raises `DataLost` if Redis is older than known."""
         pipe = self._connection.pipeline()
         pipe.hvals(keys.cursors(run))
-        (found,) = await self._connection.read(run, pipe)
-        return list(found)
+        (fields,) = await self._connection.read(run, pipe)
+        return list(fields)
 
     async def write(self, run: str, token: str, name: str, raw: bytes) -> None:
         """Set a cursor, durably; empty bytes forget it. Raises `NotLeader`."""

@@ -118,14 +118,14 @@ def read_stored(numbers: Numbers, raw: Sequence[bytes], run: str) -> IndexChunk:
     values = np.zeros(len(raw), ENTRY)
     malformed = np.zeros(len(raw), bool)
     strings = [NO_STRINGS] * len(raw)
-    for position, one in enumerate(raw):
+    for position, value in enumerate(raw):
         try:
-            decoded = _decode_strings(one[_SIZE:])
+            decoded = _decode_strings(value[_SIZE:])
         except _DECODE_ERRORS:
             malformed[position] = True
             continue
         if decoded.payload_key.startswith(own):
-            strings[position], values[position] = decoded, np.frombuffer(one[:_SIZE], ENTRY)[0]
+            strings[position], values[position] = decoded, np.frombuffer(value[:_SIZE], ENTRY)[0]
         else:
             malformed[position] = True
     return IndexChunk(numbers, values, malformed, strings)
@@ -140,7 +140,7 @@ def default_prompt(group_id: str) -> tuple[str, int] | None:
 
 
 def _numbers(ids: list[bytes]) -> Numbers:
-    first, last = (int(one.partition(b"-")[0]) for one in (ids[0], ids[-1]))
+    first, last = (int(entry_id.partition(b"-")[0]) for entry_id in (ids[0], ids[-1]))
     if last - first + 1 == len(ids):  # ids ascend without gaps: no need to parse each
         return np.arange(first, last + 1, dtype=np.int64)
-    return np.array([int(one.partition(b"-")[0]) for one in ids], np.int64)
+    return np.array([int(entry_id.partition(b"-")[0]) for entry_id in ids], np.int64)

@@ -203,12 +203,12 @@ class GroupStore:
             number = by_prompt if by_id is None else by_id
             if number is not None:
                 stored[position] = number
-        found: list[AppendResult | None] = [None] * len(names)
+        repeats: list[AppendResult | None] = [None] * len(names)
         if stored:
             confirmed = await self._confirm(run, [(names[position], number) for position, number in stored.items()])
             for position, repeat in zip(stored, confirmed, strict=True):
-                found[position] = None if repeat.taken else repeat
-        return found
+                repeats[position] = None if repeat.taken else repeat
+        return repeats
 
     async def _confirm(self, run: str, repeats: Sequence[tuple[Names, int]]) -> list[AppendResult]:
         """Return what to answer for groups whose names are stored under these numbers, when the first is durable."""
@@ -260,9 +260,9 @@ class GroupStore:
         try:
             await guard(send(connection, [command, ends]))
             while pending:
-                raw, found = await guard(receive(connection, 2))
+                raw, entries = await guard(receive(connection, 2))
                 pending = False
-                self._connection.check_reply(run, "", found)
+                self._connection.check_reply(run, "", entries)
                 if len(raw) == count:
                     pending = True
                     command[2] = b"(" + raw[-1][0]
@@ -285,16 +285,16 @@ class GroupStore:
         for first, last in _ranges(numbers):
             pipe.execute_command("XRANGE", keys.index(run), f"{first}-0", f"{last}-0")
         replies = await self._connection.read(run, pipe)
-        found = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply, run).entries()}
-        missing = [number for number in numbers if number not in found]
+        entries = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply, run).entries()}
+        missing = [number for number in numbers if number not in entries]
         if missing:
             pipe = self._connection.pipeline()
             pipe.hmget(keys.old_entries(run), [str(number) for number in missing])
             (old,) = await self._connection.read(run, pipe)
             for number, raw in zip(missing, old, strict=True):
                 if raw is not None:
-                    (found[number],) = read_stored(np.array([number]), [raw], run).entries()
-        return [found[number] for number in numbers if number in found]
+                    (entries[number],) = read_stored(np.array([number]), [raw], run).entries()
+        return [entries[number] for number in numbers if number in entries]
 
     async def find_numbers(self, run: str, group_ids: Sequence[str]) -> list[int | None]:
         """Look up the numbers stored under these ids; 0 = the group was stored, and its history is trimmed."""
@@ -302,8 +302,8 @@ class GroupStore:
             return []
         pipe = self._connection.pipeline()
         pipe.hmget(keys.group_ids(run), list(group_ids))
-        (found,) = await self._connection.read(run, pipe)
-        numbers = [None if number is None else int(number) for number in found]
+        (replies,) = await self._connection.read(run, pipe)
+        numbers = [None if number is None else int(number) for number in replies]
         pipe = self._connection.pipeline()
         asked: list[int] = []
         for position, group_id in enumerate(group_ids):
@@ -330,8 +330,8 @@ class GroupStore:
             return await self.buckets.read(run, payload_keys)
         ends = self._connection.words_of(run, "rb_ends")
         reading = asyncio.to_thread(read_values, self._connection.payload_client, payload_keys, ends)
-        values, found = await self._connection.run(reading)
-        self._connection.check_reply(run, "", found)
+        values, counters = await self._connection.run(reading)
+        self._connection.check_reply(run, "", counters)
         payloads: list[bytes | None] = values
         return payloads
 

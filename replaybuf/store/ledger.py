@@ -86,7 +86,7 @@ class LedgerStore:
         *saved, reply = await connection.run_durably(pipe, may_fail=len(frames))
         outcome, detail = connection.check_reply(run, token, reply)
         if outcome == "missing":
-            error = next((one for one in saved if isinstance(one, RedisError)), None)
+            error = next((outcome for outcome in saved if isinstance(outcome, RedisError)), None)
             raise connection.explain(error) if error else dropped_payload(connection.url)
         return self._check(run, number, outcome, text(detail))
 
@@ -154,8 +154,8 @@ class LedgerStore:
         """
         pipe = self._connection.pipeline()
         pipe.xrevrange(keys.candidates(run), max="+" if upto is None else f"{upto}-0", min="-", count=count)
-        (found,) = await self._connection.read(run, pipe)
-        return [_read_candidates(*one) for one in found or ()]
+        (candidates,) = await self._connection.read(run, pipe)
+        return [_read_candidates(*candidate) for candidate in candidates or ()]
 
 
 def _read_candidates(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[int, Candidates]:

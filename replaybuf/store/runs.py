@@ -169,9 +169,9 @@ class RunStore:
 
         Returns False, and changes nothing, if Redis holds something else than `loss` says, or a server knows more.
         """
-        found, known = loss
+        shown, known = loss
         names = [*keys.guarded(run), keys.lead(run)]
-        arguments = [found.entry, found.group, known.incarnation, known.entry, known.group, record, keys.new_entry()]
+        arguments = [shown.entry, shown.group, known.incarnation, known.entry, known.group, record, keys.new_entry()]
         pipe = self._connection.pipeline()
         pipe.fcall("rb_accept_loss", len(names), *names, *arguments)
         (incarnation,) = await self._connection.run_durably(pipe)
@@ -220,10 +220,10 @@ class RunStore:
         pipe = self._connection.pipeline()
         for name in names:  # not MGET: their keys may be on several servers
             pipe.get(keys.deleted(name))
-        found = await self._connection.run(pipe.execute())
+        replies = await self._connection.run(pipe.execute())
         if self._connection.cluster:
-            await self._forget_names([name for name, mark in zip(names, found, strict=True) if mark == b"deleted"])
-        marks = {name: text(mark) for name, mark in zip(names, found, strict=True) if mark is not None}
+            await self._forget_names([name for name, mark in zip(names, replies, strict=True) if mark == b"deleted"])
+        marks = {name: text(mark) for name, mark in zip(names, replies, strict=True) if mark is not None}
         for name, mark in marks.items():
             if mark.startswith(RESTORING) and await self._abandon(name, mark, deletion := _new_mark()):
                 marks[name] = deletion

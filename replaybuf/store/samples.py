@@ -40,5 +40,5 @@ class SampleStore:
         """Read the samples of these steps; None = the step has none."""
         pipe = self._connection.pipeline()
         pipe.hmget(keys.samples(run), [str(step) for step in steps])
-        (found,) = await self._connection.read(run, pipe)
-        return list(found)
+        (samples,) = await self._connection.read(run, pipe)
+        return list(samples)

@@ -196,10 +196,10 @@ class SpillStore:
 
         Raises `Unreadable` for a folder that is not of this run: its files would be read and deleted.
         """
-        found = await self._connection.run(self._connection.client.hmget(keys.spill(run), ["url", "folder"]))
-        if not all(found):
+        values = await self._connection.run(self._connection.client.hmget(keys.spill(run), ["url", "folder"]))
+        if not all(values):
             return None
-        url, folder = map(text, found)
+        url, folder = map(text, values)
         try:
             check_spill_url(url)
         except Invalid as error:
@@ -227,10 +227,10 @@ class SpillStore:
         spilled: list[int] = []
         for start in range(0, len(numbers), _SCANNED):
             piece = numbers[start : start + _SCANNED]
-            found = await self._connection.run(
+            replies = await self._connection.run(
                 self._connection.client.hmget(keys.spill(run), [str(number) for number in piece])
             )
-            spilled += [number for number, value in zip(piece, found, strict=True) if value is not None]
+            spilled += [number for number, value in zip(piece, replies, strict=True) if value is not None]
         return spilled
 
     async def record(self, run: str, token: str, url: str, folder: str, moves: Sequence[Move] = ()) -> list[bool]:

@@ -251,11 +251,11 @@ class ObjectFolder(SpillFolder):
         """Read a file; None if it is missing in a folder that is there."""
         with self._reaching("read"):
             try:
-                found: bytes = self._store.cat_file(f"{self._root}/{path}", start=0, end=LARGEST_STORED_BYTES)
+                content: bytes = self._store.cat_file(f"{self._root}/{path}", start=0, end=LARGEST_STORED_BYTES)
             except FileNotFoundError:
                 self._check_mark(path.partition("/")[0])
                 return None
-            return found
+            return content
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are ignored."""

@@ -33,16 +33,16 @@ class StreamEnds:
         pipe = self._connection.pipeline()
         for run in runs:
             self._connection.add_call(pipe, run, "rb_ends")
-        found: list[Ends | DataLost | LedgerGap] = []
+        ends: list[Ends | DataLost | LedgerGap] = []
         for run, reply in zip(runs, await self._connection.run_each(pipe), strict=True):
             try:
-                found.append(_ends(self._connection.check_reply(run, "", reply)[1]))
+                ends.append(_ends(self._connection.check_reply(run, "", reply)[1]))
             except (DataLost, LedgerGap) as error:
-                found.append(error)
+                ends.append(error)
         for position, run in enumerate(runs):
             if self._buckets and (loss := await self._buckets.find_loss_again(run)):
-                found[position] = loss
-        return found
+                ends[position] = loss
+        return ends
 
     async def read_confirmed_end(self, run: str) -> Ends | None:
         """Read up to where the streams of a run are durable; None = all readable entries are.

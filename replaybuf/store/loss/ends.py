@@ -38,17 +38,17 @@ def read_known(reply: Sequence[Any]) -> Ends:
 
 
 class Loss(NamedTuple):
-    """A Redis whose streams end at `found`, before what is `known`."""
+    """A Redis whose streams end at `shown`, before what is `known`."""
 
-    found: Ends
+    shown: Ends
     known: Ends
 
     @property
     def entries(self) -> int:
         """Ledger entries that are missing."""
-        return max(0, self.known.entry - self.found.entry)
+        return max(0, self.known.entry - self.shown.entry)
 
     @property
     def groups(self) -> int:
         """Groups that are missing; one of them may be there as another group under its number."""
-        return max(0, self.known.group - self.found.group)
+        return max(0, self.known.group - self.shown.group)

@@ -70,11 +70,11 @@ class KnownEnds:
         """
         saved = SavedEnds(folder)
         try:
-            found = saved.load()
+            ends_by_run = saved.load()
         except OSError as error:
             logger.warning("acknowledged ends are not kept folder=%s: %s", folder, error)
             return
-        for run, ends in found.items():
+        for run, ends in ends_by_run.items():
             self.advance(run, ends)
         self._saved = saved
 

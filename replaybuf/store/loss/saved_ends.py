@@ -52,7 +52,7 @@ class SavedEnds:
     def load(self) -> dict[str, Ends]:
         """Read all files, and create the folder. Files without a whole line are logged. Raises `OSError`."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Ends] = {}
+        ends_by_run: dict[str, Ends] = {}
         for path in self._folder.glob(f"*{SUFFIX}"):
             run = path.name.removesuffix(SUFFIX)
             if not RUN_NAME.fullmatch(run):
@@ -67,8 +67,8 @@ class SavedEnds:
             if ends is None:
                 logger.warning("acknowledged ends are ignored file=%s: no line has its checksum", path)
                 continue
-            found[run], self._next_line[run] = ends, (newest + 1) % LINES
-        return found
+            ends_by_run[run], self._next_line[run] = ends, (newest + 1) % LINES
+        return ends_by_run
 
     def write(self, run: str, ends: Ends) -> None:
         """Write the ends of a run."""

@@ -225,8 +225,8 @@ class Connection:
         if outcome == "older":
             # Another server may know more than we do. It may end; we go on.
             self.known.advance(run, read_known(reply))
-            known, found = self.known.of(run), Ends(int(reply[1]), int(reply[2]), "", int(reply[3]))
-            raise older(run, known, found, relaxed=self.policy.level == "relaxed")
+            known, shown = self.known.of(run), Ends(int(reply[1]), int(reply[2]), "", int(reply[3]))
+            raise older(run, known, shown, relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
             raise fenced(run, token, text(reply[1]))
         if outcome == "replaced":  # the ends stay until the state that was read with them is dropped
@@ -345,9 +345,9 @@ class Connection:
         await (load_on_cluster(self.cluster, self._answer) if self.cluster else load_library(self.client, self._answer))
 
     async def _inspect(self) -> ServerReport:
-        found = await inspect_servers(self.client, self.cluster, self._answer, self._topology.fails_over)
-        report, durability = build_report(found, self.policy)
-        self.process_id = " ".join(sorted(str(server.info.get("run_id", "")) for server in found))
+        inspection = await inspect_servers(self.client, self.cluster, self._answer, self._topology.fails_over)
+        report, durability = build_report(inspection, self.policy)
+        self.process_id = " ".join(sorted(str(server.info.get("run_id", "")) for server in inspection))
         self._barrier, self._reads_durable = durability.barrier, durability.reads_durable
         return report
 

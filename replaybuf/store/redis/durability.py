@@ -180,8 +180,8 @@ def _disk_risks(server: ServerSettings) -> list[str]:
 def _other_risks(server: ServerSettings) -> list[str]:
     risks = []
     if server.policy != "noeviction":
-        found = "unknown" if server.policy is None else repr(server.policy)
-        risks.append(f"maxmemory-policy is {found}; a full server may drop data: set maxmemory-policy noeviction")
+        policy = "unknown" if server.policy is None else repr(server.policy)
+        risks.append(f"maxmemory-policy is {policy}; a full server may drop data: set maxmemory-policy noeviction")
     if server.is_replica:
         risks.append("the server is a replica, which takes no writes: use the address of its primary")
     return risks

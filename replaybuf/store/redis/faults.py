@@ -74,32 +74,32 @@ def data_lost(run: str, cause: str, **missing: int) -> DataLost:
     )
 
 
-def older(run: str, known: Ends, found: Ends, *, relaxed: bool) -> DataLost | LedgerGap:
+def older(run: str, known: Ends, shown: Ends, *, relaxed: bool) -> DataLost | LedgerGap:
     """Build the error of a Redis whose streams end at `found`, before what is `known`.
 
     A relaxed Redis may lose its last second; the run continues from what it has.
     """
     missing = [
         f"{name} {first + 1} to {last}"
-        for name, first, last in (("ledger entries", found.entry, known.entry), ("groups", found.group, known.group))
+        for name, first, last in (("ledger entries", shown.entry, known.entry), ("groups", shown.group, known.group))
         if first < last
     ]
-    if known.incarnation > found.incarnation:
+    if known.incarnation > shown.incarnation:
         missing = ["the deletion of the run and what followed it"]
     if not missing:
         missing = [f"ledger entry {known.entry} or group {known.group} as it was acknowledged (another has its number)"]
     lacks = " and ".join(missing)
-    if relaxed and found.entry:
+    if relaxed and shown.entry:
         return LedgerGap(f"run {run}: Redis lost {lacks}; durability is relaxed", name="redis", value=run)
-    seen = f"the ledger ends at entry {found.entry} and the index at group {found.group}"
-    loss = Loss(found, known)
+    seen = f"the ledger ends at entry {shown.entry} and the index at group {shown.group}"
+    loss = Loss(shown, known)
     return data_lost(run, f"{seen}; missing: {lacks}", entries=loss.entries, groups=loss.groups)
 
 
-def replaced(run: str, known: int, found: int) -> LedgerGap:
+def replaced(run: str, known: int, shown: int) -> LedgerGap:
     """Build the error of a process that knows an older incarnation of a run."""
     return LedgerGap(
-        f"run {run} was deleted and made again, or a loss accepted: Redis has incarnation {found}, this process knows "
+        f"run {run} was deleted and made again, or a loss accepted: Redis has incarnation {shown}, this process knows "
         f"incarnation {known}. A service reads the run again; start a producer that writes to Redis itself again",
         name="run",
         value=run,

@@ -106,14 +106,14 @@ async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, u
     if trouble := cluster.explain():
         raise unavailable(url, f"cannot be used: {trouble}")
     nodes = [*cluster.primaries, *cluster.replicas]
-    found = await asyncio.gather(*(inspect(each.client, answer, True, name(each.address)) for each in nodes))
-    for each in found:
+    inspections = await asyncio.gather(*(inspect(each.client, answer, True, name(each.address)) for each in nodes))
+    for each in inspections:
         check_cluster_mode(each.info, each.address)
         check_version(read_version(each.info), each.address)
     if policy.level != "strict":
         return
-    faults = [f"{each.address}: {fault}" for each in found for fault in _faults(each.settings)]
-    versions = {read_name(each.info): each.address for each in found}
+    faults = [f"{each.address}: {fault}" for each in inspections for fault in _faults(each.settings)]
+    versions = {read_name(each.info): each.address for each in inspections}
     if len(versions) > 1:
         faults.append("mixed versions: " + ", ".join(f"{address} has {own}" for own, address in versions.items()))
     if faults:
@@ -135,15 +135,17 @@ def _faults(node: ServerSettings) -> list[str]:
     return faults
 
 
-def build_report(found: Sequence[Inspection], policy: WritePolicy) -> tuple[ServerReport, Durability]:
+def build_report(inspections: Sequence[Inspection], policy: WritePolicy) -> tuple[ServerReport, Durability]:
     """Build the report of one server, or of all primaries of a cluster: the weakest counts."""
-    each = [assess(one.settings, policy) for one in found]
-    first, info = found[0], found[0].info
-    weakest = next((one for one in each if one.level == "relaxed"), each[0])
+    each = [assess(inspection.settings, policy) for inspection in inspections]
+    first, info = inspections[0], inspections[0].info
+    weakest = next((assessed for assessed in each if assessed.level == "relaxed"), each[0])
     reasons = dict.fromkeys(
-        _reason(one.address, text) for one, own in zip(found, each, strict=True) for text in own.reasons
+        _reason(inspection.address, text)
+        for inspection, own in zip(inspections, each, strict=True)
+        for text in own.reasons
     )
-    names = sorted({read_name(one.info) for one in found})
+    names = sorted({read_name(inspection.info) for inspection in inspections})
     durability = dataclasses.replace(
         weakest,
         reasons=tuple(reasons),
@@ -157,9 +159,9 @@ def build_report(found: Sequence[Inspection], policy: WritePolicy) -> tuple[Serv
         met_by=durability.met_by,
         reasons=durability.reasons,
         policy=policy,
-        replicas=min(one.settings.replicas for one in found),
-        used_memory_bytes=sum(int(one.info.get("used_memory", 0)) for one in found),
-        max_memory_bytes=sum(int(one.info.get("maxmemory", 0)) for one in found),
+        replicas=min(inspection.settings.replicas for inspection in inspections),
+        used_memory_bytes=sum(int(inspection.info.get("used_memory", 0)) for inspection in inspections),
+        max_memory_bytes=sum(int(inspection.info.get("maxmemory", 0)) for inspection in inspections),
         max_memory_policy=first.settings.policy or "unknown",
     )
     return report, durability
