@@ -67,7 +67,9 @@ class Presence:
             missing = [MissingClient(name="trainer", last_seen_s=round(self.trainer_s, 3))]
         elif waits.blocked_on == "producers":
             now_s, gone = self._clock(), self.producers.list_gone()
-            missing = [MissingClient(name=one.name, last_seen_s=round(now_s - one.seen_s, 3)) for one in gone]
+            missing = [
+                MissingClient(name=producer.name, last_seen_s=round(now_s - producer.seen_s, 3)) for producer in gone
+            ]
         return msgspec.structs.replace(waits, missing=missing[-MOST_NAMED:]) if missing else waits
 
     def explain(self, waits: WaitingAnswer) -> WaitingAnswer:

@@ -55,8 +55,8 @@ def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
             path = options.uds.absolute()
             listening[f"unix:{path}"] = _listen_unix(path)
         except ReplaybufError:
-            for one in listening.values():
-                one.close()
+            for listener in listening.values():
+                listener.close()
             raise
     return listening
 

@@ -61,11 +61,11 @@ class FetchedGroups:
         return own + sum(column.frame_bytes for columns in self.late.values() for column in columns)
 
 
-def join_fetched(numbers: Sequence[int], one: FetchedGroups, other: FetchedGroups) -> FetchedGroups:
+def join_fetched(numbers: Sequence[int], first: FetchedGroups, second: FetchedGroups) -> FetchedGroups:
     """Return the groups of both that have one of these numbers, in their order."""
-    entries = {entry.number: entry for entry in (*one.entries, *other.entries)}
+    entries = {entry.number: entry for entry in (*first.entries, *second.entries)}
     ordered = [entries[number] for number in numbers if number in entries]
-    return FetchedGroups(ordered, one.groups | other.groups, one.broken | other.broken, one.late | other.late)
+    return FetchedGroups(ordered, first.groups | second.groups, first.broken | second.broken, first.late | second.late)
 
 
 async def fetch_groups(store: Store, run: str, numbers: Sequence[int], columns: ColumnTable) -> FetchedGroups:
@@ -124,7 +124,7 @@ def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     if frame is None and not entry.strings.payload_key:
         raise BrokenFrame(f"index entry {entry.number} has no payload key", name=BAD_INDEX_ENTRY)
     label = entry.strings
-    size = sum(len(one.encode()) for one in (label.group_id, label.prompt_id, label.adapter, label.payload_key))
+    size = sum(len(name.encode()) for name in (label.group_id, label.prompt_id, label.adapter, label.payload_key))
     if size > LARGEST_STRINGS_BYTES:
         raise BrokenFrame(
             f"index entry {entry.number} has ids of {size} bytes; the maximum is {LARGEST_STRINGS_BYTES}",

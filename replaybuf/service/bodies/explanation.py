@@ -25,13 +25,13 @@ _SCORES = ("reward_mean", "reward_std", "advantage_abs_mean")
 
 def explain_record(
     record: BatchRecord,
-    found: Sequence[IndexEntry],
+    index_entries: Sequence[IndexEntry],
     shown: int,
     layout: Layout | None,
     when: Literal["assembled", "attached"],
 ) -> tuple[Choice, Packing | None]:
     """Return the choice and the packing of a batch; a `layout` needs the index entries of all its groups in `found`."""
-    entries = {entry.number: entry for entry in found}
+    entries = {entry.number: entry for entry in index_entries}
     packing = describe_packing(record, entries, layout, when) if layout else None
     return describe_choice(record, entries, shown), packing
 
@@ -79,7 +79,7 @@ def describe_packing(
     own = [np.frombuffer(entries[group.number].strings.lengths, "<i4") for group in record.groups]
     lengths = np.minimum(np.concatenate(own), layout.seq_len).astype(np.int32)
     names = sorted({group.adapter for group in record.groups})
-    codes = np.repeat([names.index(group.adapter) for group in record.groups], [len(one) for one in own])
+    codes = np.repeat([names.index(group.adapter) for group in record.groups], [len(row) for row in own])
     adapters = codes.astype(np.int32) if len(names) > 1 else None
     grid = pack(lengths, layout.seq_len, layout.dp_world_size, layout.cost or TYPICAL, adapters)
     micro_batches = len(grid[0])

@@ -93,10 +93,10 @@ class Application:
     async def _respond(self, request: Request) -> Response:
         scope = request.scope
         path: str = scope["path"]
-        for given in (path, path.removesuffix("/")):  # clients with a base URL send a last slash
-            for route in self._routes.get((scope["method"], _section(given)), ()):
-                if found := route.path.match(given):
-                    scope["path_params"] = found.groupdict()
+        for asked_path in (path, path.removesuffix("/")):  # clients with a base URL send a last slash
+            for route in self._routes.get((scope["method"], _section(asked_path)), ()):
+                if parameters := route.path.match(asked_path):
+                    scope["path_params"] = parameters.groupdict()
                     if not route.open:
                         return await self._call(route.call, request)
                     request.state.caller = self._guard.recognise(request)
@@ -158,7 +158,7 @@ class Application:
 
     def _refuse(self, method: str, path: str) -> Response:
         """Answer 405 at a path that has other methods, else 404."""
-        routes = [route for found in self._routes.values() for route in found if route.path.match(path)]
+        routes = [route for listed in self._routes.values() for route in listed if route.path.match(path)]
         if not routes:
             return error_response(NotFound(f"{method} {path}: {HTTPStatus.NOT_FOUND.phrase}", name="path", value=path))
         status = HTTPStatus.METHOD_NOT_ALLOWED
@@ -189,9 +189,9 @@ def _holders(client: tuple[str, int] | None, run: str | None) -> list[str]:
     return [*([client[0]] if client else []), run or ""]
 
 
-def _request_id(given: str | None) -> str:
+def _request_id(sent: str | None) -> str:
     """Return the id that the caller gave its request; "" for none, or one that is no plain word."""
-    return given if given and _REQUEST_ID.fullmatch(given) else ""
+    return sent if sent and _REQUEST_ID.fullmatch(sent) else ""
 
 
 def _methods(call: Call) -> tuple[str, ...]:

@@ -147,7 +147,8 @@ def render_run_state(
 ) -> RunStatus:
     """Render `GET /v1/runs/{run}`."""
     adapters = {
-        name: _render_adapter(name, state, book, one, adapters_wait[name]) for name, one in index.adapters.items()
+        name: _render_adapter(name, state, book, summary, adapters_wait[name])
+        for name, summary in index.adapters.items()
     }
     return RunStatus(
         run=run,
@@ -190,13 +191,13 @@ def render_run_state(
 
 
 def _failed_prompts(state: RunState) -> FailedRule | None:
-    found = read_share(state)
-    if found is None or state.config is None or state.config.tickets.max_failed_share is None:
+    share = read_share(state)
+    if share is None or state.config is None or state.config.tickets.max_failed_share is None:
         return None
     return FailedRule(
-        failed=found.failed,
-        ended=found.ended,
-        share=round(found.share, 4),
+        failed=share.failed,
+        ended=share.ended,
+        share=round(share.share, 4),
         max_share=state.config.tickets.max_failed_share,
         alarm=explain_exceeded(state),
     )

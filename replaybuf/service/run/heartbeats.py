@@ -31,20 +31,20 @@ def list_producers(run: Run) -> ProducerList:
     return ProducerList(
         producers=[
             ProducerStatus(
-                name=one.name,
-                last_seen_s=round(now_s - one.seen_s, 3),
-                tickets_out=run.book.out_with(one.name),
-                groups_per_min=round(one.groups.read(now_s), 2),
-                faults=one.faults,
-                heartbeats=one.announced,
-                gone=one.gone,
-                in_flight=one.in_flight,
-                slots=one.slots,
-                engines=one.engines,
-                held_back_by=one.held_back_by,
-                failure=None if one.failure is None else _describe(one.failure, now_s),
+                name=producer.name,
+                last_seen_s=round(now_s - producer.seen_s, 3),
+                tickets_out=run.book.out_with(producer.name),
+                groups_per_min=round(producer.groups.read(now_s), 2),
+                faults=producer.faults,
+                heartbeats=producer.announced,
+                gone=producer.gone,
+                in_flight=producer.in_flight,
+                slots=producer.slots,
+                engines=producer.engines,
+                held_back_by=producer.held_back_by,
+                failure=None if producer.failure is None else _describe(producer.failure, now_s),
             )
-            for one in run.journal.presence.producers.list_known(now_s)
+            for producer in run.journal.presence.producers.list_known(now_s)
         ]
     )
 

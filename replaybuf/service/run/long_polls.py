@@ -251,9 +251,9 @@ class LongPolls:
 
     def question(self, key: Hashable, serve: Serve[R, T], moment: Callable[[], object]) -> Question[R, T]:
         """Return the question of a key; beyond `KEPT_QUESTIONS` forget those that nobody asks."""
-        found = self._questions.get(key)
-        if found is None:
+        question = self._questions.get(key)
+        if question is None:
             if len(self._questions) >= KEPT_QUESTIONS:
-                self._questions = {other: one for other, one in self._questions.items() if not one.idle}
-            found = self._questions[key] = Question(self._journal, self.pace, serve, moment)
-        return found
+                self._questions = {other: asked for other, asked in self._questions.items() if not asked.idle}
+            question = self._questions[key] = Question(self._journal, self.pace, serve, moment)
+        return question

@@ -114,17 +114,17 @@ class Samples:
         """
         kept = await self._journal.store.samples.list_steps(self._journal.name)
         wanted = [known for known in kept if step in (None, known) and (before is None or known < before)]
-        found: list[Sample] = []
+        listed: list[Sample] = []
         steps = size = 0
         last: int | None = None
         async for read, raw_bytes, samples in self._read(wanted[:SEARCHED_STEPS]):
             matches = [sample for sample in samples if contains is None or _contains(sample, contains.casefold())]
-            found, last = found + matches, read
+            listed, last = listed + matches, read
             steps, size = steps + bool(matches), size + raw_bytes * bool(matches)
             if steps == limit or size > PAGE_BYTES:
                 break
         return SampleList(
-            samples=found,
+            samples=listed,
             next=last if wanted and last != wanted[-1] else None,
             steps=len(kept),
             samples_per_step=self._journal.config.history.samples_per_step,
@@ -132,11 +132,11 @@ class Samples:
 
     async def of_groups(self, steps: Sequence[int]) -> dict[str, list[Sample]]:
         """Return the samples of the newest `MOST_STEPS` of these steps by group."""
-        found: dict[str, list[Sample]] = {}
+        by_group: dict[str, list[Sample]] = {}
         async for _, _, samples in self._read(sorted({*steps}, reverse=True)[:MOST_STEPS]):
             for sample in samples:
-                found.setdefault(sample.group_id, []).append(sample)
-        return found
+                by_group.setdefault(sample.group_id, []).append(sample)
+        return by_group
 
     async def _read(self, steps: Sequence[int]) -> AsyncIterator[tuple[int, int, list[Sample]]]:
         """Read the samples of steps of the current history, with their size in bytes."""

@@ -117,7 +117,7 @@ class Tickets:
                 shares = _share(change.issued, first)
                 self._assign(change, shares)
                 await self._save(change)
-                for ticket in [one for producer, share in shares if producer.answer.done() for one in share]:
+                for ticket in [issued for producer, share in shares if producer.answer.done() for issued in share]:
                     # The producer left meanwhile: nobody would use its ticket until that expires.
                     await self._save(self._book.give_back(ticket, "shutdown"))
                 return Round(shares)
@@ -167,7 +167,7 @@ class Tickets:
         if not self._to_take_back:
             return
         async with self._deciding():
-            gone = {one.name for one in self._producers.list_gone()}
+            gone = {producer.name for producer in self._producers.list_gone()}
             self._to_take_back &= {name for name in gone if self._book.out_with(name)}
             change = self._book.take_back(self._to_take_back, contract.TICKETS_AT_ONCE)
             if change:

@@ -87,5 +87,5 @@ class FrameStream:
         length, self._length = self._length, 0
         if frame is None:
             return length
-        found = frame.collected()
-        return found.view() if isinstance(found, SharedBytes) else memoryview(found)
+        content = frame.collected()
+        return content.view() if isinstance(content, SharedBytes) else memoryview(content)

@@ -177,15 +177,15 @@ async def read_patch(request: Request) -> ConfigPatch:
 
 def media_type(request: Request, accepted: set[str]) -> str:
     """Return the media type of the body. Raises `UnsupportedMedia` if the call does not accept it."""
-    given = declared_media_type(request)
-    if given not in accepted:
+    declared = declared_media_type(request)
+    if declared not in accepted:
         raise UnsupportedMedia(
-            f"Content-Type is {given or 'missing'}; this call accepts {', '.join(sorted(accepted))}",
+            f"Content-Type is {declared or 'missing'}; this call accepts {', '.join(sorted(accepted))}",
             name="content-type",
-            value=given,
+            value=declared,
             bound=sorted(accepted),
         )
-    return given
+    return declared
 
 
 def declared_media_type(request: Request) -> str:
@@ -198,13 +198,13 @@ def check_query(request: Request, accepted: Sequence[Number | Real | Text]) -> N
     if not request.scope["query_string"]:
         return
     names = [parameter.name for parameter in accepted]
-    for given, value in request.query_params.items():
-        if given not in names:
-            close = get_close_matches(given, names, 1)
+    for parameter_name, value in request.query_params.items():
+        if parameter_name not in names:
+            close = get_close_matches(parameter_name, names, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise Malformed(
-                f"query parameter {given!r} is unknown; this call accepts {', '.join(names) or 'none'}{hint}",
-                name=given,
+                f"query parameter {parameter_name!r} is unknown; this call accepts {', '.join(names) or 'none'}{hint}",
+                name=parameter_name,
                 value=value,
                 bound=names,
             )
@@ -212,11 +212,11 @@ def check_query(request: Request, accepted: Sequence[Number | Real | Text]) -> N
 
 def number(request: Request, parameter: Number) -> int:
     """Read a whole number that is required or has a default."""
-    found = optional_number(request, parameter)
-    if found is None:
+    value = optional_number(request, parameter)
+    if value is None:
         name = parameter.name
         raise Malformed(f"{name} is missing; add {name}= with a whole number", name=name, bound="integer")
-    return found
+    return value
 
 
 def optional_number(request: Request, parameter: Number) -> int | None:

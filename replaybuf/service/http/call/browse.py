@@ -90,11 +90,13 @@ async def fetch_frames(run: Run, entries: Sequence[IndexEntry]) -> dict[int, Sto
     for entry in entries:
         key, size = entry.strings.payload_key, int(entry.values["frame_bytes"])
         sizes |= {key: size} | {late_column(key, name): size for name in late.get(entry.number, ())}
-    found = dict(zip(sizes, await run.journal.store.groups.read_frames(run.name, sizes), strict=True))
+    contents = dict(zip(sizes, await run.journal.store.groups.read_frames(run.name, sizes), strict=True))
     frames: dict[int, StoredFrames] = {}
     for entry in entries:
         key, names = entry.strings.payload_key, late.get(entry.number, ())
-        frames[entry.number] = StoredFrames(key, found[key], {name: found[late_column(key, name)] for name in names})
+        frames[entry.number] = StoredFrames(
+            key, contents[key], {name: contents[late_column(key, name)] for name in names}
+        )
     return frames
 
 

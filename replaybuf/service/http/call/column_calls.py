@@ -31,11 +31,11 @@ async def put_columns(request: Request) -> Response:
 async def _read(request: Request, group_id: str, largest_bytes: int) -> LateColumns:
     if media_type(request, {"application/json", MEDIA_TYPE}) != MEDIA_TYPE:
         try:
-            given = await read_json(request, ColumnsRequest)
+            columns = await read_json(request, ColumnsRequest)
         except TooLarge as error:
             detail = f"{error.detail}; send larger columns as a frame, {MEDIA_TYPE}"
             raise TooLarge(detail, name=error.name, value=error.value, bound=error.bound) from None
-        return late_columns(group_id, given.columns)
+        return late_columns(group_id, columns.columns)
     # In a thread: the checksum of 64 MB takes a while, and its work releases Python's lock.
     late = await asyncio.to_thread(decode_columns, await read_body(request, largest_bytes))
     if late.group_id != group_id:

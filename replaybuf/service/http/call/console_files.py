@@ -45,16 +45,16 @@ class ConsoleFile(NamedTuple):
 
 
 def _read(folder: Traversable, prefix: str = "") -> dict[str, ConsoleFile]:
-    found: dict[str, ConsoleFile] = {}
+    files: dict[str, ConsoleFile] = {}
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
-            found |= _read(entry, f"{name}/")
+            files |= _read(entry, f"{name}/")
         elif (suffix := name[name.rfind(".") :]) in _TYPES:
             content = entry.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[name] = ConsoleFile(content, _TYPES[suffix], etag)
-    return found
+            files[name] = ConsoleFile(content, _TYPES[suffix], etag)
+    return files
 
 
 FILES = _read(files("replaybuf").joinpath("console"))

@@ -49,10 +49,10 @@ async def explain_batch(run: Run, step: int, generation: int | None, shown: int)
         raise NotFound(detail, name="step", value=step, bound=run.state.next_step) from error
     record = await run.journal.batch_record(entry)
     status = find_batch_status(run.state, step, entry)
-    found = await run.journal.store.ledger.read_candidates(run.name, entry, 2)
-    own = found.pop(0)[1] if found and found[0][0] == entry else None
+    candidates = await run.journal.store.ledger.read_candidates(run.name, entry, 2)
+    own = candidates.pop(0)[1] if candidates and candidates[0][0] == entry else None
     unknown: list[str] = [] if own else [_NOT_COUNTED]
-    since = _since_last(run, entry, own, found)
+    since = _since_last(run, entry, own, candidates)
     if own and since is None:
         unknown.append(_NOT_COMPARED)
     layout, when = _layout(run, own, retained=status == "assembled")

@@ -37,12 +37,12 @@ PARAMETERS: tuple[Number | Real | Text, ...] = (STATE, *_NUMBERS, *_REALS, *_NAM
 
 def read_query(request: Request, run: Run) -> tuple[GroupQuery, int | None, int]:
     """Read what to look for, the group after which the page starts (None = the first) and the length of the page."""
-    given: dict[str, Any] = {parameter.name: text(request, parameter) for parameter in (STATE, *_NAMES, _ORDER)}
-    given |= {parameter.name: optional_number(request, parameter) for parameter in _NUMBERS}
-    given |= {parameter.name: real(request, parameter) for parameter in _REALS}
-    query = GroupQuery(**given, desc=text(request, _DESC) == "true")
+    fields: dict[str, Any] = {parameter.name: text(request, parameter) for parameter in (STATE, *_NAMES, _ORDER)}
+    fields |= {parameter.name: optional_number(request, parameter) for parameter in _NUMBERS}
+    fields |= {parameter.name: real(request, parameter) for parameter in _REALS}
+    query = GroupQuery(**fields, desc=text(request, _DESC) == "true")
     for lower, upper in (("min_reward", "max_reward"), ("min_staleness", "max_staleness")):
-        low, high = given[lower], given[upper]
+        low, high = fields[lower], fields[upper]
         if low is not None and high is not None and low > high:
             detail = f"{lower} is {low}; it must be at most {upper}, which is {high}"
             raise Invalid(detail, name=lower, value=low, bound=high)
@@ -83,8 +83,8 @@ async def _by_arrival(run: Run, matcher: GroupMatcher, after: int | None, limit:
             window = window.cut(last, window.high) if step < 0 else window.cut(window.low, last)
             sure, _ = _split(matcher.query, window)
         left -= len(piece)
-        found = np.concatenate([sure, await _compare(run, matcher, piece)])
-        numbers += np.sort(found)[::step][: limit - len(numbers)].tolist()
+        matching = np.concatenate([sure, await _compare(run, matcher, piece)])
+        numbers += np.sort(matching)[::step][: limit - len(numbers)].tolist()
         edge = window.low if step < 0 else window.high
         if len(numbers) == limit:
             return numbers, numbers[-1]
@@ -99,14 +99,14 @@ async def _by_key(run: Run, matcher: GroupMatcher, after: int | None, limit: int
     ranking = Ranking(limit, position, desc=matcher.query.desc)
     left, edge = CHECKED_ENTRIES, None
     while (window := matcher.next_window(edge)) is not None:
-        found = window.found
+        matching = window.found
         if matcher.query.reads_ids:
-            left -= len(found)
+            left -= len(matching)
             if left < 0:
                 _raise_too_many(matcher.query)
-            pieces = [found[start : start + ENTRIES_AT_ONCE] for start in range(0, len(found), ENTRIES_AT_ONCE)]
-            found = np.concatenate([found[:0], *[await _compare(run, matcher, piece) for piece in pieces]])
-        ranking.add(*matcher.keys_of(found))
+            pieces = [matching[start : start + ENTRIES_AT_ONCE] for start in range(0, len(matching), ENTRIES_AT_ONCE)]
+            matching = np.concatenate([matching[:0], *[await _compare(run, matcher, piece) for piece in pieces]])
+        ranking.add(*matcher.keys_of(matching))
         edge = window.low if matcher.query.desc else window.high
         await asyncio.sleep(0)
     numbers = ranking.numbers

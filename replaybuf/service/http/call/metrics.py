@@ -240,11 +240,11 @@ def _pieces(service: Service) -> Iterator[Callable[[MetricText], None]]:
     for (run, call), histogram in sorted(service.traffic.took.items()):
         took[run].append((call, histogram))
     left_out = {name for name, run in service.runs.items() if run.state.state == "finished" and run.quiet(KEPT_S)}
-    for name, one in sorted(service.runs.items()):
+    for name, served in sorted(service.runs.items()):
         if name in left_out:
             continue
-        yield functools.partial(_read_run, name=name, run=one)
-        yield functools.partial(_read_adapters, name=name, run=one)
+        yield functools.partial(_read_run, name=name, run=served)
+        yield functools.partial(_read_adapters, name=name, run=served)
     for name in sorted((answered.keys() | took.keys()) - left_out):
         yield functools.partial(_read_traffic, name=name, answered=answered[name], took=took[name])
     yield functools.partial(_read_server, service=service)

@@ -180,8 +180,8 @@ def describe_history(run: Run, rows: Sequence[StepRow]) -> History:
 
 def _by_reason(counted: Sequence[Mapping[str, float]]) -> dict[str, list[Any]]:
     """Turn numbers by reason of each row into one column per reason."""
-    reasons = sorted({reason for one in counted for reason in one})
-    return {reason: [round(one.get(reason, 0), 3) for one in counted] for reason in reasons}
+    reasons = sorted({reason for counts in counted for reason in counts})
+    return {reason: [round(counts.get(reason, 0), 3) for counts in counted] for reason in reasons}
 
 
 def _rates(rows: Sequence[StepRow]) -> tuple[list[float | None], list[float | None], list[float | None]]:

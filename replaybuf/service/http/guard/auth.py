@@ -113,14 +113,14 @@ class Tokens:
         if self._by_hash is None:
             return Caller()
         now_s = self._clock()
-        found = self._find_valid(authorization, now_s)
-        self._uses[found.sha256] = now_s
-        _check_role(found, allowed)
+        token = self._find_valid(authorization, now_s)
+        self._uses[token.sha256] = now_s
+        _check_role(token, allowed)
         if not lists_runs:
-            _check_run(found, run)
-        if found.max_calls_per_s or found.max_bytes_per_s:
-            self._rate_of(found, now_s).take(1, body_bytes, now_s)
-        return _caller(found)
+            _check_run(token, run)
+        if token.max_calls_per_s or token.max_bytes_per_s:
+            self._rate_of(token, now_s).take(1, body_bytes, now_s)
+        return _caller(token)
 
     def check_again(self, permission: Permission) -> None:
         """Raise what `check` raises now; count neither a use nor a call."""
@@ -151,8 +151,8 @@ class Tokens:
         """Return who makes a call that needs no token; where there are tokens, one without a valid one sees no run."""
         if self.open:
             return Caller()
-        found = self._find(authorization)
-        return _caller(found) if found and not found.expired(self._clock()) else STRANGER
+        token = self._find(authorization)
+        return _caller(token) if token and not token.expired(self._clock()) else STRANGER
 
     def charge(self, authorization: str | None, body_bytes: int) -> None:
         """Count bytes of a body that did not declare its size."""
@@ -215,24 +215,24 @@ def _caller(token: StoredToken) -> Caller:
     return Caller(token.name, token.runs or None)
 
 
-def _check_role(found: StoredToken, allowed: frozenset[str]) -> None:
+def _check_role(token: StoredToken, allowed: frozenset[str]) -> None:
     roles = [*sorted(allowed), "operator"]
-    if found.role not in roles:
+    if token.role not in roles:
         raise Forbidden(
-            f"token {found.name!r} has the role {found.role}; this call needs {' or '.join(roles)}. Use a token "
+            f"token {token.name!r} has the role {token.role}; this call needs {' or '.join(roles)}. Use a token "
             f"with such a role: replaybuf tokens new --role {roles[0]}",
             name="role",
-            value=found.role,
+            value=token.role,
             bound=roles,
         )
 
 
-def _check_run(found: StoredToken, run: str | None) -> None:
-    if found.runs and run not in found.runs:
+def _check_run(token: StoredToken, run: str | None) -> None:
+    if token.runs and run not in token.runs:
         what = "this call is for all runs" if run is None else f"this call is for {run}"
         raise Forbidden(
-            f"token {found.name!r} is limited to the runs {', '.join(found.runs)}; {what}",
+            f"token {token.name!r} is limited to the runs {', '.join(token.runs)}; {what}",
             name="run",
             value=run,
-            bound=list(found.runs),
+            bound=list(token.runs),
         )

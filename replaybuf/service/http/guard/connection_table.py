@@ -129,10 +129,10 @@ class ConnectionTable:
         if not self.limits.max_half_heads:
             return
         left = [client for client in self._earlier if client in self._half and client.address is not None]
-        found = Counter(client.address for client in left)
+        counts = Counter(client.address for client in left)
         for client in left:
-            if found[client.address] > self.limits.max_half_heads:
-                found[client.address] -= 1
+            if counts[client.address] > self.limits.max_half_heads:
+                counts[client.address] -= 1
                 client.drop("too_many_half_heads")
 
 

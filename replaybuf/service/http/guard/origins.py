@@ -53,10 +53,10 @@ class HostNames:
 
     def accept(self, host: str) -> bool:
         """Return whether this is a name of the service; `host` is the value of a `Host` header."""
-        found = _HOST.fullmatch(host)
-        if found is None:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
-        name = found[1].strip("[]").rstrip(".").lower()
+        name = match[1].strip("[]").rstrip(".").lower()
         if name in self.names or host.lower() in self.names:
             return True
         address = _address(name)

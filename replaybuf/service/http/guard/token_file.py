@@ -107,14 +107,14 @@ def revoke_token(which: str, path: Path) -> StoredToken:
     """Remove the token with this id or name from the file. Raises `NotFound`, and `Invalid` if several match."""
     with _changing(path):
         stored = read_tokens(path)
-        found = [one for one in stored if one.id == which] or [one for one in stored if one.name == which]
-        if not found:
+        revoked = [token for token in stored if token.id == which] or [token for token in stored if token.name == which]
+        if not revoked:
             raise NotFound(f"{path} has no token with the name or id {which!r}", name="token", value=which)
-        if len(found) > 1:
-            ids = ", ".join(one.id for one in found)
-            raise Invalid(f"{len(found)} tokens have the name {which!r}; revoke one by its id: {ids}", name="token")
-        _replace(path, b"".join(_line(one) for one in stored if one is not found[0]))
-    return found[0]
+        if len(revoked) > 1:
+            ids = ", ".join(token.id for token in revoked)
+            raise Invalid(f"{len(revoked)} tokens have the name {which!r}; revoke one by its id: {ids}", name="token")
+        _replace(path, b"".join(_line(token) for token in stored if token is not revoked[0]))
+    return revoked[0]
 
 
 def read_uses(path: Path) -> dict[str, float]:

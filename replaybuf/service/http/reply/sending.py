@@ -81,7 +81,7 @@ def _weights(values: list[str]) -> dict[str, float]:
 
 def matches(values: list[str], etag: str) -> bool:
     """Check whether `If-None-Match` names this validator, compared weakly, or any."""
-    return any(found[0] == "*" or found[1] == etag for value in values for found in _ETAG.finditer(value))
+    return any(match[0] == "*" or match[1] == etag for value in values for match in _ETAG.finditer(value))
 
 
 class BodyResponse(Response):

@@ -112,7 +112,7 @@ class Appends:
                 taken = Load.total(loads[:fits])
                 self._entering += taken
                 appended = await self._commit.append(checked[:fits], token)
-            spans.store_groups(self._journal.name, [one.group_id for one in appended if one.stored], began_ns)
+            spans.store_groups(self._journal.name, [result.group_id for result in appended if result.stored], began_ns)
             if appended:
                 self.used = True
                 await self._arrivals.settle()

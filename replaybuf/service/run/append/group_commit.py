@@ -63,8 +63,8 @@ class GroupCommit:
                 await self._write_together(self._take())
         finally:
             self._writing = None
-            for one in self._waiting:  # only if this task was cancelled
-                one.results.cancel()
+            for caller in self._waiting:  # only if this task was cancelled
+                caller.results.cancel()
 
     def _take(self) -> list[_Caller]:
         """Remove the next callers that fit into one write and have the same token."""
@@ -81,27 +81,27 @@ class GroupCommit:
 
     async def _write_together(self, callers: Sequence[_Caller]) -> None:
         try:
-            results = iter(await self._write([item for one in callers for item in one.items], callers[0].token))
+            results = iter(await self._write([item for caller in callers for item in caller.items], callers[0].token))
         except NoRoom as error:
             if len(callers) > 1:  # a full server still answers those who repeat what is stored
-                for one in callers:
-                    await self._write_together([one])
+                for caller in callers:
+                    await self._write_together([caller])
             else:
                 _fail(callers, error)
         except Exception as error:  # noqa: BLE001 - each caller raises it
             _fail(callers, error)
         except asyncio.CancelledError:
-            for one in callers:
-                one.results.cancel()
+            for caller in callers:
+                caller.results.cancel()
             raise
         else:
-            for one in callers:
-                own = [next(results) for _ in one.items]
-                if not one.results.done():  # else its request was cancelled
-                    one.results.set_result(own)
+            for caller in callers:
+                own = [next(results) for _ in caller.items]
+                if not caller.results.done():  # else its request was cancelled
+                    caller.results.set_result(own)
 
 
 def _fail(callers: Sequence[_Caller], error: Exception) -> None:
-    for one in callers:
-        if not one.results.done():
-            one.results.set_exception(error)
+    for caller in callers:
+        if not caller.results.done():
+            caller.results.set_exception(error)

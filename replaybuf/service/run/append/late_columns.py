@@ -114,11 +114,11 @@ class LateColumnWriter:
         """Write columns to the ledger, with those of other callers: the first one to decide writes for all of them."""
         self._waiting.append(ready)
         try:
-            await self._spill.make_room_for_columns(sum(one.added.frame_bytes for one in self._waiting))
+            await self._spill.make_room_for_columns(sum(request.added.frame_bytes for request in self._waiting))
             with contextlib.suppress(StrategyFault):  # a filter failed: the columns are stored, and the run is paused
                 async with self._journal.decision():
                     if ready.state == "waiting":
-                        others = [one for one in self._waiting if one is not ready][: ADDED_AT_ONCE - 1]
+                        others = [request for request in self._waiting if request is not ready][: ADDED_AT_ONCE - 1]
                         await self._decide([ready, *others])
         finally:
             self._waiting.remove(ready)
@@ -128,26 +128,26 @@ class LateColumnWriter:
         """Write one record for the columns that may still be added. Called within a decision."""
         journal, accepted = self._journal, dict[int, _Ready]()
         names: set[str] = set()
-        for one in waiting:
-            number, own = one.added.number, one.added.crc32c.keys()
+        for request in waiting:
+            number, own = request.added.number, request.added.crc32c.keys()
             if number in accepted or holds_any(journal.state, number, own):
-                one.state = "raced"
+                request.state = "raced"
                 continue
             try:
-                check_open(journal.state, number, one.group_id)
+                check_open(journal.state, number, request.group_id)
                 check_parts(journal.state, names | own)
             except ReplaybufError as error:
-                one.state, one.error = "refused", error
+                request.state, request.error = "refused", error
                 continue
-            accepted[number] = one
+            accepted[number] = request
             names |= own
         if not accepted:
             return
-        record = decide_columns([one.added for one in accepted.values()], journal.clock.wall())
-        await journal.append_columns(record, [frame for one in accepted.values() for frame in one.frames])
-        for one in accepted.values():
-            one.state = "written"
-            self.added += len(one.frames)
+        record = decide_columns([request.added for request in accepted.values()], journal.clock.wall())
+        await journal.append_columns(record, [frame for request in accepted.values() for frame in request.frames])
+        for request in accepted.values():
+            request.state = "written"
+            self.added += len(request.frames)
         # Before a batch may take them: filters that require a column see the groups now.
         await self._eviction.evict(np.array(sorted(accepted), np.int64))
 
