@@ -378,7 +378,7 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def _tree(cls: type[ReplaybufError]) -> list[type[ReplaybufError]]:
-    return [cls, *(found for child in cls.__subclasses__() for found in _tree(child))]
+    return [cls, *(error for child in cls.__subclasses__() for error in _tree(child))]
 
 
 def from_problem(status: int, document: dict[str, Any], retry_after_s: float | None = None) -> ReplaybufError:

@@ -56,7 +56,7 @@ class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name of the base class
         """Return the line without a traceback."""
         line = super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
-        return f"{line} request={found}" if (found := request_id.get()) else line
+        return f"{line} request={request}" if (request := request_id.get()) else line
 
 
 class JsonLines(logging.Formatter):
@@ -70,8 +70,8 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if found := request_id.get():
-            line["request"] = found
+        if request := request_id.get():
+            line["request"] = request
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line, enc_hook=str).decode()
@@ -81,7 +81,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return the values whose place in the message has a name, such as `run=%s`."""
     if not isinstance(record.args, tuple):
         return {}
-    names = [found.group(1) for found in _FIELD.finditer(str(record.msg).replace("%%", ""))]
+    names = [match.group(1) for match in _FIELD.finditer(str(record.msg).replace("%%", ""))]
     return {name: value for name, value in zip(names, record.args, strict=False) if name}
 
 

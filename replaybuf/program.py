@@ -23,5 +23,5 @@ def program(started_as: str) -> list[str]:
     """
     if Path(started_as).name != NAME or not os.access(started_as, os.X_OK):  # python -m, or inside another program
         return [sys.executable, "-m", NAME]
-    found = shutil.which(NAME)
-    return [NAME if found and Path(found).samefile(started_as) else started_as]
+    path = shutil.which(NAME)
+    return [NAME if path and Path(path).samefile(started_as) else started_as]

@@ -52,15 +52,15 @@ def even_out(grid: list[list[list[int]]], totals: Ints, rollouts: Rollouts, seq_
         if totals[heavy] <= goal:
             return
         for light in np.argsort(totals, kind="stable")[:_MOST_PARTNERS].tolist():
-            found = _find(side(heavy), side(light), int(totals[heavy] - totals[light]))
-            if found:
+            exchange = _find(side(heavy), side(light), int(totals[heavy] - totals[light]))
+            if exchange:
                 break
         else:
             return
-        _replace(grid[heavy], found.heavy_row, found.given, found.taken, rollouts)
-        _replace(grid[light], found.light_row, found.taken, found.given, rollouts)
-        totals[heavy] -= found.cost
-        totals[light] += found.cost
+        _replace(grid[heavy], exchange.heavy_row, exchange.given, exchange.taken, rollouts)
+        _replace(grid[light], exchange.light_row, exchange.taken, exchange.given, rollouts)
+        totals[heavy] -= exchange.cost
+        totals[light] += exchange.cost
         del sides[heavy], sides[light]
 
 
@@ -114,17 +114,17 @@ def _find(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
 
     If none of these helps, exchange one rollout for two.
     """
-    found = (_rows(heavy, light, gap), _pair(heavy, light, gap), _move(heavy, light, gap))
+    exchanges = (_rows(heavy, light, gap), _pair(heavy, light, gap), _move(heavy, light, gap))
     # To move nothing, or the whole gap, gains nothing.
-    useful = [exchange for exchange in found if exchange and 0 < exchange.cost < gap]
+    useful = [exchange for exchange in exchanges if exchange and 0 < exchange.cost < gap]
     return min(useful, key=lambda exchange: abs(2 * exchange.cost - gap), default=None) or _one_for_two(
         heavy, light, gap
     )
 
 
-def _nearest(given: Ints, taken: Ints, gap: int) -> Ints:
+def _nearest(costs: Ints, taken: Ints, gap: int) -> Ints:
     """Find, for each given cost, the positions in ascending `taken` that bring the sides closest: [n, _NEAREST]."""
-    middle = np.searchsorted(taken, given - gap // 2)
+    middle = np.searchsorted(taken, costs - gap // 2)
     places: Ints = np.clip(middle[:, None] + np.arange(-(_NEAREST // 2), _NEAREST // 2), 0, len(taken) - 1)
     return places
 
@@ -167,9 +167,9 @@ def _move(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
         may = np.flatnonzero(several & (heavy.adapter == code) & (heavy.size <= light.row_free[q]))
         if len(may):
             i = int(may[np.abs(2 * heavy.cost[may] - gap).argmin()])
-            found = _Exchange(int(heavy.cost[i]), int(heavy.row_of[i]), q, [int(heavy.items[i])], [])
-            if best is None or abs(2 * found.cost - gap) < abs(2 * best.cost - gap):
-                best = found
+            exchange = _Exchange(int(heavy.cost[i]), int(heavy.row_of[i]), q, [int(heavy.items[i])], [])
+            if best is None or abs(2 * exchange.cost - gap) < abs(2 * best.cost - gap):
+                best = exchange
     return best
 
 
@@ -192,11 +192,11 @@ def _one_for_two(heavy: _Side, light: _Side, gap: int) -> _Exchange | None:
         return None
     j, k = pairs.T
     sums, cost, row = light.size[j] + light.size[k], light.cost[j] + light.cost[k], light.row_of[j]
-    given = slice(-_MOST_GIVEN, None)  # the longest
-    moved = heavy.cost[given, None] - cost
-    grows = heavy.size[given, None] - sums
-    fits = (grows <= light.row_free[row]) & (-grows <= heavy.row_free[heavy.row_of[given]][:, None])
-    fits &= (heavy.adapter[given, None] == light.adapter[j]) & (moved > 0) & (moved < gap)
+    longest = slice(-_MOST_GIVEN, None)
+    moved = heavy.cost[longest, None] - cost
+    grows = heavy.size[longest, None] - sums
+    fits = (grows <= light.row_free[row]) & (-grows <= heavy.row_free[heavy.row_of[longest]][:, None])
+    fits &= (heavy.adapter[longest, None] == light.adapter[j]) & (moved > 0) & (moved < gap)
     if not fits.any():
         return None
     off = np.where(fits, np.abs(2 * moved - gap), np.iinfo(np.int64).max)

@@ -306,8 +306,8 @@ def _best_fit(sizes: Ints, free: Ints, new_free: int | None = None) -> Ints:
     fullest_first = some[np.argsort(free[some], kind="stable")]
     keys: list[int] = ((free[fullest_first] << bits) | fullest_first).tolist()
     rows, opened = len(keys), len(free)
-    found: Row = []
-    add, find, pop, insert = found.append, bisect.bisect_left, keys.pop, keys.insert
+    best: Row = []
+    add, find, pop, insert = best.append, bisect.bisect_left, keys.pop, keys.insert
     for needed in (sizes << bits).tolist():
         at = find(keys, needed)
         if at < rows:
@@ -322,7 +322,7 @@ def _best_fit(sizes: Ints, free: Ints, new_free: int | None = None) -> Ints:
         add(key & mask)
         key -= needed
         insert(find(keys, key, 0, at), key)
-    return np.array(found, np.int64)
+    return np.array(best, np.int64)
 
 
 def _collect(part: Ints, row_of: Ints, count: int) -> list[Row]:

@@ -47,11 +47,11 @@ def names(group: str) -> list[str]:
 
 def find(group: str, name: str) -> EntryPoint:
     """Return one entry point. Raises `Invalid` with the installed names, `MissingExtra` for one of an adapter."""
-    found = installed(group).select(name=name)
-    if not found:
+    matching = installed(group).select(name=name)
+    if not matching:
         installed.cache_clear()  # it may have been installed since
-        found = installed(group).select(name=name)
-    if not found:
+        matching = installed(group).select(name=name)
+    if not matching:
         kind = group.rpartition(".")[2].removesuffix("s").replace("ie", "y")
         if adapter := _ADAPTERS.get((group, name)):
             raise MissingExtra(f"the {kind} plug-in {name!r}", adapter=adapter)
@@ -61,7 +61,7 @@ def find(group: str, name: str) -> EntryPoint:
             value=name,
             bound=names(group),
         )
-    return next(iter(found))
+    return next(iter(matching))
 
 
 def load(group: str, name: str) -> Any:

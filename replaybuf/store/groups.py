@@ -109,10 +109,10 @@ class GroupStore:
             AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None)
             for item, (entry, outcome, number) in zip(groups, published_groups, strict=True)
         ]
-        new = {result.number: result.entry for result in results if result.entry}
-        if new:  # before anything is answered `stored`
-            known, newest = self._connection.known, max(new)
-            known.advance(run, Ends(0, newest, new[newest].strings.payload_key, known.of(run).incarnation))
+        stored = {result.number: result.entry for result in results if result.entry}
+        if stored:  # before anything is answered `stored`
+            known, newest = self._connection.known, max(stored)
+            known.advance(run, Ends(0, newest, stored[newest].strings.payload_key, known.of(run).incarnation))
         repeated = [position for position, result in enumerate(results) if not result.stored]
         if repeated:
             outcomes = [(groups[position].names, results[position].number) for position in repeated]

@@ -135,7 +135,8 @@ class Recorder:
     def assemble(self, run: str, generation: int, step: int, group_ids: Sequence[str], began_ns: int) -> None:
         """See `spans.assemble`."""
         named = {**_batch_attributes(run, generation, step), "replaybuf.groups": len(group_ids)}
-        links = (Link(SpanContext(*_group_ids(run, one), is_remote=True, trace_flags=_SAMPLED)) for one in group_ids)
+        contexts = (SpanContext(*_group_ids(run, name), is_remote=True, trace_flags=_SAMPLED) for name in group_ids)
+        links = map(Link, contexts)
         ended_ns = time.time_ns()
         with self._ids.use(*_batch_ids(run, generation, step)):
             first = self._tracer.start_span(

@@ -130,10 +130,10 @@ def smallest_frame_bytes(rollouts: int) -> int:
     Each rollout has one prompt and one completion token; no names, metadata or finish reasons.
     """
     shortest = RolloutJson(prompt_ids=[0], completion_ids=[0], inference_logprobs=[0.0], reward=0.0, advantage=0.0)
-    one = group_from_json(GroupJson(prompt_id="", policy_version=0, rollouts=[shortest]))
+    group = group_from_json(GroupJson(prompt_id="", policy_version=0, rollouts=[shortest]))
     finish_reasons = rollouts - 1
-    end = PREFIX.size + len(_encode(_header_of(one))) - 1 + _COLUMNS_BOUND + finish_reasons
-    for column in columns_of(one).values():
+    end = PREFIX.size + len(_encode(_header_of(group))) - 1 + _COLUMNS_BOUND + finish_reasons
+    for column in columns_of(group).values():
         end = _aligned(end) + column.nbytes * rollouts
     return end
 

@@ -87,14 +87,14 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
         return
     unusable: ByReason = {}
     for adapter in config.adapter_names:
-        its = rows[index["adapter"][rows] == hash_name(adapter)] if adapter else rows
+        own_rows = rows[index["adapter"][rows] == hash_name(adapter)] if adapter else rows
         if config.phase_of(adapter) == "finished":
-            if len(its):
-                unusable.setdefault(ADAPTER_REMOVED, []).extend(index["number"][its].tolist())
+            if len(own_rows):
+                unusable.setdefault(ADAPTER_REMOVED, []).extend(index["number"][own_rows].tolist())
             continue
-        its = _apply_bounds(state, selector, adapter, its, unusable)
-        if len(its):
-            _ask_plugins(state, selector, adapter, its, filtered, unusable)
+        own_rows = _apply_bounds(state, selector, adapter, own_rows, unusable)
+        if len(own_rows):
+            _ask_plugins(state, selector, adapter, own_rows, filtered, unusable)
     if unusable:
         reissued = list_reissued(state, selector, unusable.get("too_stale", ()))
         numbers = {reason: sorted(own) for reason, own in unusable.items()}
@@ -118,7 +118,11 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
         unfit |= rows_by_reason["not_admitted"]
     if not np.count_nonzero(unfit):
         return rows, {}
-    return rows[~unfit], {why: index["number"][rows[its]].tolist() for why, its in rows_by_reason.items() if its.any()}
+    return rows[~unfit], {
+        why: index["number"][rows[unfit_rows]].tolist()
+        for why, unfit_rows in rows_by_reason.items()
+        if unfit_rows.any()
+    }
 
 
 def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:

@@ -41,13 +41,13 @@ def check_open(state: RunState, number: int, group_id: str) -> None:
 def check_parts(state: RunState, names: Iterable[str]) -> None:
     """Raise `Invalid` if these columns bring more late reward parts than a run may have."""
     held = state.pool.columns.late_parts
-    new = {name for name in names if name not in FIXED_NAMES and name not in held}
-    if len(held) + len(new) > MOST_PARTS:
+    added = {name for name in names if name not in FIXED_NAMES and name not in held}
+    if len(held) + len(added) > MOST_PARTS:
         raise Invalid(
-            f"columns would give the run {counted(len(held) + len(new), 'late reward part')}; the maximum is "
+            f"columns would give the run {counted(len(held) + len(added), 'late reward part')}; the maximum is "
             f"{MOST_PARTS}, and it has {', '.join(held)}",
             name="columns",
-            value=sorted(new),
+            value=sorted(added),
             bound=MOST_PARTS,
         )
 

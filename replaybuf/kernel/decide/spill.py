@@ -79,8 +79,8 @@ class SpillState:
             use = SpillUse(in_memory, int(np.count_nonzero(moved[held])), in_files)
             self._use = state.entries, state.stored, use
         elif self._use[1] != state.stored:
-            new = index["frame_bytes"][int(np.searchsorted(index["number"], self._use[1], "right")) :]
-            use = self._use[2]._replace(in_memory=self._use[2].in_memory + _sum(new))
+            arrived_bytes = index["frame_bytes"][int(np.searchsorted(index["number"], self._use[1], "right")) :]
+            use = self._use[2]._replace(in_memory=self._use[2].in_memory + _sum(arrived_bytes))
             self._use = state.entries, state.stored, use
         return self._use[2]
 

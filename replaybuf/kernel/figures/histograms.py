@@ -88,8 +88,8 @@ class Histogram:
     def add(self, values: npt.NDArray[np.integer], times: int = 1) -> None:
         """Count `values` [n], each `times` times; -1 takes them back. Values below 0 are unknown and ignored."""
         known = values if values.min(initial=0) >= 0 else values[values >= 0]
-        found = np.bincount(_buckets(self.edges, known), minlength=len(self.counts)).tolist()
-        self.counts = [count + times * more for count, more in zip(self.counts, found, strict=True)]
+        found_counts = np.bincount(_buckets(self.edges, known), minlength=len(self.counts)).tolist()
+        self.counts = [count + times * more for count, more in zip(self.counts, found_counts, strict=True)]
         self.sum += times * int(known.sum(dtype=np.int64))
 
     def add_one(self, value: int) -> None:

@@ -189,13 +189,13 @@ class Index:
         start, end = self._size, self._size + len(numbers)
         self._make_room(end)
         self._size = end
-        columns, new = self._columns, slice(start, end)
-        columns["number"][new] = numbers
+        columns, inserted = self._columns, slice(start, end)
+        columns["number"][inserted] = numbers
         for name in _ENTRY_COLUMNS:
-            columns[name][new] = entries[name]
+            columns[name][inserted] = entries[name]
         for name in _NEVER_COLUMNS:
-            columns[name][new] = NEVER
-        columns["priority"][new] = columns["advantage_abs_mean"][new]
+            columns[name][inserted] = NEVER
+        columns["priority"][inserted] = columns["advantage_abs_mean"][inserted]
 
     def rows_of(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the rows of these numbers, without those of freed and unknown groups."""

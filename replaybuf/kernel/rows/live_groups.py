@@ -52,7 +52,7 @@ class LiveGroups:
             rows = self._index.live_slice()
             adapters, *columns = (self._index[name][rows] for name in ("adapter", *_SUMMED))
             split = split_by_adapter(adapters)
-            self._by_adapter = {code: LiveTotals.of(*(column[its] for column in columns)) for code, its in split}
+            self._by_adapter = {code: LiveTotals.of(*(column[at] for column in columns)) for code, at in split}
         if adapter is not None:
             return self._by_adapter.get(hash_name(adapter), NO_LIVE)
         return LiveTotals(*map(sum, zip(NO_LIVE, *self._by_adapter.values(), strict=True)))
@@ -76,8 +76,8 @@ class LiveGroups:
     def add(self, code: int, tokens: Integers, frame_bytes: Integers) -> None:
         """Add new groups of the adapter with this hash, by their tokens and bytes [groups]."""
         if self._by_adapter is not None:
-            new = LiveTotals(len(tokens), _sum(tokens), fresh=len(tokens), frame_bytes=_sum(frame_bytes))
-            self._by_adapter[code] = self._by_adapter.get(code, NO_LIVE).plus(new)
+            added = LiveTotals(len(tokens), _sum(tokens), fresh=len(tokens), frame_bytes=_sum(frame_bytes))
+            self._by_adapter[code] = self._by_adapter.get(code, NO_LIVE).plus(added)
 
     def add_bytes(self, code: int, frame_bytes: int) -> None:
         """Add bytes to live groups of the adapter with this hash."""

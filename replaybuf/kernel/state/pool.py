@@ -109,8 +109,8 @@ class GroupPool:
         if self.counted < self.stored:
             numbers = self.index["number"]
             rows = np.arange(int(np.searchsorted(numbers, self.counted, "right")), len(numbers))
-            for counts, its in self._split(rows):
-                counts.histograms.store(self.index, rows[its])
+            for counts, positions in self._split(rows):
+                counts.histograms.store(self.index, rows[positions])
             self.counted = self.stored
 
     def count_stored(self, adapters: npt.NDArray[np.int32], rollouts: npt.NDArray[np.int32]) -> None:
@@ -136,18 +136,18 @@ class GroupPool:
         """Count evicted rows by reason and age, or take them back with `sign` -1."""
         codes = self.index["reason"][rows]
         for code in np.unique(codes).tolist():
-            its = rows[codes == code]
-            versions, ages = self.index["evicted_version"][its], self.index["evicted_age_ms"][its]
-            self._count_dropped("evicted", self.reasons[code], its, versions, ages, sign)
+            own_rows = rows[codes == code]
+            versions, ages = self.index["evicted_version"][own_rows], self.index["evicted_age_ms"][own_rows]
+            self._count_dropped("evicted", self.reasons[code], own_rows, versions, ages, sign)
 
     def _count_dropped(
         self, kind: str, reason: str, rows: Rows, versions: Integers, ages: Integers, sign: int = 1
     ) -> None:
         """Count rows as `evicted` or `dead_lettered` at these versions and ages in ms [rows]."""
         self._update_histograms()
-        for counts, its in self._split(rows):
-            getattr(counts, kind)[reason] += sign * len(rows[its])
-            counts.histograms.drop(self.index, rows[its], reason, versions[its], ages[its], sign)
+        for counts, positions in self._split(rows):
+            getattr(counts, kind)[reason] += sign * len(rows[positions])
+            counts.histograms.drop(self.index, rows[positions], reason, versions[positions], ages[positions], sign)
 
     # ------------------------------------------------------------------ life of a group
 
@@ -164,10 +164,10 @@ class GroupPool:
             blank["prompt_index"] = NO_PROMPT_INDEX
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
-        for code, its in split_by_adapter(entries["adapter"]):
-            rollouts = entries["rollouts"][its]
-            self._count_stored(code, rollouts if numbers[0] > self.trimmed else rollouts[numbers[its] > self.trimmed])
-            self.live.add(code, entries["tokens"][its], entries["frame_bytes"][its])
+        for code, at in split_by_adapter(entries["adapter"]):
+            rollouts = entries["rollouts"][at]
+            self._count_stored(code, rollouts if numbers[0] > self.trimmed else rollouts[numbers[at] > self.trimmed])
+            self.live.add(code, entries["tokens"][at], entries["frame_bytes"][at])
         self.stored = max(self.stored, int(numbers[-1]))
         self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
         if self.stored - self.counted > COUNTED_LATE:
@@ -207,9 +207,9 @@ class GroupPool:
         index["last_step"][rows] = record.step
         self.stale_adapters = set()
         self._update_histograms()
-        for counts, its in self._split(rows):
-            counts.tokens_used += int(index["tokens"][rows[its]].sum(dtype=np.int64))
-            counts.histograms.use(index, rows[its], record.at_s)
+        for counts, positions in self._split(rows):
+            counts.tokens_used += int(index["tokens"][rows[positions]].sum(dtype=np.int64))
+            counts.histograms.use(index, rows[positions], record.at_s)
         for (adapter, age), uses in count_staleness(record).items():
             self._counts(hash_name(adapter)).used_staleness[age] += uses
         self.settle(rows)
@@ -219,8 +219,8 @@ class GroupPool:
         """Undo `use`."""
         index, rows = self.index, self.index.rows_of(numbers)
         index["times_sampled"][rows] -= 1
-        for counts, its in self._split(rows):
-            counts.histograms.void_use(index, rows[its])
+        for counts, positions in self._split(rows):
+            counts.histograms.void_use(index, rows[positions])
         index["last_step"][rows] = NEVER
         index.assign("last_step", earlier)
         evicted = index["evicted_at"][rows] != NEVER
@@ -289,8 +289,8 @@ class GroupPool:
             freeable &= index["last_step"] < kept_from
         rows = np.flatnonzero(freeable & (index["state"] == IN_BATCHES))
         evicted_numbers = index["number"][freeable & (index["state"] == EVICTED)]
-        for counts, its in self._split(rows):
-            counts.retired += len(rows[its])
+        for counts, positions in self._split(rows):
+            counts.retired += len(rows[positions])
         retired = self.free(rows, RETIRED)
         # Rows have moved if `free` removed freed ones.
         return np.concatenate([retired, self.free(self.index.rows_of(evicted_numbers))])

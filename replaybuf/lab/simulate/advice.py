@@ -137,8 +137,8 @@ def advise(
     proposal = by_slots[best(by_slots)]
     costly = [(f"strategy {choice.title}", choice) for number, choice in enumerate(bests) if number != place]
     costly += [(f"slots {choice.slots:,}", choice) for choice in by_slots if choice is not proposal]
-    costly += [(f"engines {one.generating:.0%} of the GPUs", one) for one in rows[place] if one is not chosen]
-    costs = [Cost(what, one, one.steps_per_hour / (proposal.steps_per_hour or 1.0) - 1) for what, one in costly]
+    costly += [(f"engines {plan.generating:.0%} of the GPUs", plan) for plan in rows[place] if plan is not chosen]
+    costs = [Cost(what, plan, plan.steps_per_hour / (proposal.steps_per_hour or 1.0) - 1) for what, plan in costly]
     return Advice(proposal, costs, _sure(costs))
 
 

@@ -305,10 +305,12 @@ class Batches:
         async with self._journal.decision():
             if self._state.batches.get(step) is not recorded:
                 return  # a checkpoint freed the batch and its bytes during the read
-            new = {n: reason for n, reason in broken.items() if find_group_state(self._state, n)[0] != "dead_lettered"}
-            if new:
+            unrecorded = {
+                n: reason for n, reason in broken.items() if find_group_state(self._state, n)[0] != "dead_lettered"
+            }
+            if unrecorded:
                 logger.error("batch cannot be served run=%s step=%d: resample to replace it", self._journal.name, step)
-                await self._dead_letter(new)
+                await self._dead_letter(unrecorded)
         self._journal.notify()
 
     async def _pack(self, record: BatchRecord, fetched: FetchedGroups) -> PackedBatch:

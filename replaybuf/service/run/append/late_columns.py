@@ -157,11 +157,11 @@ def _prepare(
 ) -> _Ready | None:
     """Check late columns against their group, and encode those that are new; `held`: columns that came late before."""
     check_columns(group, late)
-    new: dict[str, Values] = {}
+    fresh: dict[str, Values] = {}
     for name, values in late.columns.items():
         stored = None if name in REPLACING and name not in held else find_column(group, name)
         if stored is None:
-            new[name] = values
+            fresh[name] = values
         elif not np.array_equal(stored, values):
             raise Conflict(
                 f"group {late.group_id!r} has other values of {name}; a column is added once",
@@ -169,15 +169,15 @@ def _prepare(
                 value=late.group_id,
                 bound="the stored values",
             )
-    if not new:
+    if not fresh:
         return None
-    changed = add_columns(group, new)
-    if "rewards" in new and "advantages" not in {*new, *held}:
-        new["advantages"] = group_advantages(rule, changed)
-        changed = add_columns(changed, new)
+    changed = add_columns(group, fresh)
+    if "rewards" in fresh and "advantages" not in {*fresh, *held}:
+        fresh["advantages"] = group_advantages(rule, changed)
+        changed = add_columns(changed, fresh)
     encoded = {
         name: encode_columns(LateColumns(late.group_id, group.completion_lengths.tolist(), {name: values}))
-        for name, values in new.items()
+        for name, values in fresh.items()
     }
     added = AddedColumns(
         number=number,
