@@ -9,6 +9,7 @@ from replaybuf.service.clock import Clock
 from replaybuf.service.host import Service
 from replaybuf.service.http.call.metrics import KEPT_S, Exposition
 from replaybuf.service.rotation import BusyRuns, Rotation
+from replaybuf.service.run.lease import LEASE_S
 from replaybuf.service.run.served_run import QUIET_AFTER_S, Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -69,6 +70,30 @@ def test_a_quiet_run_has_its_turn_and_a_change_makes_it_busy_at_once(server: Emb
         for _ in NAMES:
             rotation.next(runs)
         assert names(busy.list()) == ["a", "b"]
+
+    with_runs(server, work)
+
+
+def test_a_quiet_run_stays_quiet_when_it_is_taken_over_unless_there_is_something_new(server: EmbeddedServer) -> None:
+    """Else the runs of a killed server would all be busy at once, and slow their own takeover down."""
+
+    async def work(service: Service, clock: Hand) -> None:
+        run, store = service.runs["rotating-c"], service.store
+        other = await Run.load(run.name, store, service.clock)
+        assert other
+        quiet = []
+        for follower, leader in ((other, run), (run, other)):
+            clock.now_s += 3 * QUIET_AFTER_S
+            follower.quiet()
+            clock.now_s += 3 * QUIET_AFTER_S
+            assert follower.quiet()
+            if leader is other:
+                await append(leader, "new")
+            leader.journal.follow(None)
+            lease = await store.runs.take_lease(run.name, f"{id(follower)}", LEASE_S, force=True)
+            await follower.lead(str(lease.token), (lease.entries, lease.stored))
+            quiet.append(follower.quiet())
+        assert quiet == [True, False]
 
     with_runs(server, work)
 

@@ -150,6 +150,7 @@ class Run:
 
         `ends`: newest ledger entry and group when Redis gave us the token; what is folded already is not read again.
         """
+        quiet, before = self.quiet(), self.journal.ends
         async with self.journal.taking_over(token, ends):
             await self.tickets.reload()
             self.tickets.start_over()
@@ -159,6 +160,8 @@ class Run:
             await self.spill.take_over()
             await self.eviction.take_over()
         self.journal.notify()
+        if quiet and self.journal.ends == before:  # else a takeover of many runs would make all of them busy
+            self._seen_changes = self.journal.changes
 
     def close(self) -> None:
         """Wake every waiter; each gets its waiting answer."""
