@@ -75,11 +75,11 @@ class Service:
         self.runs: dict[str, Run] = {}
         self.unreadable = UnreadableRuns(clock.monotonic)
         self.traffic, self.loop_watch = Traffic(), LoopWatch()
-        self._servers = LivingServers(store, url, alone=embedded)
+        self._servers = LivingServers(store, url, alone=embedded or not balance)
         self.report: ServerReport | None = None
         self.outage: str | None = None
         self._leadership = Leadership(store, self._servers, url)
-        self._balance = Balance(self._servers, clock.monotonic, enabled=balance)
+        self._balance = Balance(self._servers, clock.monotonic)
         self._embedded, self._history_groups = embedded, history_groups
         self._opening, self._added = asyncio.Lock(), asyncio.Event()
         self._busy, self._checked_on = BusyRuns(), ""

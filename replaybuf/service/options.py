@@ -45,7 +45,7 @@ class ServeOptions:
     """URL that the other servers report to clients while this server is the leader. Default: the listening address."""
     balance: bool = True
     """Hand runs over to other servers on the same Redis until each leads its share, one run per second at most.
-    --no-balance keeps them until this server ends."""
+    With --no-balance it hands none over and gets none: it leads what it creates, and runs whose leader has ended."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(name="allowed-host", consume_multiple=True, negative="")] = ()
     """More names of this server, HOST or HOST:PORT: clients may use them in URLs, and pages of these hosts may call it.
     Needed for names of a proxy or of a container."""

@@ -97,7 +97,7 @@ def test_one_run_at_a_time_is_offered_and_one_that_came_back_waits(tmp_path: Pat
         async with alone(tmp_path) as store:
             servers = LivingServers(store, "http://here")
             runs = [await led(store, servers, name) for name in RUNS[:12]]
-            balance = Balance(servers, time.monotonic, enabled=True)
+            balance = Balance(servers, time.monotonic)
             await announce(store)
             await servers.announce()
             moving = [run for run in runs if servers.successor(run.name)]
@@ -107,7 +107,9 @@ def test_one_run_at_a_time_is_offered_and_one_that_came_back_waits(tmp_path: Pat
                 run.journal.terms += 1
             for _ in range(2):
                 assert await balance.next(runs) == (moving[0], OTHER)
-            assert await Balance(servers, time.monotonic, enabled=False).next(runs) is None
+            unshared = LivingServers(store, "http://unshared", alone=True)
+            assert await Balance(unshared, time.monotonic).next(runs) is None
+            assert unshared.holder not in {server.holder for server in await store.servers.announce("x", "", SILENT_S)}
 
     asyncio.run(main())
 

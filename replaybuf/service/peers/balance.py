@@ -27,12 +27,11 @@ NO_OFFER = Offer(-math.inf, -1)
 
 
 class Balance:
-    """Chooses which run of this server another one should lead. `enabled`: this server hands runs over."""
+    """Chooses which run of this server another one should lead."""
 
-    def __init__(self, servers: LivingServers, clock: Callable[[], float], *, enabled: bool) -> None:
+    def __init__(self, servers: LivingServers, clock: Callable[[], float]) -> None:
         self._servers = servers
         self._now_s = clock
-        self._enabled = enabled
         self._offers: dict[tuple[str, str], Offer] = {}
 
     async def next(self, runs: Iterable[Run]) -> tuple[Run, str] | None:
@@ -41,7 +40,7 @@ class Balance:
         oldest_s = self._now_s() - AGAIN_S
         self._offers = {names: offer for names, offer in self._offers.items() if offer.at_s > oldest_s}
         chosen, last_s = None, math.inf
-        async for run in in_turns(runs if self._enabled else ()):
+        async for run in in_turns(runs):
             successor = self._servers.successor(run.name) if run.journal.leading else None
             if successor is None:
                 continue

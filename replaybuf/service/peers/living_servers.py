@@ -37,7 +37,8 @@ def name_release() -> str:
 class LivingServers:
     """Servers of our release that live, ourselves included: `holder` names this server, and its leases.
 
-    `alone`: no other server uses this Redis.
+    `alone`: no other server uses this Redis, or this one has no part in the sharing. It announces nothing, so no server
+    waits for a run of it.
     """
 
     def __init__(self, store: Store, url: str, *, alone: bool = False) -> None:
