@@ -41,7 +41,8 @@ def dropped(answer: bytes) -> int:
 
 def decoding(tokenizer: Path, path: str) -> Use:
     """Decode an answer and its texts as the generator does."""
-    texts, shape = Tokenizer(tokenizer), _Completion if path == COMPLETIONS else _Tokens
+    texts = Tokenizer(tokenizer)
+    shape: type[_Completion | _Tokens] = _Completion if path == COMPLETIONS else _Tokens
 
     def decoded(answer: bytes) -> list[str]:
         choices = msgspec.json.decode(answer, type=shape).choices

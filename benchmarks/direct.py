@@ -16,7 +16,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from delivery import MEAN_TOKENS, ROLLOUTS, SEQ_LEN, random_group
+from delivery import MEAN_TOKENS, ROLLOUTS, SEQ_LEN
+from groups import random_group
 from measured import Measured
 from served import Served
 

@@ -21,17 +21,17 @@ import msgspec
 import numpy as np
 import uvloop
 
-from replaybuf.kernel.rows.index import ENTRY, Index
+from replaybuf.kernel.rows.index import ENTRY, ENTRY_STRUCT, Index
 from replaybuf.store import keys
 from replaybuf.wire.frame import FrameHeader
 
 RUN = "floor"
 LINE_BYTES = 1024
 _PREFIX = struct.Struct("<4sIQII")
-_ENTRY = struct.Struct("<qd6iIi3f2i2H")
 _decode_header = msgspec.msgpack.Decoder(FrameHeader).decode
 _encode = msgspec.msgpack.Encoder().encode
 _least, _most = np.minimum.reduce, np.maximum.reduce
+WAIT: tuple[Any, ...] = ("WAITAOF", 1, 0, 1000)
 
 
 class Redis(asyncio.Protocol):
@@ -93,8 +93,16 @@ class Floor:
         async with self._lock:
             first = keys.guarded(RUN)
             guard = ["", 0, "", self._stored, self._newest_key, 0, ""]
-            words = ("FCALL", "rb_publish", len(first) + len(payloads), *first, *payloads, *guard, *arguments)
-            pieces += [hiredis.pack_command(words), hiredis.pack_command(("WAITAOF", 1, 0, 1000))]
+            words: tuple[Any, ...] = (
+                "FCALL",
+                "rb_publish",
+                len(first) + len(payloads),
+                *first,
+                *payloads,
+                *guard,
+                *arguments,
+            )
+            pieces += [hiredis.pack_command(words), hiredis.pack_command(WAIT)]
             *_, reply, durable = await self._redis.send(pieces, len(entries) + 2)
             if reply[0] != b"ok" or not durable[0]:
                 raise RuntimeError(f"not stored: {reply!r}")
@@ -133,7 +141,7 @@ def _check(frame: memoryview) -> tuple[FrameHeader, bytes, bytes]:
     lengths = [a + b for a, b in zip(prompts, completions, strict=True)]
     mean = sum(rewards) / len(rewards)
     deviation = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
-    entry = _ENTRY.pack(
+    entry = ENTRY_STRUCT.pack(
         -1 if header.prompt_index is None else header.prompt_index,
         time.time(),
         header.policy_version,

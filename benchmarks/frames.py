@@ -11,6 +11,7 @@ it back to numpy. Times are processor time of the thread. zstd is timed on singl
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
@@ -226,8 +227,8 @@ def record_zstd(results: Measured, group: Group, rounds: int) -> None:
         raw = column.view(np.uint8).data
         packed = compressor.compress(raw)
         ways: dict[str, Timed] = {
-            "in": (lambda c=compressor, r=raw: c.compress(r), 4),
-            "out": (lambda d=decompressor, p=packed: d.decompress(p), 4),
+            "in": (functools.partial(compressor.compress, raw), 4),
+            "out": (functools.partial(decompressor.decompress, packed), 4),
         }
         rates = {way: [column.nbytes / us / 1e3 for us in took] for way, took in measure(ways, rounds).items()}
         results.record(f"zstd, {name}", {"raw": [column.nbytes], "zstd": [len(packed)]}, unit="bytes", reference="raw")

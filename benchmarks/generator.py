@@ -104,7 +104,7 @@ def measure(
 def floor_us(folder: Path, path: str, client: str, decodes: bool, settings: argparse.Namespace) -> float:
     """Return the microseconds of processor per rollout that the bare client needs."""
     with null_engine(settings, SIDES[path]) as url:
-        options = {
+        options: dict[str, object] = {
             "client": client,
             "requests": settings.rollouts // settings.group_size,
             "inflight": settings.inflight,
@@ -114,7 +114,7 @@ def floor_us(folder: Path, path: str, client: str, decodes: bool, settings: argp
         words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         command = [sys.executable, str(BARE_CLIENT), url, path, *words]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
-    return float(done.stdout) / settings.group_size * 1e6
+    return float(float(done.stdout) / settings.group_size * 1e6)
 
 
 def generate(folder: Path, service: str, run: str, engine: str, settings: argparse.Namespace) -> list[str]:

@@ -254,7 +254,7 @@ def run_up(folder: Path) -> None:
         command = [sys.executable, "-m", "replaybuf", "up", "run.toml"]
         running = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
         try:
-            code = running.wait(TIMEOUT_S)
+            code: int | str = running.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             code = f"none within {TIMEOUT_S:.0f} s"
         finally:
@@ -272,7 +272,7 @@ def figures_of(metrics: Path) -> dict[str, float | int]:
     began, ended = steps[0]["time"] - steps[0]["step_s"], steps[-1]["time"]
 
     def median(name: str) -> float:
-        return round(statistics.median(step[name] for step in steps), 4)
+        return float(round(statistics.median(step[name] for step in steps), 4))
 
     passes = [sum(step["phase_s"].get(phase, 0.0) for phase in ("forward", "backward")) for step in steps]
     total_s = sum(step["step_s"] for step in steps)

@@ -58,7 +58,7 @@ def read_groups(body: bytes) -> Iterator[Arrays]:
     while at < len(body):
         sizes = _SIZES.unpack_from(body, at)
         at += _SIZES.size
-        arrays = {}
+        arrays: Arrays = {}
         for (name, dtype), size in zip(COLUMNS, sizes, strict=True):
             arrays[name] = np.frombuffer(body, dtype, size // np.dtype(dtype).itemsize, at)
             at += size
@@ -88,13 +88,13 @@ def lay_out(groups: Sequence[Arrays]) -> Arrays:
 def arrays_to_bytes(arrays: Arrays) -> bytes:
     """Write arrays one after another, after their sizes."""
     sizes = [array.nbytes for array in arrays.values()]
-    return b"".join([struct.pack(f"<{len(sizes)}Q", *sizes), *arrays.values()])
+    return b"".join([struct.pack(f"<{len(sizes)}Q", *sizes), *(array.data for array in arrays.values())])
 
 
 def arrays_from_bytes(body: bytes) -> Arrays:
     """Read the arrays as views."""
     at = struct.calcsize(f"<{len(LAID_OUT)}Q")
-    arrays = {}
+    arrays: Arrays = {}
     sizes = struct.unpack_from(f"<{len(LAID_OUT)}Q", body)
     for (name, dtype), size in zip(LAID_OUT, sizes, strict=True):
         arrays[name] = np.frombuffer(body, dtype, size // np.dtype(dtype).itemsize, at)
@@ -132,11 +132,12 @@ def serve(redis_url: str, port: int) -> None:
         first = request.path_params["step"] * wanted
         pending = known.setdefault(stream, [])
         while len(pending) < first + wanted:
-            for _, entries in await client.xread({stream: read_to.get(stream, b"0")}, block=1000):
+            answer: Any = await client.xread({stream: read_to.get(stream, b"0")}, block=1000)
+            for _, entries in answer:
                 pending += [fields[b"key"] for _, fields in entries]
                 read_to[stream] = entries[-1][0]
         names = pending[first : first + wanted]
-        payloads: list[bytes] = []
+        payloads: list[Any] = []
         for start in range(0, wanted, KEYS_AT_ONCE):
             payloads += await client.mget(names[start : start + KEYS_AT_ONCE])
         body = b"".join(payloads)

@@ -55,7 +55,7 @@ def answers(rollouts: int, tokens: int, *, offers_tokens: bool) -> dict[bytes, b
         }
         for i in range(rollouts)
     ]
-    there = (b"405 Method Not Allowed", {}) if offers_tokens else (b"404 Not Found", {})
+    there: tuple[bytes, Any] = (b"405 Method Not Allowed", {}) if offers_tokens else (b"404 Not Found", {})
     made: dict[str, tuple[bytes, Any]] = {
         f"GET {TOKENS}": there,
         f"POST {TOKENS}": (b"200 OK", {"choices": by_tokens}),

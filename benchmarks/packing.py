@@ -10,6 +10,7 @@ and slot by slot. Times are processor time; other work on the machine still slow
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
@@ -133,9 +134,7 @@ def balance(batches: list[Lengths], ranks: int, repeats: int) -> dict[str, list[
         figures[SLOTS].append(float(cost.max(axis=0).sum() / cost.mean(axis=0).sum()))
         figures[ROWS].append(len(grid[0]))
         figures[FILLERS].append(fillers(grid))
-        figures[TIME] += processor_ms(
-            lambda lengths=lengths: pack(lengths, SEQ_LEN, ranks), repeats if number < 5 else 1
-        )
+        figures[TIME] += processor_ms(functools.partial(pack, lengths, SEQ_LEN, ranks), repeats if number < 5 else 1)
     return figures
 
 

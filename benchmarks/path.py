@@ -24,7 +24,6 @@ import itertools
 import multiprocessing as mp
 import os
 import socket
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -357,4 +356,4 @@ class MinimalServer:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

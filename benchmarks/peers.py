@@ -23,13 +23,13 @@ import itertools
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -54,8 +54,16 @@ OURS = (HTTP, DIRECT)
 PEERS = {"Reverb": "reverb", "TransferQueue": "transferqueue"}
 """Environment of each peer; `peers/ENVIRONMENT_peer.py` is its turn."""
 ENVIRONMENTS = Path(__file__).parents[1] / ".venv-peers"
-COLUMNS = ("prompt_ids", "completion_ids", "completion_mask", "inference_logprobs", "prompt_lengths")
-COLUMNS += ("completion_lengths", "rewards", "advantages")
+COLUMNS = (
+    "prompt_ids",
+    "completion_ids",
+    "completion_mask",
+    "inference_logprobs",
+    "prompt_lengths",
+    "completion_lengths",
+    "rewards",
+    "advantages",
+)
 TURN_TIMEOUT_S = 240.0
 INSERTS = ("alone", "by eight", "eight callers")
 TIMEOUT_S = 120.0
@@ -228,7 +236,8 @@ class Peer:
         self._environment = PEERS[name]
         self._columns, self._answer = folder / "columns.npz", folder / f"{self._environment}.json"
         made = made_groups()
-        np.savez(self._columns, **{column: np.stack([getattr(group, column) for group in made]) for column in COLUMNS})
+        columns: dict[str, Any] = {name: np.stack([getattr(group, name) for group in made]) for name in COLUMNS}
+        np.savez(self._columns, **columns)
         self.versions: dict[str, str] = {}
 
     def round(self, number: int, groups: int) -> Figures:
@@ -280,4 +289,4 @@ def aim(rates: Mapping[str, Mapping[str, Sequence[float]]], phase: str) -> dict[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import struct
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import redis
@@ -22,15 +22,13 @@ from measured import Measured
 from published import publish
 from served import Served
 
-from replaybuf.kernel.rows.index import ENTRY
+from replaybuf.kernel.rows.index import ENTRY, ENTRY_STRUCT
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
 
 RUN = "rebuild"
 CHUNK_GROUPS = 5_000
 PLAIN = "dict per group"
-ENTRY_STRUCT = struct.Struct("<qd6iIi3f3i")
-"""`ENTRY`, as plain Python reads it."""
 
 
 def main() -> None:
@@ -95,10 +93,11 @@ def read_plainly(client: redis.Redis, groups: int) -> float:
     read: list[dict[str, object]] = []
     after = "-"
     while page := client.xrange(keys.index(RUN), min=after, count=CHUNK_GROUPS):
-        for number, fields in page:
+        entries: Any = page
+        for number, fields in entries:
             values = dict(zip(ENTRY.names or (), ENTRY_STRUCT.unpack(fields[b"n"]), strict=True))
             read.append(values | {"number": int(number.split(b"-")[0])})
-        after = f"({page[-1][0].decode()}"
+        after = f"({entries[-1][0].decode()}"
     if len(read) != groups:
         raise RuntimeError(f"{len(read)} of {groups} groups were read")
     return groups / (time.perf_counter() - begun)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 
 from measured import Measured
 
@@ -22,6 +23,11 @@ from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 ARRIVAL, SLOTS = "order of arrival", "exact slots"
 STALENESS = (1, 2, 4, 8)
 WORKLOAD = Workload(slots=128, length_sigma=1.0, length_max=16_000)
+SHOWN: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
+    ("trainer waits", "% of the time", lambda figures: 100 * figures.wait_share),
+    ("length bias", "used / generated", lambda figures: figures.length_bias),
+    ("wasted", "% of the tokens", lambda figures: 100 * figures.waste_share),
+)
 
 
 def main() -> None:
@@ -41,11 +47,7 @@ def main() -> None:
             ]
             for side in (ARRIVAL, SLOTS)
         }
-        for what, unit, value in (
-            ("trainer waits", "% of the time", lambda figures: 100 * figures.wait_share),
-            ("length bias", "used / generated", lambda figures: figures.length_bias),
-            ("wasted", "% of the tokens", lambda figures: 100 * figures.waste_share),
-        ):
+        for what, unit, value in SHOWN:
             values = {side: [value(figures) for figures in runs] for side, runs in sides.items()}
             results.record(f"max_staleness {most}: {what}", values, unit=unit)
     results.save()
