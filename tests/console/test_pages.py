@@ -130,6 +130,24 @@ def test_the_runs_are_searched_and_sorted(trained: RunClient, open_page: Callabl
     page.get_by_text("No run matches").wait_for()
 
 
+def test_the_leader_of_a_run_is_shown_where_several_servers_share_them(
+    trained: RunClient, open_page: Callable[..., Any]
+) -> None:
+    """One server alone needs no such column."""
+    url = str(trained.http.base_url)
+    page = open_page(url)
+    lines = page.locator("table.runs tbody tr")
+    lines.first.wait_for()
+    leader = page.get_by_role("columnheader", name="Led by")
+    assert leader.count() == 0
+    overview = trained.http.get("/v1/overview").json()
+    overview["runs"][0]["leader"] = "http://other:8900"
+    page.route("**/v1/overview", lambda route: route.fulfill(json=overview))
+    leader.wait_for()
+    assert lines.filter(has_text=overview["runs"][0]["run"]).locator("td").last.inner_text() == "other:8900"
+    assert lines.filter(has_text=overview["runs"][1]["run"]).locator("td").last.inner_text() == url.partition("//")[2]
+
+
 def test_the_theme_is_switched_and_kept(trained: RunClient, open_page: Callable[..., Any]) -> None:
     """The choice outlives a reload; without one the page follows the system."""
     page = open_page(str(trained.http.base_url), color_scheme="dark")

@@ -63,6 +63,11 @@ class Fleet:
         leaders: dict[str, str | None] = httpx.get(f"{self.servers[-1].url}/readyz", timeout=WITHIN_S).json()["leaders"]
         return leaders
 
+    def shown_leaders(self) -> dict[str, str | None]:
+        """Return who leads each run, as the console of the first server shows."""
+        rows = httpx.get(f"{self.servers[0].url}/v1/overview", timeout=WITHIN_S).json()["runs"]
+        return {row["run"]: row["leader"] for row in rows}
+
     def wanted(self) -> dict[str, str]:
         """Return who should lead each run, by the servers that are announced."""
         with redis.Redis(unix_socket_path=str(self._valkey.socket_path)) as client:
@@ -158,6 +163,7 @@ def test_servers_share_their_runs_as_they_come_and_go(fleet: Fleet) -> None:
             steps_follow(work)
             fleet.add()
             shares = fleet.settle()
+            eventually(lambda: fleet.shown_leaders() == fleet.leaders(), WITHIN_S)
             assert shares[fleet.servers[3].url] and len(shares) == 4
             steps_follow(work)
             killed = fleet.kill(str(fleet.leaders()[TRAINED]))

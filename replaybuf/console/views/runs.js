@@ -31,6 +31,9 @@ const COLUMNS = [
   ["Producers seen", "number", (row) => row.producers_last_seen_s ?? Infinity, producers],
 ];
 
+// Shown where several servers share the runs.
+const LEADER = ["Led by", "", (row) => row.leader ?? "", (row) => row.leader?.replace(/^https?:\/\//, "") ?? "nobody yet"];
+
 function name(row) {
   const pick = h("input", { type: "checkbox", "aria-label": `Compare ${row.run}`, "data-pick": row.run, checked: picked.has(row.run) });
   return [pick, h("a", { href: runLink(row.run) }, row.run)];
@@ -66,7 +69,7 @@ function heading([name, kind]) {
 
 function select(rows) {
   const text = filter.text.toLowerCase();
-  const value = (COLUMNS.find(([name]) => name.toLowerCase() === order.by) ?? COLUMNS[0])[2];
+  const value = ([...COLUMNS, LEADER].find(([name]) => name.toLowerCase() === order.by) ?? COLUMNS[0])[2];
   const kept = rows.filter((row) => (!filter.state || stateOf(row) === filter.state) && `${row.run} ${row.strategy} ${row.waiting?.reason ?? ""}`.toLowerCase().includes(text));
   const sign = order.down ? -1 : 1;
   return kept.sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) || (a.run > b.run ? 1 : -1));
@@ -118,8 +121,9 @@ export function openRuns({ refreshNow }) {
       : h("p", { class: "empty" }, "No run yet. Create one here, or start ", h("code", {}, "replaybuf demo"), " to see a whole run.");
     update(broken, unreadable);
     update(body, rows.length ? table : nothing);
-    update(head, COLUMNS.map(heading));
-    updateInTurns(lines, shown.map((row) => () => h("tr", {}, COLUMNS.map(([, kind, , cell]) => h("td", { class: kind }, cell(row))))));
+    const columns = new Set(overview.runs.map((row) => row.leader).filter(Boolean)).size > 1 ? [...COLUMNS, LEADER] : COLUMNS;
+    update(head, columns.map(heading));
+    updateInTurns(lines, shown.map((row) => () => h("tr", {}, columns.map(([, kind, , cell]) => h("td", { class: kind }, cell(row))))));
     const left = rows.length - shown.length;
     update(compare, describePicked());
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");

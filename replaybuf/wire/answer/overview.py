@@ -18,6 +18,7 @@ class RunRow(Answer, frozen=True, kw_only=True):
     - `waiting_s`: since `waiting` has this reason; after a restart of the server at least
     - `idle_s`: since the newest batch or ack; `alarm`: why the share of failed prompts is exceeded
     - `stands_still`: it is running, and `idle_s` is far longer than its steps take
+    - `leader`: address of the server that leads it; null = not known
     """
 
     run: str
@@ -45,6 +46,7 @@ class RunRow(Answer, frozen=True, kw_only=True):
     alarm: str | None
     stands_still: bool = False
     producers_without_engine: int = 0
+    leader: str | None = None
 
 
 class Overview(Answer, frozen=True, kw_only=True):

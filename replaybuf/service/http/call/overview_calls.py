@@ -114,6 +114,7 @@ def describe_row(run: Run) -> RunRow:
         producers_without_engine=presence.producers.count_without_engine(),
         alarm=explain_exceeded(state),
         stands_still=still,
+        leader=run.journal.leader_url,
     )
 
 
