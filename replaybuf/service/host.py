@@ -344,8 +344,8 @@ class Service:
         serving = self.store.runs.serving
         runs = self._watching.next(self.runs) if serving == self._checked_on else [*self.runs.values()]
         ends = await self.store.streams.read_ends([run.name for run in runs])
-        async for run, found in in_turns(zip(runs, ends, strict=True)):
-            await self._work(run, functools.partial(run.check_ends, found))
+        async for run, shown in in_turns(zip(runs, ends, strict=True)):
+            await self._work(run, functools.partial(run.check_ends, shown))
         self._checked_on = serving
         followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
         books = await self.store.tickets.read([run.name for run, _ in followed])

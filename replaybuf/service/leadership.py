@@ -131,15 +131,15 @@ class Leadership:
             if run.lease.asking.locked():
                 return  # a renewal is on its way, and its answer would be applied after ours
             async with run.lease.asking:
-                token, given = journal.check_leading(), False
+                token, handed_over = journal.check_leading(), False
                 journal.follow(None)
                 try:
-                    given = await self._store.runs.hand_over(run.name, token, successor, NAMED_S)
+                    handed_over = await self._store.runs.hand_over(run.name, token, successor, NAMED_S)
                 finally:
-                    if given:
+                    if handed_over:
                         run.lease.holder, journal.leader_url = successor, _url_of(successor)
                         logger.info("lead handed over run=%s to=%s", run.name, successor)
-                    run.lease.extend(NAMED_S if given else 0.0)
+                    run.lease.extend(NAMED_S if handed_over else 0.0)
                     journal.notify()
 
     def _apply(self, run: Run, lease: Lease | HeldLease, asked_s: float, *, ours: bool) -> None:

@@ -190,8 +190,8 @@ class _NamedIds(RandomIdGenerator):
         return not self._given()[0]
 
     def _given(self) -> tuple[int, int]:
-        given: tuple[int, int] = getattr(self._next, "ids", (0, 0))
-        return given
+        ids: tuple[int, int] = getattr(self._next, "ids", (0, 0))
+        return ids
 
 
 class _EveryBatch(Sampler):

@@ -88,7 +88,7 @@ def new_cursor(state: RunState, name: str, kind: CursorKind, lifetime_s: int | N
 
 def _first_kept(state: RunState) -> int:
     window = GroupMatcher(state, GroupQuery()).next_window(None)
-    return int(np.concatenate([window.found, window.freed]).min()) if window else state.trimmed + 1
+    return int(np.concatenate([window.matching, window.freed]).min()) if window else state.trimmed + 1
 
 
 def parse_position(state: RunState, cursor: Cursor, text: str) -> Position:
@@ -177,7 +177,7 @@ def _frame_bytes(state: RunState, numbers: list[int]) -> dict[int, int]:
 def _stored_page(state: RunState, start: Position, limit: int) -> Page:
     matcher, numbers, edge = GroupMatcher(state, GroupQuery()), list[int](), start.number
     while len(numbers) < limit and (window := matcher.next_window(edge)):
-        numbers += np.sort(np.concatenate([window.found, window.freed]))[: limit - len(numbers)].tolist()
+        numbers += np.sort(np.concatenate([window.matching, window.freed]))[: limit - len(numbers)].tolist()
         edge = window.high
     last = numbers[-1] if numbers else max(start.number, state.trimmed)
     items = [CursorItem(number, None, Position(number=number)) for number in numbers]

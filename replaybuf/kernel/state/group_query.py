@@ -79,18 +79,18 @@ class GroupQuery:
 class Window(NamedTuple):
     """Groups with numbers from `low` to `high`, both ascending int64.
 
-    `found`: rows that match; `freed`: freed groups of the state asked for, whose columns are not compared yet.
+    `matching`: rows that match; `freed`: freed groups of the state asked for, whose columns are not compared yet.
     No ids were compared, which only the entries have.
     """
 
     low: int
     high: int
-    found: Numbers
+    matching: Numbers
     freed: Numbers
 
     def cut(self, low: int, high: int) -> Window:
         """Return the part from `low` to `high`."""
-        matching, freed = (part[(part >= low) & (part <= high)] for part in (self.found, self.freed))
+        matching, freed = (part[(part >= low) & (part <= high)] for part in (self.matching, self.freed))
         return Window(low, high, matching, freed)
 
 

@@ -172,13 +172,13 @@ class Journal:
             self.lose(error)
             raise
 
-    def check_ends(self, found: Ends | DataLost | LedgerGap) -> None:
+    def check_ends(self, shown: Ends | DataLost | LedgerGap) -> None:
         """Raise the loss that a check of the ends returned; clear the last one if there is none."""
-        if isinstance(found, Exception):
-            raise found
+        if isinstance(shown, Exception):
+            raise shown
         self.lost = None
-        if not self._entry_key and found.entry == self.state.entries:  # the snapshot of a run does not hold the key
-            self._entry_key = found.entry_key
+        if not self._entry_key and shown.entry == self.state.entries:  # the snapshot of a run does not hold the key
+            self._entry_key = shown.entry_key
             self._record_ends()
 
     @property
@@ -246,16 +246,16 @@ class Journal:
     async def ingest(self, published: Sequence[AppendResult]) -> None:
         """Fold groups that an append published; read those that others published before them."""
         async with self._reading:
-            new = [result for result in published if result.entry]
-            before = new[0].number - 1 if new else 0
-            if len(new) < len(published):
+            arrived = [result for result in published if result.entry]
+            before = arrived[0].number - 1 if arrived else 0
+            if len(arrived) < len(published):
                 before = max(before, *[result.number for result in published if not result.entry])
             if before > self.state.stored:
                 await self._read_groups(before)
-            if new and new[0].number <= self.state.stored:
-                new = [result for result in new if result.number > self.state.stored]
-            if new:
-                self._store(build_chunk([r.number for r in new], [r.entry for r in new if r.entry]))
+            if arrived and arrived[0].number <= self.state.stored:
+                arrived = [result for result in arrived if result.number > self.state.stored]
+            if arrived:
+                self._store(build_chunk([r.number for r in arrived], [r.entry for r in arrived if r.entry]))
                 self._record_ends()
 
     async def _read_groups(self, through: int | None) -> None:

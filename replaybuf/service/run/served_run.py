@@ -190,10 +190,10 @@ class Run:
         """Read what is new in the streams."""
         await (self._pull() if self.journal.leading else self.arrivals.follow())
 
-    async def check_ends(self, found: Ends | DataLost | LedgerGap) -> None:
+    async def check_ends(self, shown: Ends | DataLost | LedgerGap) -> None:
         """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
-        self.journal.check_ends(found)
-        if self.journal.leading and isinstance(found, Ends) and found.group > self.state.stored:
+        self.journal.check_ends(shown)
+        if self.journal.leading and isinstance(shown, Ends) and shown.group > self.state.stored:
             await self._pull()
 
     async def _pull(self) -> None:
@@ -250,8 +250,8 @@ class Run:
             if record is None:
                 return
             await journal.append(msgspec.structs.replace(record, by=by))
-            given = {name: part for name, part in msgspec.to_builtins(patch).items() if part is not None}
-            change = msgspec.json.encode(given).decode()[:LONGEST_LOGGED]
+            changes = {name: part for name, part in msgspec.to_builtins(patch).items() if part is not None}
+            change = msgspec.json.encode(changes).decode()[:LONGEST_LOGGED]
             logger.info("run changed run=%s by=%s change=%s", self.name, by or "-", change)
             self.tickets.follow_config()
         await self.eviction.evict_all()

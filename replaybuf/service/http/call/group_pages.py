@@ -99,7 +99,7 @@ async def _by_key(run: Run, matcher: GroupMatcher, after: int | None, limit: int
     ranking = Ranking(limit, position, desc=matcher.query.desc)
     left, edge = CHECKED_ENTRIES, None
     while (window := matcher.next_window(edge)) is not None:
-        matching = window.found
+        matching = window.matching
         if matcher.query.reads_ids:
             left -= len(matching)
             if left < 0:
@@ -115,10 +115,10 @@ async def _by_key(run: Run, matcher: GroupMatcher, after: int | None, limit: int
 
 def _split(query: GroupQuery, window: Window) -> tuple[Numbers, Numbers]:
     """Split a window into groups that match, and those whose index entries must be compared; both ascending."""
-    both = np.sort(np.concatenate([window.found, window.freed]))
+    both = np.sort(np.concatenate([window.matching, window.freed]))
     if query.reads_ids:
         return both[:0], both
-    return (window.found, window.freed) if query.reads_columns else (both, both[:0])
+    return (window.matching, window.freed) if query.reads_columns else (both, both[:0])
 
 
 async def _compare(run: Run, matcher: GroupMatcher, numbers: Numbers) -> Numbers:
