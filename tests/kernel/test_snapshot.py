@@ -166,7 +166,7 @@ def test_a_snapshot_of_unchanged_live_groups_is_small() -> None:
 
 
 def test_a_snapshot_of_another_format_is_rejected() -> None:
-    with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS5'"):
+    with pytest.raises(ReplaybufError, match=r"format b'RBS9'; this release reads b'RBS4'"):
         decode_snapshot(b"RBS9" + encode_snapshot(take(RunState()))[len(MAGIC) :])
     with pytest.raises(ReplaybufError, match="does not decode"):
         decode_snapshot(encode_snapshot(take(RunState()))[:-3])

@@ -98,7 +98,7 @@ def test_a_killed_worker_costs_nothing_and_starts_again(served: ServeProcess) ->
         client.put_run({"batch": {"tokens_per_batch": None, "groups_per_batch": 1, "seq_len": 64}})
     train(served.url, range(2))
     before = own_addresses(served)
-    os.kill(before[str(leader_of(served, "r"))], signal.SIGKILL)
+    os.kill(before[str(eventually(lambda: leader_of(served, "r"), WITHIN_S))], signal.SIGKILL)
 
     def goes_on() -> bool:
         try:

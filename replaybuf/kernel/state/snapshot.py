@@ -2,7 +2,7 @@
 
 ::
 
-    b"RBS5"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
+    b"RBS4"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
 
 state = `restore`(`take`(state)) after the index stream behind `trimmed` and the entries set aside were folded, and
 before the ledger behind `entries` is. Groups that did not change since they were stored are not in it, so a million
@@ -32,7 +32,7 @@ from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.wire.config import read_config, recorded
 from replaybuf.wire.ledger import TicketRecord
 
-MAGIC = b"RBS5"
+MAGIC = b"RBS4"
 """Format and version; snapshots of other versions are rejected."""
 _HEADER_BYTES = len(MAGIC) + 20
 _FASTEST = 1
