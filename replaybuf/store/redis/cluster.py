@@ -52,7 +52,7 @@ class ClusterNode:
         self.exchange = IdleConnections(self.client.connection_pool).exchange
 
     def cut(self) -> None:
-        """Abort the connections: whoever waits for an answer gets an error at once, and the next use connects again."""
+        """Abort the connections: all who wait for an answer get an error at once, and the next use connects again."""
         pool: Any = self.client.connection_pool
         for connection in (*pool._available_connections, *pool._in_use_connections):
             if connection._writer is not None:
