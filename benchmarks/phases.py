@@ -226,11 +226,11 @@ def switched(served: Served, folder: Path, number: signal.Signals, work: Callabl
             if time.monotonic() > until_s:
                 raise RuntimeError(f"the service did not react to {number.name} within {TIMEOUT_S:g} s")
             time.sleep(0.01)
-        found = path.read_bytes()
+        content = path.read_bytes()
         path.unlink()
         if what:
             what()
-    return msgspec.json.decode(found, type=list[dict[str, float]])
+    return msgspec.json.decode(content, type=list[dict[str, float]])
 
 
 def serve(folder: Path, arguments: list[str]) -> None:

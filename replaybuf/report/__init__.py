@@ -8,6 +8,6 @@
 
 from __future__ import annotations
 
-from replaybuf.report.page import render
+from replaybuf.report.page import POINTS, render
 
-__all__ = ["render"]
+__all__ = ["POINTS", "render"]

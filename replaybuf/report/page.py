@@ -16,6 +16,8 @@ from replaybuf.wire.answer.evaluations import Evaluation
 from replaybuf.wire.answer.overview import History
 from replaybuf.wire.answer.run_status import RunStatus
 
+POINTS = 600
+"""Rows of the history in a report; more steps are merged."""
 MOST_METRICS = 64
 """Metrics of the trainer that get a chart; the first names by alphabet."""
 _COUNTS = ("stored", "live", "in_batches", "retired", "dead_lettered")

@@ -15,7 +15,7 @@ def list_numbers(state: RunState, group_state: str | None, after: int, limit: in
     matcher, numbers = GroupMatcher(state, GroupQuery(state=group_state, **conditions)), list[int]()
     desc, edge = matcher.query.desc, after or None
     while len(numbers) < limit and (window := matcher.next_window(edge)):
-        found = np.sort(np.concatenate([window.matching, window.freed]))
-        numbers += (found[::-1] if desc else found).tolist()
+        piece = np.sort(np.concatenate([window.matching, window.freed]))
+        numbers += (piece[::-1] if desc else piece).tolist()
         edge = window.low if desc else window.high
     return numbers[:limit]

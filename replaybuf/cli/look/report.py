@@ -10,11 +10,8 @@ from cyclopts import Parameter
 
 from replaybuf.cli.service import RunName, ServiceOptions, client, print_json
 from replaybuf.errors import Invalid, counted
-from replaybuf.report import render
+from replaybuf.report import POINTS, render
 from replaybuf.wire.answer.evaluations import MOST_LISTED
-
-POINTS = 600
-"""Rows of the history; more steps are merged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

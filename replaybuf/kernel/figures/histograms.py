@@ -200,10 +200,8 @@ class GroupHistograms:
 
     def void_use(self, index: Index, rows: npt.NDArray[np.int64]) -> None:
         """Count prompts as untrained whose groups have no use left, after `times_sampled` was lowered."""
-        sources, unused = (
-            index["source"][rows],
-            (index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] >= 0),
-        )
+        sources = index["source"][rows]
+        unused = (index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] >= 0)
         for prompts, count in self._by_source(sources, unused):
             prompts.trained -= count
         for prompts, count in self._by_source(sources, unused & (index["state"][rows] == DEAD)):

@@ -106,8 +106,8 @@ class TorchRanks(Ranks):
     def together(self, call: Callable[[], T]) -> T:
         """Make a call on every rank; if it fails on some, raise the error of the lowest such rank on every rank."""
         mine, error = _try(call)
-        told = _Outcome(error=mine.error, detail=mine.detail)  # the value stays here: it may be a batch
-        outcomes = [msgspec.convert(answer, prepared(_Outcome)) for answer in self.exchange(msgspec.to_builtins(told))]
+        own = _Outcome(error=mine.error, detail=mine.detail)  # the value stays here: it may be a batch
+        outcomes = [msgspec.convert(answer, prepared(_Outcome)) for answer in self.exchange(msgspec.to_builtins(own))]
         failed = [(rank, answer) for rank, answer in enumerate(outcomes) if answer.error is not None]
         if failed:
             rank, outcome = failed[0]

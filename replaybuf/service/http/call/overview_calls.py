@@ -13,10 +13,10 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
+from replaybuf import report
 from replaybuf.kernel.figures.step_figures import StepRow, stands_still
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.strategy.failed_rule import explain_exceeded
-from replaybuf.report import render
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import Number, number, optional_number
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
@@ -29,8 +29,6 @@ from replaybuf.wire.answer.overview import Flow, History, Overview, RunRow, Show
 
 REWARDS = 40
 """Newest rows whose rewards a sparkline shows."""
-REPORT_POINTS = 600
-"""Rows of the history in a report; more steps are merged."""
 RATE_ROWS = 16
 """Newest acked rows that the rate of trained tokens covers."""
 VERSIONS = 12
@@ -72,9 +70,9 @@ async def get_history(request: Request) -> Response:
 async def get_report(request: Request) -> Response:
     """Return the report of a run as one HTML file."""
     run = await _run(request)
-    history = describe_history(run, run.state.figures.between(None, None, REPORT_POINTS))
+    history = describe_history(run, run.state.figures.between(None, None, report.POINTS))
     listed = await run.evaluations.list_newest(MOST_LISTED)
-    page = await asyncio.to_thread(render, run.describe(), history, listed.evaluations)
+    page = await asyncio.to_thread(report.render, run.describe(), history, listed.evaluations)
     # A saved file shows no more than it does here: no script of it runs, and it asks for nothing.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return Response(page, headers={"Content-Security-Policy": policy}, media_type="text/html; charset=utf-8")
