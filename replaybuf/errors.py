@@ -257,6 +257,10 @@ class NotLeader(ServiceUnavailable):
     slug, title = "not-leader", "Not the leader"
 
 
+class CheckOutdated(ServiceUnavailable):
+    """What groups are checked against has changed before they were stored; nothing is stored."""
+
+
 class LedgerGap(ServiceUnavailable):
     """Entries of a stream are missing; the service reads the state again."""
 

@@ -114,6 +114,16 @@ class Service:
         run.journal.check_leading()
         return run
 
+    async def storing(self, name: str) -> Run:
+        """Return a run to store groups in: any server may, unless the leader is of another release or stands alone.
+
+        Raises what `led` raises.
+        """
+        run = await self.serving(name)
+        if not (run.takes_groups_anywhere and self._servers.lives(run.lease.holder)):
+            run.journal.check_leading()
+        return run
+
     async def create(self, name: str, config: RunConfig, *, if_absent: bool = False, by: str = "") -> tuple[Run, bool]:
         """Create a run, or return the one that exists; `if_absent` accepts any configuration of it.
 

@@ -21,7 +21,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
 SEEK_AT_ONCE = 32
 """Free leases that are taken at once: each takes many round trips."""
 HAND_OVER_WITHIN_S = 1.0
-"""Longest wait for the end of a decision and of appends; another run has its turn then."""
+"""Longest wait for the end of a decision; another run has its turn then."""
 NAMED_S = 2.0
 """For so long only the successor can take the lease of a run that is handed over; then anybody can."""
 
@@ -114,7 +114,7 @@ class Leadership:
         return self._servers.is_ours(run.name, run.lease.holder) or not run.lease.leave(asked_s)
 
     async def hand_over(self, run: Run, successor: str) -> None:
-        """Give the lead of a run to another server, between two decisions and while no append is under way.
+        """Give the lead of a run to another server, between two decisions.
 
         This server follows before it asks: nobody may decide if the answer is lost. If it still has the lease then, it
         takes over from itself. Raises `NotLeader`, and what a decision raises.
@@ -123,11 +123,11 @@ class Leadership:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
                 await self._hand_over(run, successor)
         except TimeoutError:
-            logger.info("lead kept, a decision or an append takes long run=%s", run.name)
+            logger.info("lead kept, a decision takes long run=%s", run.name)
 
     async def _hand_over(self, run: Run, successor: str) -> None:
         journal = run.journal
-        async with journal.decision(), run.history_lock.exclusive():
+        async with journal.decision():
             if run.lease.asking.locked():
                 return  # a renewal is on its way, and its answer would be applied after ours
             async with run.lease.asking:

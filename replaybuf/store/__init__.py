@@ -1,7 +1,6 @@
 """Durable storage in Redis streams: keys, the function library, the store, the embedded server."""
 
-from replaybuf.store.entries import IndexChunk, IndexEntry
-from replaybuf.store.groups import AppendResult, PendingGroup
+from replaybuf.store.entries import AppendResult, IndexChunk, IndexEntry, PendingGroup
 from replaybuf.store.loss.ends import Ends
 from replaybuf.store.redis.durability import WritePolicy
 from replaybuf.store.redis.embedded import EmbeddedServer

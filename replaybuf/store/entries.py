@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import ENTRY, Numbers
-from replaybuf.store.keys import payload_prefixes
+from replaybuf.kernel.rows.index import encode_entry as encode_values
+from replaybuf.store.keys import payload_prefixes, prompts_done
+from replaybuf.wire.group import Group
 
 _SIZE = ENTRY.itemsize
 _FIELDS = [b"n", b"s"]
@@ -54,6 +56,43 @@ class NewEntry(msgspec.Struct, frozen=True, gc=False):
 
     values: bytes
     strings: EntryStrings
+
+
+Names = tuple[str, str]
+"""The id of a group, and the default id of its ticket's prompt ("" without a ticket)."""
+
+
+class AppendResult(msgspec.Struct, frozen=True):
+    """Outcome of one group of an append; `number` is the index number of the group stored under the id.
+
+    0 = a group was stored, and its history is trimmed. `taken`: the stored group belongs to another prompt than this
+    group's ticket. This group is then no repeat and is not stored either. `entry`: index entry that this call wrote.
+    """
+
+    group_id: str
+    stored: bool
+    number: int
+    taken: bool = False
+    entry: NewEntry | None = None
+
+
+class PendingGroup(msgspec.Struct, frozen=True):
+    """One group ready to be stored: its id, the default id of its ticket's prompt ("" without a ticket), its frame.
+
+    `ticket_s`: seconds since the epoch when its ticket was issued; None = unknown.
+    """
+
+    group: Group
+    group_id: str
+    prompt_key: str
+    frame: bytes | memoryview
+    crc32c: int
+    ticket_s: float | None = None
+
+    @property
+    def names(self) -> Names:
+        """The two ids under which the group is stored."""
+        return self.group_id, self.prompt_key
 
 
 class IndexEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -137,6 +176,49 @@ def default_prompt(group_id: str) -> tuple[str, int] | None:
     if not match or int(match["index"]) > _LARGEST_BIT:
         return None
     return match["adapter"] or "", int(match["index"])
+
+
+def new_entries(
+    groups: Sequence[PendingGroup],
+    payload_keys: Sequence[str],
+    published: Mapping[str, int],
+    now_s: float,
+    *,
+    admitted: bool,
+) -> list[NewEntry]:
+    """Make the entries of groups that are to be stored; `admitted`: they were checked."""
+    entries: list[NewEntry] = []
+    for item, payload_key in zip(groups, payload_keys, strict=True):
+        group, size = item.group, len(item.frame)
+        published_version = published.get(group.adapter, 0)
+        values = encode_values(group, size, item.crc32c, published_version, now_s, admitted=admitted)
+        lengths = group.lengths.astype("<i4").tobytes()
+        strings = EntryStrings(
+            item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths, item.ticket_s
+        )
+        entries.append(NewEntry(values, strings))
+    return entries
+
+
+def publish_words(
+    run: str, groups: Sequence[PendingGroup], entries: Sequence[NewEntry], checked_at: int | None
+) -> tuple[list[tuple[str, str]], list[Any]]:
+    """List keys and arguments of `rb_publish`; the keys of each group are those where trimmed prompts are marked."""
+    marks: list[tuple[str, str]] = []
+    words: list[Any] = []
+    unmarked = prompts_done(run, "")
+    for item, entry in zip(groups, entries, strict=True):
+        own = default_prompt(item.group_id)
+        of_ticket = own if item.prompt_key == item.group_id else default_prompt(item.prompt_key)
+        marks.append(
+            (
+                prompts_done(run, own[0]) if own else unmarked,
+                prompts_done(run, of_ticket[0]) if of_ticket else unmarked,
+            )
+        )
+        words += [item.group_id, item.prompt_key, entry.values, encode_strings(entry.strings)]
+        words += [own[1] if own else "", of_ticket[1] if of_ticket else ""]
+    return marks, words if checked_at is None else [*words, checked_at]
 
 
 def _numbers(ids: list[bytes]) -> Numbers:

@@ -6,23 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 from redis.exceptions import RedisError
 
-from replaybuf.errors import DataLost, LedgerGap, NotLeader
-from replaybuf.kernel.rows.index import encode_entry
+from replaybuf.errors import CheckOutdated, DataLost, LedgerGap
 from replaybuf.kernel.state.tickets import prompt_key, reissue_of
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.chunks import split_chunks
 from replaybuf.store.entries import (
-    EntryStrings,
+    AppendResult,
     IndexChunk,
     IndexEntry,
+    Names,
     NewEntry,
+    PendingGroup,
     default_prompt,
-    encode_strings,
+    new_entries,
+    publish_words,
     read_chunk,
     read_stored,
 )
@@ -31,7 +32,6 @@ from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.faults import dropped_payload
 from replaybuf.store.redis.pipeline import read_values, receive, send
 from replaybuf.store.spill import SpilledFrames
-from replaybuf.wire.group import Group
 
 READ_CHUNK_ENTRIES = 5_000
 ENTRIES_AT_ONCE = 2_000
@@ -40,41 +40,6 @@ FREED_AT_ONCE = 1_000
 """Payloads that one call deletes: it blocks Redis for about 1 ms."""
 Published: TypeAlias = tuple[NewEntry, int, int]
 """Index entry of a group, outcome and number, as `rb_publish` returns them."""
-Names = tuple[str, str]
-"""The id of a group, and the default id of its ticket's prompt ("" without a ticket)."""
-
-
-class AppendResult(msgspec.Struct, frozen=True):
-    """Outcome of one group of an append; `number` is the index number of the group stored under the id.
-
-    0 = a group was stored, and its history is trimmed. `taken`: the stored group belongs to another prompt than this
-    group's ticket. This group is then no repeat and is not stored either. `entry`: index entry that this call wrote.
-    """
-
-    group_id: str
-    stored: bool
-    number: int
-    taken: bool = False
-    entry: NewEntry | None = None
-
-
-class PendingGroup(msgspec.Struct, frozen=True):
-    """One group ready to be stored: its id, the default id of its ticket's prompt ("" without a ticket), its frame.
-
-    `ticket_s`: seconds since the epoch when its ticket was issued; None = unknown.
-    """
-
-    group: Group
-    group_id: str
-    prompt_key: str
-    frame: bytes | memoryview
-    crc32c: int
-    ticket_s: float | None = None
-
-    @property
-    def names(self) -> Names:
-        """The two ids under which the group is stored."""
-        return self.group_id, self.prompt_key
 
 
 class GroupStore:
@@ -89,22 +54,27 @@ class GroupStore:
         self.buckets = buckets
 
     async def append(
-        self, run: str, groups: Sequence[PendingGroup], published: Mapping[str, int], now_s: float, token: str = ""
+        self,
+        run: str,
+        groups: Sequence[PendingGroup],
+        published: Mapping[str, int],
+        now_s: float,
+        checked_at: int | None = None,
     ) -> list[AppendResult]:
         """Store groups, with the published version by adapter; return when everything answered `stored` is durable.
 
-        With a leader's fencing token no group enters the index after a newer leader took over: raises `NotLeader`.
-        Raises `DataLost` if Redis lost data that this process knows. A full server answers repeats of stored groups
-        only; it raises `NoRoom` for the others.
+        `checked_at`: newest ledger entry that they were checked against; None = a direct writer, which checks nothing.
+        Raises `CheckOutdated` if a later entry changed what groups are checked against, `DataLost` if Redis lost data
+        that this process knows. A full server answers repeats of stored groups only; it raises `NoRoom` for the others.
 
         One round trip: SET payloads with a TTL -> publish -> wait for the disk. The function checks that each payload
         is there, removes its TTL and adds the index entry in one step, so no crash leaves one without the other. On a
         cluster two round trips, see `BucketStore`.
         """
         if self.buckets:
-            published_groups = await self._append_in_buckets(self.buckets, run, groups, published, now_s, token)
+            published_groups = await self._append_in_buckets(self.buckets, run, groups, published, now_s, checked_at)
         else:
-            published_groups = await self._append_at_once(run, groups, published, now_s, token)
+            published_groups = await self._append_at_once(run, groups, published, now_s, checked_at)
         results = [
             AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None)
             for item, (entry, outcome, number) in zip(groups, published_groups, strict=True)
@@ -121,22 +91,28 @@ class GroupStore:
         return results
 
     async def _append_at_once(
-        self, run: str, groups: Sequence[PendingGroup], published: Mapping[str, int], now_s: float, token: str
+        self,
+        run: str,
+        groups: Sequence[PendingGroup],
+        published: Mapping[str, int],
+        now_s: float,
+        checked_at: int | None,
     ) -> list[Published]:
         """Store groups on one server."""
         payload_keys = keys.payloads(run, [item.group_id for item in groups])
-        entries = _entries_of(groups, payload_keys, published, now_s, token)
+        entries = new_entries(groups, payload_keys, published, now_s, admitted=checked_at is not None)
         pipe = self._connection.pipeline()
         pipe.response_callbacks = {}  # replies as they are: an error in the place of OK
         for key, item in zip(payload_keys, groups, strict=True):
             pipe.execute_command("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S)
-        marks, words = _publish_words(run, groups, entries)
+        marks, words = publish_words(run, groups, entries, checked_at)
         names = [name for mark, key in zip(marks, payload_keys, strict=True) for name in (*mark, key)]
-        self._connection.add_call(pipe, run, "rb_publish", names, words, token)
+        self._connection.add_call(pipe, run, "rb_publish", names, words)
         *saved, reply = await self._connection.run_durably(pipe, may_fail=len(groups))
         try:
-            _, flat = self._connection.check_reply(run, token, reply)
-        except (DataLost, LedgerGap, NotLeader):
+            outcome, flat = self._connection.check_reply(run, "", reply)
+            _check_current(run, outcome)
+        except (DataLost, LedgerGap, CheckOutdated):
             pipe = self._connection.pipeline()
             pipe.unlink(*payload_keys)  # of this attempt only, which was not published
             await self._connection.run(pipe.execute())
@@ -155,21 +131,22 @@ class GroupStore:
         groups: Sequence[PendingGroup],
         published: Mapping[str, int],
         now_s: float,
-        token: str,
+        checked_at: int | None,
     ) -> list[Published]:
         """Store groups on a cluster. A full node takes no groups, not even repeats."""
         while True:
             payload_keys = [keys.payload_in_bucket(run, item.group_id) for item in groups]
-            entries = _entries_of(groups, payload_keys, published, now_s, token)
+            entries = new_entries(groups, payload_keys, published, now_s, admitted=checked_at is not None)
             frames = {key: item.frame for key, item in zip(payload_keys, groups, strict=True)}
             attempt = await buckets.write(run, frames)
             written = [part for pair in attempt.written.items() for part in pair]
-            marks, words = _publish_words(run, groups, entries)
+            marks, words = publish_words(run, groups, entries, checked_at)
             names = [*(name for mark in marks for name in mark), keys.buckets(run)]
             words = [attempt.round, len(attempt.written), *written, *words]
             try:
-                outcome, flat = await self._connection.call(run, "rb_publish_stored", names, words, token, durably=True)
-            except (DataLost, LedgerGap, NotLeader):
+                outcome, flat = await self._connection.call(run, "rb_publish_stored", names, words, durably=True)
+                _check_current(run, outcome)
+            except (DataLost, LedgerGap, CheckOutdated):
                 await buckets.withdraw(run, payload_keys)  # of this attempt only, which was not published
                 raise
             if text(outcome) == "ok":
@@ -341,51 +318,9 @@ def with_columns(payload_keys: Iterable[str], columns: Sequence[str]) -> list[st
     return [key for own in payload_keys for key in (own, *(keys.late_column(own, name) for name in columns))]
 
 
-def _entries_of(
-    groups: Sequence[PendingGroup],
-    payload_keys: Sequence[str],
-    published: Mapping[str, int],
-    now_s: float,
-    token: str,
-) -> list[NewEntry]:
-    admitted = bool(token)
-    return [
-        _entry_of(item, key, published.get(item.group.adapter, 0), now_s, admitted=admitted)
-        for key, item in zip(payload_keys, groups, strict=True)
-    ]
-
-
-def _publish_words(
-    run: str, groups: Sequence[PendingGroup], entries: Sequence[NewEntry]
-) -> tuple[list[tuple[str, str]], list[Any]]:
-    """List keys and arguments of `rb_publish` by group: the keys where trimmed prompts of its names are marked."""
-    marks: list[tuple[str, str]] = []
-    words: list[Any] = []
-    unmarked = keys.prompts_done(run, "")
-    for item, entry in zip(groups, entries, strict=True):
-        own = default_prompt(item.group_id)
-        of_ticket = own if item.prompt_key == item.group_id else default_prompt(item.prompt_key)
-        marks.append(
-            (
-                keys.prompts_done(run, own[0]) if own else unmarked,
-                keys.prompts_done(run, of_ticket[0]) if of_ticket else unmarked,
-            )
-        )
-        words += [item.group_id, item.prompt_key, entry.values, encode_strings(entry.strings)]
-        words += [own[1] if own else "", of_ticket[1] if of_ticket else ""]
-    return marks, words
-
-
-def _entry_of(
-    item: PendingGroup, payload_key: str, published_version: int, now_s: float, *, admitted: bool
-) -> NewEntry:
-    group = item.group
-    values = encode_entry(group, len(item.frame), item.crc32c, published_version, now_s, admitted=admitted)
-    lengths = group.lengths.astype("<i4").tobytes()
-    strings = EntryStrings(
-        item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths, item.ticket_s
-    )
-    return NewEntry(values, strings)
+def _check_current(run: str, outcome: str) -> None:
+    if outcome == "outdated_check":
+        raise CheckOutdated(f"the rules of run {run} have changed while groups were being stored; send them again")
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:

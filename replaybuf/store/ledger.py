@@ -16,10 +16,21 @@ from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.faults import data_lost, dropped_payload
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.ledger import PIECE, AnyRecord, BatchRecord, ColumnsRecord, decode_record, encode_record
+from replaybuf.wire.ledger import (
+    PIECE,
+    AnyRecord,
+    BatchRecord,
+    ColumnsRecord,
+    ConfigRecord,
+    RewindRecord,
+    decode_record,
+    encode_record,
+)
 
 logger = logging.getLogger(__name__)
 
+RULE_RECORDS = (ConfigRecord, RewindRecord)
+"""Records that change what groups are checked against: a group that was checked before one is not stored after it."""
 READ_CHUNK_ENTRIES = 1_000
 FIRST_CHUNK_ENTRIES = 16
 READ_CHUNK_BYTES = 1 << 20
@@ -50,8 +61,8 @@ class LedgerStore:
 
     async def append(
         self, run: str, token: str, number: int, record: AnyRecord, candidates: Candidates | None = None
-    ) -> str:
-        """Append ledger entry `number`, durably; return its key. A repeat of the same entry changes nothing.
+    ) -> LedgerEntry:
+        """Append ledger entry `number`, durably, and return it. A repeat of the same entry changes nothing.
 
         `candidates`: what a batch was chosen from, kept beside the entry and trimmed with it.
         Raises `NotLeader` if a newer leader exists, `DataLost` if the entries before it are missing, and
@@ -59,18 +70,19 @@ class LedgerStore:
         """
         groups = len(record.groups) if isinstance(record, BatchRecord) else 0
         raw = encode_record(record) if groups <= PIECE else await asyncio.to_thread(encode_record, record)
-        beside = [] if candidates is None else [msgspec.msgpack.encode(candidates)]
+        beside = b"" if candidates is None else msgspec.msgpack.encode(candidates)
+        words = [number, raw, keys.new_entry(), beside, int(isinstance(record, RULE_RECORDS))]
         outcome, detail = await self._connection.call(
-            run, "rb_append", [keys.candidates(run)], [number, raw, keys.new_entry(), *beside], token, durably=True
+            run, "rb_append", [keys.candidates(run)], words, token, durably=True
         )
-        return self._check(run, number, outcome, text(detail))
+        return self._check(run, number, record, outcome, text(detail))
 
     async def append_columns(
         self, run: str, token: str, number: int, record: ColumnsRecord, frames: Sequence[NewColumn]
-    ) -> str:
+    ) -> LedgerEntry:
         """Append ledger entry `number`, which adds late columns, and publish their frames: all or nothing, durably.
 
-        Returns the key of the entry. Raises what `append` raises, and `NoRoom` if a full server has no memory for the
+        Returns the entry. Raises what `append` raises, and `NoRoom` if a full server has no memory for the
         frames. What a failed attempt leaves behind expires.
         """
         if self._connection.cluster:
@@ -88,11 +100,11 @@ class LedgerStore:
         if outcome == "missing":
             error = next((outcome for outcome in saved if isinstance(outcome, RedisError)), None)
             raise connection.explain(error) if error else dropped_payload(connection.url)
-        return self._check(run, number, outcome, text(detail))
+        return self._check(run, number, record, outcome, text(detail))
 
     async def _append_columns_on_nodes(
         self, run: str, token: str, number: int, record: ColumnsRecord, frames: Sequence[NewColumn]
-    ) -> str:
+    ) -> LedgerEntry:
         """Write the frames where they belong, then append the entry, which makes them count.
 
         A frame that is there already is kept if it is the same: it is from a call that was cut. Another one is
@@ -113,12 +125,16 @@ class LedgerStore:
             await connection.run_durably(pipe)
         words = [number, encode_record(record), keys.new_entry()]
         outcome, detail = await connection.call(run, "rb_append", [keys.candidates(run)], words, token, durably=True)
-        return self._check(run, number, outcome, text(detail))
+        return self._check(run, number, record, outcome, text(detail))
 
-    def _check(self, run: str, number: int, outcome: str, detail: str) -> str:
-        """Return the key of an entry. Raises the error of an append that wrote nothing; `detail` is the newest one."""
+    def _check(self, run: str, number: int, record: AnyRecord, outcome: str, detail: str) -> LedgerEntry:
+        """Return an entry as it is read later. Raises the error of an append that wrote nothing.
+
+        `detail`: key of the entry and newest group then, if it was noted; else the number of the newest entry.
+        """
         if outcome == "ok":
-            return detail
+            key, _, newest_group = detail.partition(" ")
+            return LedgerEntry(number, _reaching(record, newest_group), key)
         if outcome == "gap":
             raise data_lost(run, f"the ledger ends at entry {detail}, but entry {number - 1} was acknowledged")
         logger.error("ledger entry is %s run=%s entry=%d newest=%s", outcome, run, number, detail)
@@ -170,6 +186,16 @@ def _read_candidates(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[in
         ) from error
 
 
+def _reaching(record: AnyRecord, newest_group: bytes | str) -> AnyRecord:
+    """Return a record with the newest group at the moment in which it was written, "" = not noted.
+
+    A rewind reaches all groups that were checked before it. Only Redis knows them: any server may store groups.
+    """
+    if isinstance(record, RewindRecord) and newest_group:
+        return msgspec.structs.replace(record, until=max(record.until, int(newest_group)))
+    return record
+
+
 def _read(raw: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[LedgerEntry]:
     return [_read_one(*entry) for entry in raw]
 
@@ -177,6 +203,7 @@ def _read(raw: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[LedgerEntr
 def _read_one(entry_id: bytes, fields: Mapping[bytes, bytes]) -> LedgerEntry:
     number = int(entry_id.partition(b"-")[0])
     try:
-        return LedgerEntry(number, decode_record(fields[b"r"]), text(fields.get(b"k", b"")))
-    except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        record = _reaching(decode_record(fields[b"r"]), fields.get(b"g", b""))
+        return LedgerEntry(number, record, text(fields.get(b"k", b"")))
+    except (KeyError, ValueError) as error:  # also of msgspec and of text
         raise Unreadable(f"ledger entry {number} does not decode: {error}", name="entry", value=number) from error

@@ -186,15 +186,25 @@ local function find_number(ids, id, done, bit)
   return bit ~= '' and redis.call('GETBIT', done, bit) == 1 and 0
 end
 
+-- Number of the newest ledger entry that changed what groups are checked against.
+local function newest_rules(run)
+  return tonumber(redis.call('HGET', run.counts, 'rules') or 0)
+end
+
 -- Put groups into the index, each unless its id, or its ticket's prompt, already has a group.
 -- keys of each group: trimmed prompts of the id's adapter, and of the ticket's, payload (unless it has another slot)
 -- args of each group: id, id of the ticket's prompt or '', numbers, strings, prompt index of the first id and of the
 -- second, or ''
+-- args behind these: newest ledger entry that the groups were checked against; direct writers check nothing
 -- detail of each group: 1, number; 0, number of the first group (0 if its history is trimmed), and the payload is
 -- deleted; -1, 0 if there is no payload: the server had no memory for it
+-- outcomes: ok; outdated_check: nothing is stored, a later entry changed what groups are checked against
 -- `before`: args in front of these
 local function put_groups(keys, args, run, keys_each, before)
   local published = {}
+  if (#args - before) % 6 == 1 and tonumber(table.remove(args)) < newest_rules(run) then
+    return 'outdated_check', ''
+  end
   for at = 0, (#args - before) / 6 - 1 do
     local done, prompt_done, payload = unpack(keys, keys_each * at + 1, keys_each * (at + 1))
     local id, prompt, numbers, strings, bit, prompt_bit = unpack(args, before + 6 * at + 1, before + 6 * at + 6)
@@ -238,6 +248,9 @@ local function publish_stored(keys, args, run)
     return 'outdated', newest
   end
   local outcome, published = put_groups(keys, args, run, 2, 2 + 2 * count)
+  if outcome ~= 'ok' then
+    return outcome, published
+  end
   for at = 3, 2 * count + 1, 2 do
     if tonumber(args[at + 1]) > tonumber(redis.call('HGET', buckets, args[at]) or 0) then
       redis.call('HSET', buckets, args[at], args[at + 1])
@@ -277,9 +290,10 @@ local function ends(keys, args, run)
 end
 
 -- Append ledger entry `n` under a key: a random number of at most 18 digits, which identifies the history.
--- A repeat of the same entry is 'ok'.
--- keys: candidates; args: n, record, key, what the batch was chosen from (only with a batch)
--- outcomes: ok, taken, gap; detail: key of the entry, or number of the newest entry
+-- A repeat of the same entry is 'ok'. An entry that changes what groups are checked against notes the newest group then:
+-- all later groups are checked against it.
+-- keys: candidates; args: n, record, key, what the batch was chosen from or '', '1' if the entry changes these rules
+-- outcomes: ok, taken, gap; detail: key of the entry and newest group, if noted; or number of the newest entry
 local function append(keys, args, run)
   local n, id = tonumber(args[1]), args[1] .. '-0'
   local newest = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1])
@@ -287,19 +301,25 @@ local function append(keys, args, run)
     local stored = redis.call('XRANGE', run.ledger, id, id)[1]
     redis.call('SET', run.fence, run.token) -- a write: the caller's wait for durability then covers the stored entry
     if stored and stored[2][2] == args[2] then
-      return 'ok', stored[2][4] or ''
+      return 'ok', (stored[2][4] or '') .. ' ' .. (stored[2][6] or '')
     end
     return 'taken', tostring(newest)
   end
   if newest + 1 ~= n then
     return 'gap', tostring(newest)
   end
-  redis.call('XADD', run.ledger, id, 'r', args[2], 'k', args[3])
-  if args[4] then
+  local entry, group = {'r', args[2], 'k', args[3]}, ''
+  if args[5] == '1' then
+    group = select(2, read_ends(run))
+    entry[5], entry[6] = 'g', group
+    redis.call('HSET', run.counts, 'rules', n)
+  end
+  redis.call('XADD', run.ledger, id, unpack(entry))
+  if args[4] and args[4] ~= '' then
     redis.call('XADD', keys[1], id, 'c', args[4])
   end
   redis.call('HSET', run.counts, 'entries', n, 'entry_key', args[3])
-  return 'ok', args[3]
+  return 'ok', args[3] .. ' ' .. group
 end
 
 -- Append ledger entry `n`, which adds late columns, and publish their frames. A repeat of the same entry is 'ok'.

@@ -174,7 +174,7 @@ def test_the_next_leader_completes_a_removal(server: EmbeddedServer) -> None:
         specs = {adapter: AdapterSpec(groups_per_batch=2) for adapter in ("code", "math")}
         run = await Run.create(name, store, token, RunConfig(batch=BatchSpec(), adapters=specs))
         appended = [to_append(group_id, adapter=adapter) for group_id, adapter in (("c", "code"), ("m", "math"))]
-        await store.groups.append(name, appended, {"code": 0, "math": 0}, 0.0, token)
+        await store.groups.append(name, appended, {"code": 0, "math": 0}, 0.0, run.state.entries)
         for adapter in specs:
             await run.tickets.issue("p", 1, adapter, 0.0)
         async with run.journal.decision():

@@ -20,15 +20,15 @@ class Disk:
 
     def __init__(self) -> None:
         self.writes: list[list[str]] = []
-        self.tokens: list[str] = []
+        self.checked_at: list[int] = []
         self.full: set[str] = set()
         self.error: ReplaybufError | None = None
         self.free = asyncio.Event()
 
-    async def write(self, items: list[PendingGroup], token: str) -> list[AppendResult]:
+    async def write(self, items: list[PendingGroup], checked_at: int) -> list[AppendResult]:
         """Answer as the store does."""
         self.writes.append([item.group_id for item in items])
-        self.tokens.append(token)
+        self.checked_at.append(checked_at)
         await self.free.wait()
         if self.error:
             raise self.error
@@ -47,12 +47,12 @@ def on_a_disk(work: Callable[[Disk, GroupCommit], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def start(commit: GroupCommit, *ids: str, token: str = "t", nbytes: int = 0) -> asyncio.Task[list[AppendResult]]:
+def start(commit: GroupCommit, *ids: str, checked_at: int = 3, nbytes: int = 0) -> asyncio.Task[list[AppendResult]]:
     """Append groups as one caller."""
     items = [to_append(name) for name in ids]
     if nbytes:
         items = [PendingGroup(item.group, item.group_id, "", bytes(nbytes), 0) for item in items]
-    return asyncio.create_task(commit.append(items, token))
+    return asyncio.create_task(commit.append(items, checked_at))
 
 
 def test_a_caller_alone_is_written_at_once_and_those_who_come_meanwhile_together() -> None:
@@ -68,12 +68,12 @@ def test_a_caller_alone_is_written_at_once_and_those_who_come_meanwhile_together
         assert len(disk.writes) == 2
         wanted = [["first"], *([f"a{n}", f"b{n}"] for n in range(7))]
         assert [[one.group_id for one in own] for own in results] == wanted
-        assert await commit.append([], "t") == []
+        assert await commit.append([], 3) == []
 
     on_a_disk(work)
 
 
-def test_a_write_is_bounded_and_has_one_fencing_token() -> None:
+def test_a_write_is_bounded_and_as_old_as_its_oldest_check() -> None:
     """By groups and by bytes; a caller above the bound is written alone."""
 
     async def work(disk: Disk, commit: GroupCommit) -> None:
@@ -81,12 +81,12 @@ def test_a_write_is_bounded_and_has_one_fencing_token() -> None:
         await until(lambda: disk.writes)
         callers += [start(commit, *(f"{caller}{n}" for n in range(APPEND_CHUNK // 2))) for caller in "abc"]
         callers += [start(commit, name, nbytes=CHUNK_BYTES // 2 + 1) for name in ("x", "y")]
-        callers += [start(commit, "other", token="newer")]
+        callers += [start(commit, "other", checked_at=2)]
         await asyncio.sleep(0)
         disk.free.set()
         await asyncio.gather(*callers)
-        assert [len(write) for write in disk.writes] == [1, APPEND_CHUNK, APPEND_CHUNK // 2 + 1, 1, 1]
-        assert disk.tokens == ["t"] * 4 + ["newer"]
+        assert [len(write) for write in disk.writes] == [1, APPEND_CHUNK, APPEND_CHUNK // 2 + 1, 2]
+        assert disk.checked_at == [3, 3, 3, 2]
 
     on_a_disk(work)
 

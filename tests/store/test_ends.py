@@ -36,7 +36,7 @@ def test_known_ends_never_move_back_until_they_are_forgotten() -> None:
 def writes(store: Store, run: str, token: str) -> dict[str, Callable[[], Awaitable[object]]]:
     """List all writes of a run that go through a function."""
     return {
-        "append": lambda: store.groups.append(run, [to_append("new")], {"": 0}, time.time(), token),
+        "append": lambda: store.groups.append(run, [to_append("new")], {"": 0}, time.time(), 0),
         "direct append": lambda: store.groups.append(run, [to_append("new")], {"": 0}, time.time()),
         "free": lambda: store.groups.free_payloads(run, token, ["other"], 1),
         "ledger": lambda: store.ledger.append(run, token, 2, AckRecord(step=0, epoch=1)),
@@ -90,7 +90,7 @@ def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: Embed
     async def work(store: Store) -> None:
         token = (await store.runs.take_lease(run, "one", 5.0)).token
         assert token is not None
-        await store.groups.append(run, [to_append("a")], {"": 0}, time.time(), token)
+        await store.groups.append(run, [to_append("a")], {"": 0}, time.time(), 0)
         await store.ledger.append(run, token, 1, AckRecord(step=0, epoch=1))
         store.connection.known.forget(run)
         store.connection.known.advance(run, known)
@@ -121,7 +121,7 @@ def test_functions_of_a_leader_change_nothing_without_a_token(server: EmbeddedSe
     async def work(store: Store) -> None:
         token = (await store.runs.take_lease("fenced", "one", 5.0)).token
         assert token is not None
-        await store.groups.append("fenced", [to_append("a")], {"": 0}, time.time(), token)
+        await store.groups.append("fenced", [to_append("a")], {"": 0}, time.time(), 0)
         await store.ledger.append("fenced", token, 1, AckRecord(step=0, epoch=1))
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             client.set("other", 1)
@@ -162,11 +162,11 @@ def test_a_follower_behind_the_trimming_is_not_taken_for_a_loss(server: Embedded
 
     async def work(store: Store) -> None:
         token = str((await store.runs.take_lease("behind", "one", 5.0)).token)
-        await store.groups.append("behind", [to_append("a")], {"": 0}, time.time(), token)
+        await store.groups.append("behind", [to_append("a")], {"": 0}, time.time(), 0)
         follower = await Store.open(server.url)
         try:
             follower.connection.known.advance("behind", store.connection.known.of("behind"))
-            await store.groups.append("behind", [to_append("b"), to_append("c")], {"": 0}, time.time(), token)
+            await store.groups.append("behind", [to_append("b"), to_append("c")], {"": 0}, time.time(), 0)
             await store.snapshots.write("behind", token, b"snap" + b"%020d" % 0, 4, 1, {})
             assert [entry.number for entry in await store.groups.read_entries("behind", [1, 2, 3])] == [3]
             for one in (store, follower):
@@ -183,8 +183,8 @@ def test_a_follower_that_is_behind_knows_its_entry_from_another(server: Embedded
     async def work(store: Store) -> None:
         token = str((await store.runs.take_lease("between", "one", 5.0)).token)
         first, _ = [await store.ledger.append("between", token, n, AckRecord(step=n, epoch=1)) for n in (1, 2)]
-        await store.groups.append("between", [to_append("a")], {"": 0}, time.time(), token)
-        for key, same in ((first, True), ("1", False)):
+        await store.groups.append("between", [to_append("a")], {"": 0}, time.time(), 0)
+        for key, same in ((first.key, True), ("1", False)):
             follower = await Store.open(server.url, private=True)
             try:
                 follower.connection.known.advance("between", Ends(1, 0, entry_key=key))
@@ -204,7 +204,7 @@ def test_ends_that_others_show_do_not_hide_what_a_caller_knows(server: EmbeddedS
 
     async def work(store: Store) -> None:
         token = str((await store.runs.take_lease("two", "one", 5.0)).token)
-        key = await store.ledger.append("two", token, 1, AckRecord(step=0, epoch=1))
+        key = (await store.ledger.append("two", token, 1, AckRecord(step=0, epoch=1))).key
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
             client.set(keys.lost("two"), f"0 1:{key} 0 ")
         assert (await store.streams.read_end("two")).entry_key == key
@@ -284,7 +284,7 @@ def test_an_end_that_one_process_knows_stops_the_others(server: EmbeddedServer) 
 
     async def work(store: Store) -> None:
         token = str((await store.runs.take_lease("shown", "one", 5.0)).token)
-        await store.groups.append("shown", [to_append("a")], {"": 0}, time.time(), token)
+        await store.groups.append("shown", [to_append("a")], {"": 0}, time.time(), 0)
         await store.ledger.append("shown", token, 1, AckRecord(step=0, epoch=1))
         other = await Store.open(server.url)
         try:

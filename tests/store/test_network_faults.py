@@ -52,7 +52,7 @@ def with_store(
 
 async def append(store: Store, run: str, *ids: str) -> list[bool]:
     """Append groups; return which of them this call stored."""
-    results = await store.groups.append(run, [to_append(name) for name in ids], {"": 0}, time.time(), NO_TOKEN)
+    results = await store.groups.append(run, [to_append(name) for name in ids], {"": 0}, time.time())
     return [result.stored for result in results]
 
 
@@ -117,8 +117,8 @@ def test_a_repeated_append_is_recognised_if_the_first_answer_was_lost(proxy: Fau
         proxy.break_once(b"rb_append", fate)
         with pytest.raises(ServiceUnavailable):
             await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
-        key = await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
-        assert await store.streams.read_end(run) == Ends(entry=1, group=1, entry_key=key)
+        stored = await store.ledger.append(run, lease, 1, AckRecord(step=0, epoch=1))
+        assert await store.streams.read_end(run) == Ends(entry=1, group=1, entry_key=stored.key)
 
     with_store(proxy, work)
 

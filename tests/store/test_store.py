@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from replaybuf.errors import DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
+from replaybuf.errors import CheckOutdated, DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
 from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys
 from replaybuf.store.redis import pipeline
 from replaybuf.store.redis.server import read_name
 from replaybuf.wire.config import RUN_NAME
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import GroupJson, RolloutJson, group_from_json
-from replaybuf.wire.ledger import AckRecord
+from replaybuf.wire.ledger import AckRecord, ConfigRecord, RewindRecord
 from tests.valkeys import Valkey
 
 Work = Callable[[Store], Awaitable[None]]
@@ -364,18 +364,27 @@ def test_all_keys_of_a_run_except_payloads_share_one_hash_tag() -> None:
     assert keys.payload("r", "a") != keys.payload("r", "a")
 
 
-def test_an_append_by_an_older_leader_is_rejected(server: EmbeddedServer) -> None:
-    """A producer that writes directly has no token and is not rejected."""
+def test_groups_that_were_checked_before_the_rules_changed_are_not_stored(server: EmbeddedServer) -> None:
+    """A rewind or a new configuration changes them, an ack does not; a producer that writes directly checks nothing."""
 
     async def work(store: Store) -> None:
-        old = (await store.runs.take_lease("fenced", "one", 5.0)).token
-        new = (await store.runs.take_lease("fenced", "two", 5.0, force=True)).token
-        assert old and new
-        with pytest.raises(NotLeader, match="the newest is 2:two"):
-            await store.groups.append("fenced", [to_append("a")], {"": 0}, time.time(), old)
-        for token, group_id in ((new, "b"), ("", "c")):
-            (result,) = await store.groups.append("fenced", [to_append(group_id)], {"": 0}, time.time(), token)
+        token = str((await store.runs.take_lease("checked", "one", 5.0)).token)
+        config = ConfigRecord(config={}, max_uses=1)
+        for number, record in enumerate((config, AckRecord(step=0, epoch=1)), start=1):
+            await store.ledger.append("checked", token, number, record)
+        (stored,) = await store.groups.append("checked", [to_append("a")], {"": 0}, time.time(), 1)
+        assert stored.stored
+        rewind = RewindRecord(step=0, generation=1, on_resume="resample", version=0, until=0)
+        assert (await store.ledger.append("checked", token, 3, rewind)).record.until == 1
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            before = {*client.keys()}
+            with pytest.raises(CheckOutdated, match="checked"):
+                await store.groups.append("checked", [to_append("b")], {"": 0}, time.time(), 2)
+            assert {*client.keys()} == before
+        for checked_at, group_id in ((3, "b"), (None, "c")):
+            (result,) = await store.groups.append("checked", [to_append(group_id)], {"": 0}, time.time(), checked_at)
             assert result.stored
-        assert (await store.streams.read_end("fenced")).group == 2
+        read = [entry.record async for chunk in store.ledger.read("checked", 2) for entry in chunk]
+        assert [record.until for record in read] == [1]
 
     with_store(server, work)

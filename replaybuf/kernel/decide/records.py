@@ -251,7 +251,7 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> Atta
 
 
 def decide_rewind(state: RunState, step: int, on_resume: OnResume, now_s: float) -> RewindRecord:
-    """Decide to go back to a step. The state must have all groups that were checked before it."""
+    """Decide to go back to a step. Where it is stored, `until` becomes the newest group of that moment."""
     config = config_of(state)
     return RewindRecord(
         step=step,

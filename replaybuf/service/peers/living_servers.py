@@ -66,6 +66,10 @@ class LivingServers:
         if not self._alone:
             await self._store.servers.withdraw(self.holder)
 
+    def lives(self, holder: str) -> bool:
+        """Return whether the holder of a lease is another server of our release that lives."""
+        return holder in self._others
+
     def successor(self, run: str) -> str | None:
         """Return the server that a run of ours is handed over to; None = it stays."""
         server = self._others.get(self._wanted(run))

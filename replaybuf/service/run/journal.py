@@ -35,11 +35,11 @@ from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
 from replaybuf.store import AppendResult, Ends, IndexChunk, IndexEntry, Store
 from replaybuf.store.entries import build_chunk
-from replaybuf.store.ledger import NewColumn
+from replaybuf.store.ledger import LedgerEntry, NewColumn
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.decoding import collector_paused
-from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord
+from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord, newest_group
 
 logger = logging.getLogger(__name__)
 
@@ -299,26 +299,28 @@ class Journal:
     async def append(self, record: AnyRecord, candidates: Candidates | None = None) -> None:
         """Write one record, and what a batch was chosen from, then apply the record. Called within a decision."""
         ledger = self.store.ledger
-        await self._write(record, lambda entry: ledger.append(self.name, self.token, entry, record, candidates))
+        await self._write(lambda entry: ledger.append(self.name, self.token, entry, record, candidates))
 
     async def append_columns(self, record: ColumnsRecord, frames: Sequence[NewColumn]) -> None:
         """Write a record with the late columns that it names, then apply it. Called within a decision."""
         ledger = self.store.ledger
-        await self._write(record, lambda entry: ledger.append_columns(self.name, self.token, entry, record, frames))
+        await self._write(lambda entry: ledger.append_columns(self.name, self.token, entry, record, frames))
 
-    async def _write(self, record: AnyRecord, write: Callable[[int], Awaitable[str]]) -> None:
-        """Apply a record after `write` has written it as the entry of this number, and returned the entry's key."""
-        entry = self.state.entries + 1
+    async def _write(self, write: Callable[[int], Awaitable[LedgerEntry]]) -> None:
+        """Apply the entry that `write` has written under this number."""
         try:
             with self.recording_loss():
-                key = await write(entry)
+                entry = await write(self.state.entries + 1)
+                if newest_group(entry.record) > self.state.stored:  # a rewind, and others store groups
+                    async with self._reading:
+                        await self._read_groups(newest_group(entry.record))
         except NotLeader:
             self.follow(None)
             raise
         except (ServiceUnavailable, asyncio.CancelledError):
             self._uncertain = True  # this record may be written, or one before it
             raise
-        self._apply(entry, record, key)
+        self._apply(*entry)
 
     async def set_status(self, status: RunStatus, reason: str | None) -> None:
         """Record that the run is running, paused or finished. Called within a decision."""

@@ -33,7 +33,6 @@ from replaybuf.service.run.append.late_columns import LateColumnWriter
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.evaluations import RecordedEvaluations
-from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.lease import LeaseTimer
 from replaybuf.service.run.samples import Samples
@@ -78,14 +77,12 @@ class Run:
         self.admissions = Admissions(journal)
         self.spill = Spill(journal, self.selector)
         self.attempt_sweep = AttemptSweep(journal)
-        self.history_lock = lock = HistoryLock()
         self.appends = Appends(
             journal,
             self.side_state,
             self.selector,
             self.admission,
             self.arrivals,
-            lock,
             self.spill,
             self.admissions,
         )
@@ -93,7 +90,7 @@ class Run:
         self.late_columns = LateColumnWriter(journal, self.arrivals, self.eviction, self.spill)
         self.cursors = Cursors(journal)
         self.evaluations = RecordedEvaluations(journal)
-        self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, lock, self.cursors)
+        self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, self.cursors)
         self.samples = Samples(journal)
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
@@ -112,6 +109,11 @@ class Run:
     def state(self) -> RunState:
         """State of the run."""
         return self.journal.state
+
+    @property
+    def takes_groups_anywhere(self) -> bool:
+        """Whether followers store groups too: the admission plug-ins and the spill are the leader's alone."""
+        return not (self.journal.config.admissions or self.journal.config.spill)
 
     @property
     def measured(self) -> MeasuredRates:
@@ -210,8 +212,7 @@ class Run:
         """
         if isinstance(stored, Unreadable):
             raise stored
-        if not self.journal.token and self.journal.terms == term:  # else our own book is newer, or is being read
-            self.side_state.restore(stored)
+        self.side_state.restore_followed(stored, term)
 
     async def tick(self) -> None:
         """Do what time requires: what a leader owes, and a look at why the run waits."""
@@ -274,7 +275,7 @@ class Run:
 
     async def delete(self) -> None:
         """Record that the run is deleted, and stop deciding. Raises `Conflict` unless it is finished."""
-        async with self.journal.decision(), self.history_lock.exclusive():
+        async with self.journal.decision():
             check_deletable(self.state, self.name)
             await self.journal.store.runs.mark_deleted(self.name, self.journal.check_leading())
             self.journal.follow(None)

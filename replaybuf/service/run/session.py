@@ -22,7 +22,6 @@ from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
-from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.turns import call_beside
@@ -42,7 +41,6 @@ class Session:
         eviction: Eviction,
         batches: Batches,
         rates: Rates,
-        history_lock: HistoryLock,
         cursors: Cursors,
     ) -> None:
         self._journal = journal
@@ -51,7 +49,6 @@ class Session:
         self._eviction = eviction
         self._batches = batches
         self._rates = rates
-        self._history_lock = history_lock
         self._cursors = cursors
         self._polls = LongPolls(journal)
 
@@ -69,9 +66,7 @@ class Session:
             await journal.append(attached)
             journal.presence.record_trainer()
             if attached.rewinds:
-                async with self._history_lock.exclusive():
-                    await journal.pull()  # the rewind must reach all groups that were checked before it
-                    await journal.append(decide_rewind(state, attached.step, request.on_resume, journal.clock.wall()))
+                await journal.append(decide_rewind(state, attached.step, request.on_resume, journal.clock.wall()))
             self._batches.forget()
             self._rates.forget_steps()
         await self._eviction.evict_all()

@@ -42,6 +42,16 @@ class SideState:
         self._process_id = self._journal.store.connection.process_id
         self.restore(await self._journal.store.tickets.read_one(self._journal.name))
 
+    async def follow(self) -> None:
+        """Replace a follower's tickets and counters by those of the leader."""
+        term = self._journal.terms
+        self.restore_followed(await self._journal.store.tickets.read_one(self._journal.name), term)
+
+    def restore_followed(self, stored: RunTickets, term: int) -> None:
+        """Replace a follower's tickets and counters by those that were read in `term`; a leader has newer ones."""
+        if not self._journal.token and self._journal.terms == term:
+            self.restore(stored)
+
     def restore(self, stored: RunTickets) -> None:
         """Replace tickets and counters with those that were read from Redis."""
         counts = stored.counts
@@ -60,7 +70,7 @@ class SideState:
             journal = self._journal
             with self.uncertain_on_failure():
                 counts = {f"rejected:{name}": count for name, count in reasons.items()}
-                await journal.store.counters.add(journal.name, counts, journal.check_leading())
+                await journal.store.counters.add(journal.name, counts, journal.token)
             self.rejected.update(reasons)
 
     def remove_later(self, texts: Iterable[str]) -> None:

@@ -1,7 +1,8 @@
 """Appends of one run: check groups, store them, read them into the index.
 
-Admission plug-ins take long, so they are asked before the history lock is taken: cheap checks, plug-ins, and under the
-lock the cheap checks again, because a rewind or a change may have come meanwhile.
+Any server may store groups, not only the leader. A rewind or a change of the run may come between check and storing:
+Redis then refuses to store (`CheckOutdated`), and the groups are checked again. Admission plug-ins take long, so they
+are asked before.
 """
 
 from __future__ import annotations
@@ -9,11 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from msgspec import UNSET
 
-from replaybuf.errors import GroupRejected, Invalid, InvalidGroups, NoRoom, RunFinished, TooLarge
+from replaybuf.errors import (
+    CheckOutdated,
+    GroupRejected,
+    Invalid,
+    InvalidGroups,
+    NoRoom,
+    RunFinished,
+    TooLarge,
+)
 from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room, limits_room
 from replaybuf.kernel.rows.index import source_of
 from replaybuf.kernel.state.limits import Load
@@ -22,7 +31,6 @@ from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, RUN_FINISH
 from replaybuf.service.run.append.admissions import Admissions, PluginTime
 from replaybuf.service.run.append.arrivals import Arrivals
 from replaybuf.service.run.append.group_commit import APPEND_CHUNK, GroupCommit
-from replaybuf.service.run.history_lock import HistoryLock
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.spill import Spill
@@ -33,6 +41,9 @@ from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
 from replaybuf.wire.group import Group
+
+MOST_CHECKS = 8
+"""Groups that are outdated as often have met as many changes of the run: their producer sends them again."""
 
 
 class Appends:
@@ -45,7 +56,6 @@ class Appends:
         selector: Selector,
         admission: AdmissionCheck,
         arrivals: Arrivals,
-        history_lock: HistoryLock,
         spill: Spill,
         admissions: Admissions,
     ) -> None:
@@ -55,7 +65,6 @@ class Appends:
         self._selector = selector
         self._admission = admission
         self._arrivals = arrivals
-        self._history_lock = history_lock
         self._spill = spill
         self._entering = Load()
         self._commit = GroupCommit(self._publish)
@@ -93,36 +102,60 @@ class Appends:
         return results
 
     async def _append(self, chunk: Sequence[Incoming], plugin_time: PluginTime) -> list[contract.AppendResult]:
-        results: dict[int, contract.AppendResult] = {}
         specs = self._journal.config.admissions
         verdicts, overdue = await self._ask_plugins(chunk, specs, plugin_time) if specs else ([None] * len(chunk), None)
         chunk = chunk[: len(verdicts)]
-        taken, appended, began_ns = NO_LOAD, [], time.time_ns()
         await self._spill.make_room(self._entering.in_memory + sum([item.nbytes for item in chunk]))
+        for checks_left in reversed(range(MOST_CHECKS)):
+            if self._journal.config.admissions != specs:
+                raise NoRoom("the admission plug-ins have changed; send the groups again", name="admissions")
+            try:
+                results, refusal = await self._store(chunk, verdicts)
+                break
+            except CheckOutdated:
+                if not checks_left:
+                    raise
+                await self._look_again()
+        if overdue := refusal or overdue:
+            raise overdue
+        return [results[position] for position in range(len(chunk))]
+
+    async def _store(
+        self, chunk: Sequence[Incoming], verdicts: Sequence[GroupRejected | None]
+    ) -> tuple[dict[int, contract.AppendResult], NoRoom | None]:
+        """Check and store groups; return their results by position, and what stops the first one without a result."""
+        results: dict[int, contract.AppendResult] = {}
+        taken, began_ns, checked_at = NO_LOAD, time.time_ns(), self._journal.state.entries
         try:
-            async with self._history_lock.shared():
-                token = self._journal.check_leading()
-                if self._journal.config.admissions != specs:
-                    raise NoRoom("the admission plug-ins have changed; send the groups again", name="admissions")
-                ready = await self._check(chunk, verdicts, results)
-                checked = [item for _, item in ready]
-                loads = [_load(item) for item in checked]
-                fits, refusal = await self._fitting(checked, loads)
-                # Reserve what they take until they are in the index.
-                taken = Load.total(loads[:fits])
-                self._entering += taken
-                appended = await self._commit.append(checked[:fits], token)
+            ready, refused = await self._check(chunk, verdicts)
+            checked = [item for _, item in ready]
+            loads = [_load(item) for item in checked]
+            fits, refusal = await self._fitting(checked, loads)
+            # Reserve what they take until they are in the index.
+            taken = Load.total(loads[:fits])
+            self._entering += taken
+            appended = await self._commit.append(checked[:fits], checked_at)
             spans.store_groups(self._journal.name, [result.group_id for result in appended if result.stored], began_ns)
             if appended:
                 self.used = True
                 await self._arrivals.settle()
         finally:
             self._entering -= taken
-        for (position, _), outcome in zip(ready, appended, strict=False):
+        for (position, item), outcome in zip(ready, appended, strict=False):
             results[position] = _result(outcome)
-        if overdue := refusal or overdue:
-            raise overdue
-        return [results[position] for position in range(len(chunk))]
+            sent = chunk[position].group
+            self.truncated += sent is not None and _is_cut(sent, item.group)
+        if refused:
+            await self._answer_refused(chunk, refused, results)
+        return results, refusal
+
+    async def _look_again(self) -> None:
+        """Take in what was decided since the last check. Raises `NotLeader` if this server has just lost the lead."""
+        if self._journal.leading:
+            async with self._journal.decision():
+                return
+        await self._arrivals.follow()
+        await self._side_state.follow()
 
     async def _ask_plugins(
         self, chunk: Sequence[Incoming], specs: Sequence[AdmissionSpec], plugin_time: PluginTime
@@ -141,7 +174,7 @@ class Appends:
                     pending = await self._check_one(item)
                     verdict = await self._admissions.check(pending, specs, plugin_time.until_s)
                 except GroupRejected:
-                    pass  # for a reason that is found again under the lock
+                    pass  # for a reason that is found again before it is stored
                 except NoRoom as error:
                     return verdicts, error
             verdicts.append(verdict)
@@ -151,26 +184,37 @@ class Appends:
         self,
         chunk: Sequence[Incoming],
         verdicts: Sequence[GroupRejected | None],
-        results: dict[int, contract.AppendResult],
-    ) -> list[tuple[int, PendingGroup]]:
-        """Return accepted groups with their position; write the results of the others to `results`."""
-        ready: list[tuple[int, PendingGroup]] = []
+    ) -> tuple[list[tuple[int, PendingGroup]], dict[int, GroupRejected]]:
+        """Return accepted groups with their position, and why the others are refused, by position."""
+        ready: dict[int, PendingGroup] = {}
         refused: dict[int, GroupRejected] = {}
+        await self._check_each(chunk, verdicts, range(len(chunk)), ready, refused)
+        if refused and not self._journal.leading:
+            # The leader may know tickets, versions and adapters that have not come here yet.
+            await self._look_again()
+            unclear = list(refused)
+            refused.clear()
+            await self._check_each(chunk, verdicts, unclear, ready, refused)
+        return sorted(ready.items()), refused
+
+    async def _check_each(
+        self,
+        chunk: Sequence[Incoming],
+        verdicts: Sequence[GroupRejected | None],
+        positions: Iterable[int],
+        ready: dict[int, PendingGroup],
+        refused: dict[int, GroupRejected],
+    ) -> None:
         turn = Turn()
-        for position, (item, verdict) in enumerate(zip(chunk, verdicts, strict=True)):
+        for position in positions:
             try:
-                pending = await self._check_one(item)
-                if verdict:
+                pending = await self._check_one(chunk[position])
+                if verdict := verdicts[position]:
                     raise verdict
-                ready.append((position, pending))
-                if item.group is not pending.group:
-                    self.truncated += item.group is not None and _is_cut(item.group, pending.group)
+                ready[position] = pending
             except GroupRejected as rejection:
                 refused[position] = rejection
             await turn.pause()
-        if refused:
-            await self._answer_refused(chunk, refused, results)
-        return ready
 
     async def _check_one(self, item: Incoming) -> PendingGroup:
         if item.nbytes <= LARGE_GROUP_BYTES:
@@ -193,12 +237,12 @@ class Appends:
             named = chunk[position].group or chunk[position]
             results[position] = _result(repeat) if repeat else _rejected(named.group_id, rejection)
 
-    async def _publish(self, items: list[PendingGroup], token: str) -> list[AppendResult]:
-        """Store and fold groups under the fencing token with which they were checked."""
+    async def _publish(self, items: list[PendingGroup], checked_at: int) -> list[AppendResult]:
+        """Store and fold groups; `checked_at`: newest ledger entry that they were checked against."""
         journal = self._journal
         with journal.recording_loss():
             appended = await journal.store.groups.append(
-                journal.name, items, journal.state.published, journal.clock.wall(), token
+                journal.name, items, journal.state.published, journal.clock.wall(), checked_at
             )
         self._side_state.duplicates += sum([not (outcome.stored or outcome.taken) for outcome in appended])
         await journal.ingest(appended)

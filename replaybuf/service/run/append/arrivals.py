@@ -57,6 +57,8 @@ class Arrivals:
                     self._tickets.complete([chunk])
                     # Groups stored before this server measured are history, not speed.
                     recent = chunk.numbers > self._measured_after
+                    if np.logical_or.reduce(recent):
+                        self._journal.presence.record_producer()  # of another server, or one that writes directly
                     self._rates.record_stored(self._journal.clock.monotonic(), int(np.add.reduce(recent)))
                     if malformed:
                         recent &= ~chunk.malformed

@@ -18,15 +18,15 @@ from replaybuf.store.chunks import CHUNK_BYTES
 APPEND_CHUNK = 64
 """Groups stored at once: the event loop is free between two writes."""
 
-Write: TypeAlias = Callable[[list[PendingGroup], str], Awaitable[list[AppendResult]]]
+Write: TypeAlias = Callable[[list[PendingGroup], int], Awaitable[list[AppendResult]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Caller:
-    """The groups of one caller, the fencing token with which they were checked, and what will answer it."""
+    """The groups of one caller, the newest ledger entry that they were checked against, and what will answer it."""
 
     items: Sequence[PendingGroup]
-    token: str
+    checked_at: int
     results: asyncio.Future[list[AppendResult]]
 
     @property
@@ -46,11 +46,11 @@ class GroupCommit:
         self._waiting: deque[_Caller] = deque()
         self._writing: asyncio.Task[None] | None = None
 
-    async def append(self, items: Sequence[PendingGroup], token: str) -> list[AppendResult]:
+    async def append(self, items: Sequence[PendingGroup], checked_at: int) -> list[AppendResult]:
         """Store groups; return one result each. Raises what `write` raises."""
         if not items:
             return []
-        caller = _Caller(items, token, asyncio.get_running_loop().create_future())
+        caller = _Caller(items, checked_at, asyncio.get_running_loop().create_future())
         self._waiting.append(caller)
         if self._writing is None:
             # A task of its own: a caller that is cancelled must not take the others with it.
@@ -67,12 +67,12 @@ class GroupCommit:
                 caller.results.cancel()
 
     def _take(self) -> list[_Caller]:
-        """Remove the next callers that fit into one write and have the same token."""
+        """Remove the next callers that fit into one write."""
         callers = [self._waiting.popleft()]
         if not self._waiting:
             return callers
         groups, nbytes = len(callers[0].items), callers[0].nbytes
-        while self._waiting and self._waiting[0].token == callers[0].token:
+        while self._waiting:
             groups, nbytes = groups + len(self._waiting[0].items), nbytes + self._waiting[0].nbytes
             if groups > APPEND_CHUNK or nbytes > CHUNK_BYTES:
                 break
@@ -81,7 +81,8 @@ class GroupCommit:
 
     async def _write_together(self, callers: Sequence[_Caller]) -> None:
         try:
-            results = iter(await self._write([item for caller in callers for item in caller.items], callers[0].token))
+            checked_at = min([caller.checked_at for caller in callers])
+            results = iter(await self._write([item for caller in callers for item in caller.items], checked_at))
         except NoRoom as error:
             if len(callers) > 1:  # a full server still answers those who repeat what is stored
                 for caller in callers:
