@@ -57,13 +57,14 @@ async def send(client: Client, run: str, groups: list[Sent], history: list[Event
     arrived = [_arrive(sent.group, frames=frames) for sent in groups]
 
     async def work(service: Service, gone: Gone) -> list[AppendResult]:
-        led = await service.led(run)
-        led.journal.presence.record_producer()
+        storing = await service.storing(run)
+        storing.journal.presence.record_producer()
         try:
-            return await led.appends.append(arriving(arrived))
+            return await storing.appends.append(arriving(arrived))
         except InvalidGroups as error:  # the answer has the results too
             return list(error.results)
 
+    client.ask_any()  # each of them stores groups
     done = await client.observe(run, work)
     outcomes = []
     for sent, result in itertools.zip_longest(groups, done.result or []):

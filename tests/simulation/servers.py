@@ -233,6 +233,10 @@ class Client:
         self._world = servers[0].world
         self.server = self._world.rng.choice(servers)
 
+    def ask_any(self) -> None:
+        """Ask any of the servers next, not the one that led."""
+        self.server = self._world.rng.choice(self.servers)
+
     async def observe(self, run: str, work: Work[T], wait_s: float = 0.0, *, only: Server | None = None) -> Outcome[T]:
         """Make a call; return its result, both times, the server and the outcome. `only`: ask this server once."""
         world = self._world

@@ -151,11 +151,13 @@ class Appends:
 
     async def _look_again(self) -> None:
         """Take in what was decided since the last check. Raises `NotLeader` if this server has just lost the lead."""
-        if self._journal.leading:
-            async with self._journal.decision():
-                return
-        await self._arrivals.follow()
-        await self._side_state.follow()
+        journal = self._journal
+        if not journal.token:
+            await self._arrivals.follow()
+            await self._side_state.follow()
+        if journal.token:  # this server leads, or takes over meanwhile
+            async with journal.decision():
+                pass
 
     async def _ask_plugins(
         self, chunk: Sequence[Incoming], specs: Sequence[AdmissionSpec], plugin_time: PluginTime
@@ -186,10 +188,12 @@ class Appends:
         verdicts: Sequence[GroupRejected | None],
     ) -> tuple[list[tuple[int, PendingGroup]], dict[int, GroupRejected]]:
         """Return accepted groups with their position, and why the others are refused, by position."""
+        journal = self._journal
         ready: dict[int, PendingGroup] = {}
         refused: dict[int, GroupRejected] = {}
+        led, term = journal.leading, journal.terms
         await self._check_each(chunk, verdicts, range(len(chunk)), ready, refused)
-        if refused and not self._journal.leading:
+        if refused and not (led and journal.leading and journal.terms == term):
             # The leader may know tickets, versions and adapters that have not come here yet.
             await self._look_again()
             unclear = list(refused)
