@@ -16,7 +16,7 @@ import pytest
 from replaybuf import Client
 from replaybuf.errors import NoRoom
 from replaybuf.store import EmbeddedServer
-from replaybuf.wire.contract import Ticket
+from replaybuf.wire.contract import Ticket, WaitingAnswer
 from tests.builders import group
 from tests.conftest import ServeProcess
 from tests.ticket_producer import numbered_group
@@ -53,13 +53,16 @@ class Sides:
         self.leader.close()
         self.follower.close()
 
+    def answers(self, url: str, call: str) -> dict[str, float]:
+        """Return how often a server gave each status to a call of the run."""
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        marks = ("replaybuf_requests_total{", f'call="{call}"', f'run="{self.run}"')
+        counted = [line for line in lines if all(mark in line for mark in marks)]
+        return {line.partition('status="')[2][:3]: float(line.rsplit(" ", 1)[1]) for line in counted}
+
     def appends_at(self, url: str) -> float:
         """Return how many appends to the run a server was asked for."""
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
-        counted = [line for line in lines if line.startswith("replaybuf_requests_total{") and "POST" in line]
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in counted if f'run="{self.run}"' in line and "groups" in line
-        )
+        return sum(self.answers(url, "POST /v1/runs/{run}/groups").values())
 
 
 def wait_until_known(sides: Sides) -> None:
@@ -186,3 +189,17 @@ def test_groups_for_a_leader_that_stands_alone_go_to_it(valkey: EmbeddedServer, 
             for number in range(3):
                 sides.follower.append([group(group_id=f"g{number}")])
             assert sides.appends_at(sides.urls[0]) == 3
+
+
+def test_a_follower_builds_the_batch_that_the_leader_records(sides: Sides) -> None:
+    """A trainer that asks the follower waits there; both servers have the same bytes, and the leader sent none."""
+    epoch = sides.leader.attach().epoch
+    waiting = sides.follower.fetch_batch(0, epoch, wait_ms=50)
+    assert isinstance(waiting, WaitingAnswer)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(sides.follower.fetch_batch, 0, epoch, wait_ms=20_000)
+        sides.leader.append([group(group_id=f"g{number}") for number in range(4)])
+        body = fetching.result()
+    assert body == sides.leader.fetch_batch(0, epoch)
+    answers = sides.answers(sides.urls[0], "GET /v1/runs/{run}/batches/{step}")
+    assert answers == {"202": 1, "304": 1, "200": 1}

@@ -1,7 +1,8 @@
 """Hand a call for a run that another server leads on to that server, so that clients may call any of them.
 
-What the leader answers is passed on as it comes. If the leader cannot be reached nothing was done, and the caller gets
-the leader's address instead (503 `not-leader`).
+What the leader answers is passed on as it comes. A batch it only records: the bytes are the same from any server, so
+the one that was asked builds them. If the leader cannot be reached nothing was done, and the caller gets the leader's
+address instead (503 `not-leader`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from replaybuf.service.http.body.requests import BodyParts, declared_media_type
 from replaybuf.service.http.call.handlers import leaves
 from replaybuf.service.tasks import cancel_all
 from replaybuf.wire.frame import MEDIA_TYPE
+from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 
 if TYPE_CHECKING:
     import httpx
@@ -41,6 +43,8 @@ LOOK_S = 1.0
 MOST_CALLS = 2048
 """Calls at one leader at once; further ones get its address."""
 MOST_LEADERS = 32
+RECORD_ONLY: Mapping[bytes, bytes] = {b"if-none-match": b"*", b"accept": PLAN_TYPE.encode()}
+"""Headers of a call for a batch whose bytes are not wanted: 304 = it is recorded, and nothing was built."""
 _DROPPED = frozenset(
     b"host connection keep-alive transfer-encoding te trailer upgrade proxy-authorization origin x-request-id "
     b"sec-fetch-site sec-fetch-mode sec-fetch-dest sec-fetch-user expect".split()
@@ -57,11 +61,17 @@ class Forwarding:
         self._clients: OrderedDict[str, httpx.AsyncClient] = OrderedDict()
 
     async def forward(
-        self, request: Request, leader: str, leads: Callable[[], bool], body: bytes | None
-    ) -> Response | None:
+        self,
+        request: Request,
+        leader: str,
+        leads: Callable[[], bool],
+        body: bytes | None,
+        instead: Mapping[bytes, bytes] | None = None,
+    ) -> Relayed | None:
         """Return the leader's answer; None if it cannot be reached, or may not be asked.
 
-        `leads`: whether it is still the leader. `body`: what was read of the request; None = nothing yet. Raises
+        `leads`: whether it is still the leader. `body`: what was read of the request; None = nothing yet. `instead`:
+        headers in place of the request's. Raises
         `ServiceUnavailable` if the leader loses the lead or breaks off: what the call asked for may be done.
         """
         if FORWARDED in request.headers:
@@ -71,7 +81,9 @@ class Forwarding:
         client = await self._client_of(leader)
         read = asyncio.Event()
         target = httpx.URL(base_url(leader)).copy_with(raw_path=_raw_path(request.scope))
-        headers = [(name, value) for name, value in request.scope["headers"] if name not in _DROPPED]
+        replaced = instead or {}
+        headers = [pair for pair in request.scope["headers"] if pair[0] not in _DROPPED and pair[0] not in replaced]
+        headers += replaced.items()
         headers += [(FORWARDED.encode(), b"1"), (b"x-request-id", request_id.get().encode())]
         sent = client.build_request(request.method, target, headers=headers, content=_content(request, body, read))
         answering = asyncio.create_task(client.send(sent, stream=True))
@@ -134,6 +146,10 @@ class Relayed(Response):
         super().__init__(None, answer.status_code)
         self._answer = answer
         self.raw_headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _DROPPED]
+
+    async def aclose(self) -> None:
+        """Leave the answer unread."""
+        await self._answer.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send status, headers and body."""

@@ -6,6 +6,7 @@ A route is found by method and one part of the path. A router with four layers o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
 from collections import defaultdict
@@ -28,11 +29,12 @@ from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.call.metrics import Exposition
 from replaybuf.service.http.call.openapi import describe
 from replaybuf.service.http.call.visible_runs import hide_others
-from replaybuf.service.http.forwarding import Forwarding
+from replaybuf.service.http.forwarding import RECORD_ONLY, Forwarding
 from replaybuf.service.http.guard.auth import Caller, Tokens
 from replaybuf.service.http.guard.start_gate import StartGate
 from replaybuf.service.http.reply.problems import document_response, error_response
 from replaybuf.service.options import BODY_BUDGET_BYTES
+from replaybuf.service.run.journal import Journal
 from replaybuf.service.traffic import started
 from replaybuf.tracing import spans
 
@@ -141,20 +143,23 @@ class Application:
 
     async def _handle(self, call: Call, request: Request, share: BodyShare) -> Response:
         """Answer a call, or let the leader of its run answer it."""
-        try:
-            return await call.handler(request)
-        except NotLeader as error:
-            if not error.value or (share.read_bytes and share.kept is None):
-                raise  # a body that came in parts is gone
-            leader, journal = str(error.value), self.state.service.runs[request.path_params["run"]].journal
-
-            def leads() -> bool:
-                return not journal.leading and journal.leader_url == leader
-
-            answer = await self._forwarding.forward(request, leader, leads, share.kept)
-            if answer is None:
-                raise
-            return answer
+        record_only = RECORD_ONLY if call.of_records else None
+        while True:
+            try:
+                return await call.handler(request)
+            except NotLeader as error:
+                if not error.value or (share.read_bytes and share.kept is None):
+                    raise  # a body that came in parts is gone
+                leader, run = str(error.value), self.state.service.runs[request.path_params["run"]]
+                leads = functools.partial(_leads, run.journal, leader)
+                answer = await self._forwarding.forward(request, leader, leads, share.kept, record_only)
+                if answer is None:
+                    raise
+            if not record_only or answer.status_code != HTTPStatus.NOT_MODIFIED:
+                return answer
+            await answer.aclose()
+            await run.ingest()
+            record_only = None  # a rewind may have taken the record back: the leader answers then
 
     def _refuse(self, method: str, path: str) -> Response:
         """Answer 405 at a path that has other methods, else 404."""
@@ -176,6 +181,10 @@ def application(
 ) -> Application:
     """Build the ASGI application of one service."""
     return Application(service, tokens, BodyBudget(body_budget_bytes, service.traffic), forwarding or Forwarding())
+
+
+def _leads(journal: Journal, leader: str) -> bool:
+    return not journal.leading and journal.leader_url == leader
 
 
 def _section(path: str) -> str:

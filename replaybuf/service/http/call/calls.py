@@ -57,6 +57,7 @@ class Call:
     - `query`: the parameters that it accepts; None = any, because probes append parameters of their own
     - `media_types` of the answer
     - `lists_runs`: the answer has one item per run that the caller may see
+    - `of_records`: any server can answer once the leader has recorded what is asked for
     """
 
     method: str
@@ -69,6 +70,7 @@ class Call:
     query: tuple[Number | Real | Text, ...] | None = ()
     media_types: tuple[str, ...] = ("application/json",)
     lists_runs: bool = False
+    of_records: bool = False
 
     @property
     def summary(self) -> str:
@@ -121,7 +123,7 @@ TRAINER_CALLS = (
          contract.AttachRequest, contract.Attachment, _CHANGED),
     Call("GET", f"{_R}/batches/{{step}}", handlers.get_batch, _TRAINER,
          None, Plan, ("200", "202", "304", "406", "409", "410"), (EPOCH, DP_RANK, WAIT_MS),
-         (sending.MEDIA_TYPE, PLAN_TYPE)),
+         (sending.MEDIA_TYPE, PLAN_TYPE), of_records=True),
     Call("POST", f"{_R}/batches/{{step}}/ack", handlers.post_ack, _TRAINER,
          contract.AckRequest, contract.AckedStep, _CHANGED),
     Call("POST", f"{_R}/policy", handlers.post_policy, _TRAINER, contract.PolicyRequest, contract.Policy, _CHANGED),
