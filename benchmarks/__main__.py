@@ -26,6 +26,7 @@ SHORT = {
     "floor": ["--rounds", "2", "--groups", "160"],
     "phases": ["--rounds", "1", "--groups", "160"],
     "path": ["--rounds", "2", "--steps", "2"],
+    "servers": ["--rounds", "1", "--groups", "96"],
     "peers": ["--rounds", "1", "--groups", "160"],
     "waiting": ["--rounds", "1", "--seconds", "1"],
     "growth": ["--sizes", "2", "--repeats", "2"],
