@@ -29,6 +29,7 @@ from replaybuf.service.leadership import Leadership
 from replaybuf.service.loop_watch import LoopWatch
 from replaybuf.service.peers.balance import SHARE_PERIOD_S, Balance
 from replaybuf.service.peers.living_servers import LivingServers
+from replaybuf.service.peers.side_states import read_side_states
 from replaybuf.service.rotation import TICK_ROUNDS, WATCH_ROUNDS, BusyRuns, Rotation
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.service.run.served_run import Run
@@ -101,10 +102,9 @@ class Service:
         return run
 
     async def serving(self, name: str) -> Run:
-        """Return a run, after checking a lease that may have ended. Raises what `run` raises."""
+        """Return a run, after a look whether another one leads if we stood still. Raises what `run` raises."""
         run = await self.run(name)
         if run.journal.leading and run.lease.ended():
-            # The process or Redis stood still: another server may lead now.
             await self._leadership.seek(run)
         return run
 
@@ -115,10 +115,7 @@ class Service:
         return run
 
     async def storing(self, name: str) -> Run:
-        """Return a run to store groups in: any server may, unless the leader is of another release or stands alone.
-
-        Raises what `led` raises.
-        """
+        """Return a run to store groups in: any server may whose leader knows it. Raises what `led` raises."""
         run = await self.serving(name)
         if not (run.takes_groups_anywhere and self._servers.lives(run.lease.holder)):
             run.journal.check_leading()
@@ -280,11 +277,9 @@ class Service:
                     logger.error("redis is not available: %s", error.detail)
                 self.outage = error.detail
                 await asyncio.sleep(OUTAGE_PAUSE_S)
-            except OSError as error:  # of a file, a folder or a new socket: no reason to stop serving
+            # Of a file or a new socket; or of a read of several runs, where `_watch` drops the one that it is about.
+            except (OSError, Unreadable) as error:
                 logger.error("background work is tried again job=%s: %s", job.__name__, error)
-                await asyncio.sleep(OUTAGE_PAUSE_S)
-            except Unreadable as error:  # a read of several runs; `_watch` drops the one that it is about
-                logger.error("background work is tried again job=%s: %s", job.__name__, error.detail)
                 await asyncio.sleep(OUTAGE_PAUSE_S)
             await asyncio.sleep(period_s)
 
@@ -299,8 +294,8 @@ class Service:
         except NotLeader as error:
             logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
         except (LedgerGap, Unreadable) as error:
-            # The leader trimmed what this follower had not read, or a relaxed Redis lost its last second: load the run
-            # again. If that fails too, for example on records of a later release, `unreadable` reports it.
+            # The leader trimmed what we had not read, or a relaxed Redis lost its last second. If loading it again fails
+            # too, for example on records of a later release, `unreadable` reports it.
             logger.warning("run is loaded again run=%s: %s", run.name, error.detail)
             self._drop(run, forget=self.store.connection.policy.level == "relaxed")
         except DataLost as error:
@@ -350,17 +345,15 @@ class Service:
             await self._work(run, run.tick)
 
     async def _watch(self) -> None:
-        """Check that Redis kept what it acknowledged; on followers, read the leader's tickets and counters."""
+        """Check that Redis kept what it acknowledged; read the tickets and counters that others wrote."""
         serving = self.store.runs.serving
         runs = self._watching.next(self.runs) if serving == self._checked_on else [*self.runs.values()]
         ends = await self.store.streams.read_ends([run.name for run in runs])
         async for run, shown in in_turns(zip(runs, ends, strict=True)):
             await self._work(run, functools.partial(run.check_ends, shown))
         self._checked_on = serving
-        followed = [(run, run.journal.terms) for run in runs if not run.journal.leading]
-        books = await self.store.tickets.read([run.name for run, _ in followed])
-        async for (run, term), book in in_turns(zip(followed, books, strict=True)):
-            await self._work(run, functools.partial(run.restore_side_state, book, term))
+        async for run, restore in in_turns(await read_side_states(self.store, runs, shared=self._servers.any)):
+            await self._work(run, restore)
         await asyncio.to_thread(self.store.connection.known.sync)
         await self._discover()
 
@@ -395,10 +388,7 @@ class Service:
             except (DataLost, LedgerGap):
                 pass  # another server has just deleted the keys
             else:
-                if groups is None:
-                    logger.info("another server deleted the run run=%s", name)
-                else:
-                    logger.info("run deleted run=%s groups=%d", name, groups)
+                logger.info("run deleted run=%s groups=%s", name, "by another server" if groups is None else groups)
             if name not in self.runs:
                 self.traffic.forget(name)
                 self.unreadable.record_success(name)

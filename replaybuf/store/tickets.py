@@ -89,6 +89,14 @@ class CounterStore:
         """Read all counters."""
         return _integers(await self._connection.run(self._connection.client.hgetall(keys.counts(run))))
 
+    async def read_each(self, runs: Sequence[str]) -> list[dict[str, int]]:
+        """Read the counters of each of these runs in one round trip; none of a run whose counters cannot be read."""
+        pipe = self._connection.pipeline()
+        for run in runs:
+            pipe.hgetall(keys.counts(run))
+        replies = await self._connection.run_each(pipe) if runs else []
+        return [_integers(reply) if isinstance(reply, dict) else {} for reply in replies]
+
     async def add(self, run: str, increments: Mapping[str, int], token: str = "") -> None:
         """Raise counters. With a leader's fencing token raises `NotLeader` after a newer leader took over."""
         await self._connection.call(run, "rb_count", (), _flat(increments), token)

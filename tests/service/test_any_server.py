@@ -139,7 +139,8 @@ def test_a_follower_rejects_what_the_leader_would(sides: Sides) -> None:
     (early,) = sides.follower.append([group(group_id="early", policy_version=7)])
     assert [unknown.reason, early.reason] == ["unknown_ticket", "version_above_published"]
     counted = {"unknown_ticket": 1, "version_above_published": 1}
-    assert eventually(lambda: sides.follower.get_run().groups.rejected == counted, WITHIN_S)
+    for side in (sides.follower, sides.leader):
+        eventually(side.get_run, WITHIN_S, lambda seen: seen.groups.rejected == counted)
 
 
 @pytest.mark.parametrize("sides", [CONFIG | {"limits": {"max_tokens_live": LIVE_TOKENS}}], indirect=True)

@@ -66,6 +66,11 @@ class LivingServers:
         if not self._alone:
             await self._store.servers.withdraw(self.holder)
 
+    @property
+    def any(self) -> bool:
+        """Whether another server of our release lives."""
+        return bool(self._others)
+
     def lives(self, holder: str) -> bool:
         """Return whether the holder of a lease is another server of our release that lives."""
         return holder in self._others

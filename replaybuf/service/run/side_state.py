@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from replaybuf.errors import NotLeader
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange
@@ -55,14 +55,18 @@ class SideState:
     def restore(self, stored: RunTickets) -> None:
         """Replace tickets and counters with those that were read from Redis."""
         counts = stored.counts
-        self.duplicates = counts.get("duplicate", 0)
-        self.rejected.clear()
-        self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
+        self.restore_appends(counts)
         clock = self._journal.clock
         wall_s = clock.wall()
         left_s = ((ticket, at_s - wall_s if at_s else None) for ticket, at_s in stored.tickets)
         self.book.restore(left_s, counts, clock.monotonic())
         self._journal.mark_freed(counts.get("freed_through", 0))
+
+    def restore_appends(self, counts: Mapping[str, int]) -> None:
+        """Replace the counts of appends, which each server adds to."""
+        self.duplicates = counts.get("duplicate", 0)
+        self.rejected.clear()
+        self.rejected.update({k.removeprefix("rejected:"): v for k, v in counts.items() if k.startswith("rejected:")})
 
     async def count_rejected(self, reasons: Counter[str]) -> None:
         """Count rejected groups by reason. Raises `NotLeader` where a newer leader may accept them."""

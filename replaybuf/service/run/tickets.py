@@ -134,7 +134,7 @@ class Tickets:
     async def give_back(self, text: str, reason: str) -> None:
         """Take a ticket back; its prompt has failed after `max_attempts` failed tickets. Raises `NotFound`."""
         ticket = parse_ticket(text)
-        async with self._deciding():
+        async with self._deciding(taking_back=True):
             change = self._book.give_back(ticket, reason)
             logger.info("ticket returned run=%s ticket=%s reason=%s", self._journal.name, text, reason)
             await self._save(change, reason)
@@ -166,7 +166,7 @@ class Tickets:
             self._to_take_back.add(name)
         if not self._to_take_back:
             return
-        async with self._deciding():
+        async with self._deciding(taking_back=True):
             gone = {producer.name for producer in self._producers.list_gone()}
             self._to_take_back &= {name for name in gone if self._book.out_with(name)}
             change = self._book.take_back(self._to_take_back, contract.TICKETS_AT_ONCE)
@@ -246,16 +246,19 @@ class Tickets:
             self.follow_config()
 
     @contextlib.asynccontextmanager
-    async def _deciding(self) -> AsyncIterator[None]:
+    async def _deciding(self, *, taking_back: bool = False) -> AsyncIterator[None]:
         """Decide about tickets, with Redis and all stored groups taken into account."""
         async with self._journal.decision():
-            await self.refresh()
+            await self.refresh(taking_back=taking_back)
             yield
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, taking_back: bool = False) -> None:
         """Bring the book up to Redis and to all stored groups. Called within a decision."""
         if self._side_state.must_reload:
             await self.reload()
+        if taking_back or self._book.any_due or self._book.may_expire(self._journal.clock.monotonic()):
+            # Other servers store groups: their prompts must neither fail nor be issued again.
+            await self._journal.pull()
         # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.
         self.complete(self._journal.unsettled)
         self._book.reissue(self._journal.state.reissues)
