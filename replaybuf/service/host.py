@@ -294,8 +294,8 @@ class Service:
         except NotLeader as error:
             logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
         except (LedgerGap, Unreadable) as error:
-            # The leader trimmed what we had not read, or a relaxed Redis lost its last second. If loading it again fails
-            # too, for example on records of a later release, `unreadable` reports it.
+            # The leader trimmed what we had not read, or a relaxed Redis lost its last second. If loading it fails
+            # again, for example on records of a later release, `unreadable` reports it.
             logger.warning("run is loaded again run=%s: %s", run.name, error.detail)
             self._drop(run, forget=self.store.connection.policy.level == "relaxed")
         except DataLost as error:
