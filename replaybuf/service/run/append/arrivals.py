@@ -48,6 +48,8 @@ class Arrivals:
             return
         async with self._settling:
             while unsettled:
+                if self._journal.token and not self._journal.leading:
+                    return  # the takeover may have read the tickets before these groups came: the leader completes them
                 chunk = unsettled[0]
                 malformed = np.logical_or.reduce(chunk.malformed)
                 if malformed:
