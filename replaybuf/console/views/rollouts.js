@@ -1,8 +1,8 @@
 // Rollouts of a run as text: one of each group, or the samples of trained steps; the address holds the question.
 
-import { find, get, runPath } from "../api.js";
+import { Problem, find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
-import { clockTime, count, counted, decimal } from "../format.js";
+import { bytes, clockTime, count, counted, decimal } from "../format.js";
 import { describeParts, ends, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
@@ -14,7 +14,7 @@ const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of
 const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "reward", "false"], ["Longest", "longest_tokens", "true"], ["Widest spread", "reward_std", "true"]];
 // Name, label, type, and what the field does.
 const FIELDS = [
-  ["text", "Text", "search", "Letters of a prompt or completion, in any case. Searches the samples of trained steps."],
+  ["text", "Text", "search", "Letters of a prompt or completion, in any case."],
   ["id_prefix", "Id", "search", "Start of the id of a group or of its prompt."],
   ["step", "Step", "number", "Groups that this step trained."],
   ["min_reward", "Reward from", "number", "Lowest mean reward of a group."],
@@ -26,7 +26,7 @@ const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => on
 
 export function openRollouts({ query }, run) {
   const [note, found, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
-  const sampled = Boolean(query.get("text")) || query.get("list") === "samples";
+  const sampled = query.get("list") === "samples";
   const settled = query.get("after") || query.get("before") || query.get("text");
   const refresh = () => (sampled ? listSamples() : listGroups());
   const view = runView(run, "Rollouts", [lists(query, run, sampled), tabs(query, run, sampled), form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
@@ -34,16 +34,22 @@ export function openRollouts({ query }, run) {
   async function listGroups() {
     const asked = Object.fromEntries([...query].filter(([name]) => !["list", "text", "before"].includes(name)));
     asked.desc ??= "true";
-    const page = await get(runPath(run, "/groups"), { ...asked, limit: LIMIT, preview: "true" });
-    const freed = !page.groups.length && query.get("step") ? await find(runPath(run, "/samples"), { step: query.get("step") }) : null;
+    const text = query.get("text");
+    if (text) asked.contains = text;
+    const page = await get(runPath(run, "/groups"), { ...asked, limit: LIMIT, preview: "true" }).catch(text ? withoutText : null);
+    if (page.reason) return void update(note, h("p", { class: "bad" }, page.reason));
+    const freed = !page.groups.length && !text && query.get("step") ? await find(runPath(run, "/samples"), { step: query.get("step") }) : null;
     if (freed?.samples.length) {
       update(note, h("p", { class: "quiet" }, `The groups of step ${query.get("step")} are freed; these samples stay.`), waysToKeepMore(run));
       update(found, sampleTable(run, sorted(freed.samples, query)));
+    } else if (text) {
+      update(note, h("p", { class: "quiet" }, lookedAt(page, query), " Freed groups keep no text but that of ", h("a", { href: address(run, with_(query, { list: "samples", after: "" })) }, "their samples"), "."));
+      update(found, previewTable(run, page.groups, `None of them has the text "${text}".`));
     } else {
       update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are not in this order. ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "Their samples"), " are."));
       update(found, previewTable(run, page.groups, whyEmpty(query, page.next)));
     }
-    update(pages, links(query, run, "after", page.next));
+    update(pages, links(query, run, "after", page.next, text ? "Look further" : "Next page"));
   }
 
   async function listSamples() {
@@ -52,10 +58,23 @@ export function openRollouts({ query }, run) {
     const total = `${counted(page.steps, "step")} ${page.steps === 1 ? "has" : "have"} samples, ${page.samples_per_step} of each.`;
     update(note, h("p", { class: "quiet" }, `${counted(samples.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
     update(found, sampleTable(run, samples, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
-    update(pages, links(query, run, "before", page.next));
+    update(pages, links(query, run, "before", page.next, "Next page"));
   }
 
   return view;
+}
+
+// The reason of a service that has no text to search, in place of a page.
+function withoutText(error) {
+  if (error instanceof Problem && error.document.name === "contains") return { reason: error.message };
+  throw error;
+}
+
+// How far a search went: groups are read in the order of the page, up to a bound of the service.
+function lookedAt({ groups, next, searched }, query) {
+  const which = query.get("order") ? "first" : query.get("desc") === "false" ? "oldest" : "newest";
+  const part = query.get("after") ? counted(searched.groups, "further group") : next === null ? `all ${counted(searched.groups, "group")} that have bytes` : `the ${which} ${counted(searched.groups, "group")}`;
+  return `Looked at ${part} (${bytes(searched.bytes)}): ${count(groups.length)} with this text.`;
 }
 
 function whyEmpty(query, next) {
@@ -80,12 +99,12 @@ function sorted(samples, query) {
   return [...samples].sort((one, other) => sign * (key(one) - key(other)));
 }
 
-function links(query, run, name, next) {
-  return [query.get(name) && h("a", { class: "button", href: address(run, with_(query, { [name]: "" })) }, "First page"), next !== null && h("a", { class: "button", href: address(run, with_(query, { [name]: next })) }, "Next page")];
+function links(query, run, name, next, further) {
+  return [query.get(name) && h("a", { class: "button", href: address(run, with_(query, { [name]: "" })) }, "First page"), next !== null && h("a", { class: "button", href: address(run, with_(query, { [name]: next })) }, further)];
 }
 
 function lists(query, run, sampled) {
-  const link = (name, list, current) => h("a", { class: "button", href: address(run, with_(query, { list, text: "", after: "", before: "" })), "aria-current": current ? "true" : null }, name);
+  const link = (name, list, current) => h("a", { class: "button", href: address(run, with_(query, { list, after: "", before: "" })), "aria-current": current ? "true" : null }, name);
   return h("nav", { class: "choice", "aria-label": "What to list" }, link("Groups", "", !sampled), link("Samples of trained steps", "samples", sampled));
 }
 
@@ -127,7 +146,9 @@ const groupLink = (run, one) => h("a", { href: runLink(run, `/groups/${encodeURI
 const small = (...parts) => h("small", {}, parts);
 const words = (text) => h("div", { class: "words" }, text);
 const prompt = (one, shown) => [words(shown ? ends(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
-const completion = (shown) => [words(ends(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
+const completion = (shown, match) => [match && excerpt(match), words(ends(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
+// The place where a search found its text.
+const excerpt = ({ part, place, before, text, behind }) => [small(`in the ${part} of rollout ${place + 1}:`), h("div", { class: "words" }, "… ", before, h("mark", {}, text), behind, " …")];
 const reward = (shown) => [score(shown.reward), small(describeParts(shown.rewards))];
 
 // One rollout of each group, with the reward of this rollout and of the whole group.
@@ -136,7 +157,7 @@ function previewTable(run, groups, empty) {
   const columns = [
     ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.reason ?? one.state), small(`version ${count(one.policy_version)}, ${counted(one.group_size, "rollout")}`)]],
     ["Prompt", "", (one) => prompt(one, one.preview)],
-    ["Completion", "", (one) => (one.preview ? completion(one.preview) : missing(one))],
+    ["Completion", "", (one) => (one.preview ? completion(one.preview, one.match) : missing(one))],
     ["Reward", "", (one) => [one.preview ? reward(one.preview) : null, small(`group ${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)].flat()],
     ["Steps", "", (one) => [steps(run, one.batches), small(clockTime(one.arrival_s))].flat(4)],
   ];
