@@ -29,8 +29,8 @@ SEARCHED_BYTES = 32 << 20
 """Groups and bytes of frames that one call looks at: up to 1 s of one core. It looks at one group at least."""
 PIECE_BYTES = 4 << 20
 """Frames in memory at once; a group alone may have 64 MiB."""
-TOKENS_AT_ONCE = 4_096
-"""Decoding them takes about 1 ms, during which the tokenizer has Python's lock."""
+TOKENS_AT_ONCE = 2_048
+"""Decoding them takes about 0.5 ms, during which the tokenizer has Python's lock."""
 SHARED_TOKENS = 512
 """Tokens that two parts of a sequence share: more than a text of 256 bytes has."""
 AROUND = 80
