@@ -103,6 +103,16 @@ def test_a_text_is_searched_in_stored_groups_then_in_samples(written: RunClient,
     page.get_by_text("history.samples_per_step").wait_for()
 
 
+def test_what_a_model_said_at_first_and_says_now_is_on_one_page(written: RunClient, open_page: OpenPage) -> None:
+    """Two clicks from the list of runs."""
+    page = open_page(str(written.http.base_url))
+    page.get_by_role("link", name="texts").click()
+    page.get_by_role("link", name="What it said at first and now").click()
+    page.get_by_role("heading", name="Step 2, the newest").wait_for()
+    assert page.locator(".texts h2").all_inner_texts() == ["Step 0, the first", "Step 2, the newest"]
+    assert page.locator(".texts tbody tr").count() == 6
+
+
 def test_a_search_without_a_tokenizer_says_why_there_is_no_text(trained: RunClient, open_page: OpenPage) -> None:
     allowed = ("status of 422",)
     page = open_page(str(trained.http.base_url), "/runs/sums/rollouts?text=yes", allowed)

@@ -3,13 +3,14 @@
 import { Problem, find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
 import { bytes, clockTime, count, counted, decimal } from "../format.js";
-import { describeParts, ends, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
+import { describeParts, ends as shortened, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
 const LIMIT = 25;
 const SAMPLED_STEPS = 100;
 const STATES = ["", "live", "in_batches", "retired", "evicted", "dead_lettered"];
 const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of rewards"], ["longest_tokens", "longest rollout"], ["staleness", "staleness"]];
+const LISTS = [["", "Groups"], ["samples", "Samples of trained steps"], ["ends", "First step and newest"]];
 // What people look for first: [name, order, direction].
 const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "reward", "false"], ["Longest", "longest_tokens", "true"], ["Widest spread", "reward_std", "true"]];
 // Name, label, type, and what the field does.
@@ -28,8 +29,9 @@ export function openRollouts({ query }, run) {
   const [note, found, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
   const sampled = query.get("list") === "samples";
   const settled = query.get("after") || query.get("before") || query.get("text");
-  const refresh = () => (sampled ? listSamples() : listGroups());
-  const view = runView(run, "Rollouts", [lists(query, run, sampled), tabs(query, run, sampled), form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
+  const ends = query.get("list") === "ends";
+  const refresh = () => (ends ? listEnds() : sampled ? listSamples() : listGroups());
+  const view = runView(run, "Rollouts", [lists(query, run), !ends && tabs(query, run, sampled), !ends && form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
 
   async function listGroups() {
     const asked = Object.fromEntries([...query].filter(([name]) => !["list", "text", "before"].includes(name)));
@@ -59,6 +61,16 @@ export function openRollouts({ query }, run) {
     update(note, h("p", { class: "quiet" }, `${counted(samples.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
     update(found, sampleTable(run, samples, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
     update(pages, links(query, run, "before", page.next, "Next page"));
+  }
+
+  // What the model said at first, and what it says now.
+  async function listEnds() {
+    const newest = await get(runPath(run, "/samples"), { limit: 1 });
+    const oldest = newest.oldest === null ? newest : await get(runPath(run, "/samples"), { step: newest.oldest });
+    const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "")];
+    const both = newest.samples.length && oldest.samples.length && newest.samples[0].step > newest.oldest;
+    update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "Two trained steps must have samples. They appear when the trainer has acked a step."), !both && waysToKeepMore(run));
+    update(found, both && [part(oldest, newest.oldest ? "the oldest with samples" : "the first"), part(newest, "the newest")].flat());
   }
 
   return view;
@@ -103,9 +115,10 @@ function links(query, run, name, next, further) {
   return [query.get(name) && h("a", { class: "button", href: address(run, with_(query, { [name]: "" })) }, "First page"), next !== null && h("a", { class: "button", href: address(run, with_(query, { [name]: next })) }, further)];
 }
 
-function lists(query, run, sampled) {
-  const link = (name, list, current) => h("a", { class: "button", href: address(run, with_(query, { list, after: "", before: "" })), "aria-current": current ? "true" : null }, name);
-  return h("nav", { class: "choice", "aria-label": "What to list" }, link("Groups", "", !sampled), link("Samples of trained steps", "samples", sampled));
+function lists(query, run) {
+  const current = query.get("list") ?? "";
+  const link = ([list, name]) => h("a", { class: "button", href: address(run, with_(query, { list, after: "", before: "" })), "aria-current": list === current ? "true" : null }, name);
+  return h("nav", { class: "choice", "aria-label": "What to list" }, LISTS.map(link));
 }
 
 function tabs(query, run, sampled) {
@@ -145,8 +158,8 @@ function address(run, query) {
 const groupLink = (run, one) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(one.group_id)}`) }, one.group_id);
 const small = (...parts) => h("small", {}, parts);
 const words = (text) => h("div", { class: "words" }, text);
-const prompt = (one, shown) => [words(shown ? ends(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
-const completion = (shown, match) => [match && excerpt(match), words(ends(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
+const prompt = (one, shown) => [words(shown ? shortened(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
+const completion = (shown, match) => [match && excerpt(match), words(shortened(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
 // The place where a search found its text.
 const excerpt = ({ part, place, before, text, behind }) => [small(`in the ${part} of rollout ${place + 1}:`), h("div", { class: "words" }, "… ", before, h("mark", {}, text), behind, " …")];
 const reward = (shown) => [score(shown.reward), small(describeParts(shown.rewards))];
