@@ -145,6 +145,29 @@ def find_the_worst_rollouts(page: Any, url: str, camera: Camera) -> None:
     camera.take("group", 760)
 
 
+QUESTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "does it learn?": ((RUN,), "details:has(h2:text-is('Learning')) canvas"),
+    "its worst completions": ((RUN, "Its worst completions of the last step"), ".texts tbody tr"),
+    "what it said at first and now": ((RUN, "What it said at first and now"), ".texts h2 >> nth=1"),
+    "which of two runs is better?": (("Compare these 2 runs",), "text=seconds per step"),
+    "why does it wait?": ((RUN,), ".state strong"),
+}
+"""Links that lead from the list of runs to an answer, and what the page shows then."""
+
+
+def ask_the_first_questions(page: Any, url: str) -> None:
+    """Each from the list of runs, by clicks; for two of many runs their name is typed into the search."""
+    for question, (links, answer) in QUESTIONS.items():
+        page.goto("about:blank")
+        with timed(f"{question}, {len(links)} clicks"):
+            page.goto(url)
+            page.get_by_role("link", name=RUN).wait_for()
+            page.get_by_label("Search runs").fill("sums-1" if links[0] != RUN else "")
+            for link in links:
+                page.get_by_role("link", name=link, exact=True).click()
+            page.locator(answer).first.wait_for()
+
+
 def change_the_strategy(page: Any, url: str, camera: Camera) -> None:
     """With a preview; the page of the run then compares the steps before and after."""
     page.goto(f"{url}/#/runs/{RUN}/act")
@@ -200,6 +223,7 @@ def walk(model: Path, out: Path, folder: Path) -> None:
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
             page.set_default_timeout(PATIENCE_S * 1000)
             camera = Camera(page, out)
+            ask_the_first_questions(page, service.url)
             find_the_worst_rollouts(page, service.url, camera)
             change_the_strategy(page, service.url, camera)
             changed_at = run.state()["step"]

@@ -158,10 +158,10 @@ function address(run, query) {
 const groupLink = (run, one) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(one.group_id)}`) }, one.group_id);
 const small = (...parts) => h("small", {}, parts);
 const words = (text) => h("div", { class: "words" }, text);
-const prompt = (one, shown) => [words(shown ? shortened(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
-const completion = (shown, match) => [match && excerpt(match), words(shortened(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
+const prompt = (one, shown, match) => [match?.part === "prompt" && excerpt(match), words(shown ? shortened(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
+const completion = (shown, match) => [match?.part === "completion" && excerpt(match), words(shortened(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
 // The place where a search found its text.
-const excerpt = ({ part, place, before, text, behind }) => [small(`in the ${part} of rollout ${place + 1}:`), h("div", { class: "words" }, "… ", before, h("mark", {}, text), behind, " …")];
+const excerpt = ({ place, before, text, behind }) => h("div", {}, small(`Rollout ${place + 1} has it:`), h("div", { class: "words" }, "… ", before, h("mark", {}, text), behind, " …"));
 const reward = (shown) => [score(shown.reward), small(describeParts(shown.rewards))];
 
 // One rollout of each group, with the reward of this rollout and of the whole group.
@@ -169,7 +169,7 @@ function previewTable(run, groups, empty) {
   const missing = (one) => h("span", { class: "quiet" }, one.state === "retired" ? "Freed, without a sample." : "Too large for this list. Open the group to read it.");
   const columns = [
     ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.reason ?? one.state), small(`version ${count(one.policy_version)}, ${counted(one.group_size, "rollout")}`)]],
-    ["Prompt", "", (one) => prompt(one, one.preview)],
+    ["Prompt", "", (one) => prompt(one, one.preview, one.match)],
     ["Completion", "", (one) => (one.preview ? completion(one.preview, one.match) : missing(one))],
     ["Reward", "", (one) => [one.preview ? reward(one.preview) : null, small(`group ${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)].flat()],
     ["Steps", "", (one) => [steps(run, one.batches), small(clockTime(one.arrival_s))].flat(4)],
