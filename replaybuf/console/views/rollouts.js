@@ -2,7 +2,7 @@
 
 import { Problem, find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
-import { bytes, clockTime, count, counted, decimal } from "../format.js";
+import { bytes, clockTime, count, counted, decimal, shorten } from "../format.js";
 import { describeParts, ends as shortened, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
@@ -140,8 +140,11 @@ function form(query, run) {
     location.hash = address(run, new URLSearchParams([...new FormData(event.target), ["list", query.get("list") ?? ""]]));
   };
   const buttons = h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: runLink(run, "/rollouts") }, "Clear"));
-  const open = [...query.keys()].some((name) => !["order", "desc", "after", "before", "list"].includes(name));
-  return h("details", { class: "fields", open }, h("summary", {}, "Search and filters"), h("form", { submit }, h("div", { class: "grid" }, inputs, state, order, desc), buttons));
+  const chosen = [...query].filter(([name, value]) => value && !["order", "desc", "after", "before", "list"].includes(name));
+  const named = chosen.map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
+  // On a phone the open form would hide what was found.
+  const open = chosen.length > 0 && matchMedia("(min-width: 601px)").matches;
+  return h("details", { class: "fields", open }, h("summary", {}, "Search and filters", named && `: ${shorten(named, 80)}`), h("form", { submit }, h("div", { class: "grid" }, inputs, state, order, desc), buttons));
 }
 
 function with_(query, changes) {
