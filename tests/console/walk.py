@@ -127,7 +127,7 @@ def find_a_stalled_run(page: Any, url: str, camera: Camera) -> None:
     page.get_by_text("The trainer is gone").wait_for()  # it ends a minute later
     camera.take("stalled", 560)
     page.get_by_role("link", name="runs").click()
-    page.get_by_text("1 stand still").wait_for()
+    page.get_by_text("1 stands still").wait_for()
     camera.take("runs", 520)
 
 
