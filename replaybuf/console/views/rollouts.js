@@ -142,8 +142,8 @@ function form(query, run) {
   const buttons = h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: runLink(run, "/rollouts") }, "Clear"));
   const chosen = [...query].filter(([name, value]) => value && !["order", "desc", "after", "before", "list"].includes(name));
   const named = chosen.map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
-  // On a phone the open form would hide what was found.
-  const open = chosen.length > 0 && matchMedia("(min-width: 601px)").matches;
+  // Links of other pages choose a step, and on a phone the form has the whole window: open, it would hide the rollouts.
+  const open = chosen.some(([name]) => name !== "step") && matchMedia("(min-width: 601px)").matches;
   return h("details", { class: "fields", open }, h("summary", {}, "Search and filters", named && `: ${shorten(named, 80)}`), h("form", { submit }, h("div", { class: "grid" }, inputs, state, order, desc), buttons));
 }
 
