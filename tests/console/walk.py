@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from tests.conftest import ClockedServe, RunClient
@@ -106,8 +107,19 @@ class Camera:
         picture = Image.open(io.BytesIO(shot)).convert("RGB")
         path = self.out / f"{name}.png"
         few = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        _restore_background(few, picture)
         few.save(path, optimize=True)
         print(f"{path}: {path.stat().st_size / 1024:.0f} kB", flush=True)
+
+
+def _restore_background(few: Image.Image, picture: Image.Image) -> None:
+    """Give the largest area its own colour again: fewer colours tint it."""
+    places = np.asarray(few)
+    largest = int(np.bincount(places.ravel()).argmax())
+    colours, counts = np.unique(np.asarray(picture)[places == largest], axis=0, return_counts=True)
+    palette = list(few.getpalette() or [])
+    palette[3 * largest : 3 * largest + 3] = colours[counts.argmax()].tolist()
+    few.putpalette(palette)
 
 
 @contextlib.contextmanager
