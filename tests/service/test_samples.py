@@ -97,7 +97,7 @@ def test_a_run_may_keep_no_samples(run: RunClient) -> None:
     run.train(epoch, range(1))
     assert run.post("checkpoints", epoch=epoch, step=1, keep=1).status_code == 200
     eventually(lambda: run.get("groups/g").json()["rollouts"] is None, within_s=60.0)
-    nothing = {"samples": [], "next": None, "steps": 0, "oldest": None, "samples_per_step": 0}
+    nothing: dict[str, Any] = {"samples": [], "next": None, "steps": 0, "oldest": None, "samples_per_step": 0}
     assert run.get("samples").json() == nothing
 
 
