@@ -251,7 +251,7 @@ def _run_command(
     log_format: Annotated[
         LogFormat,
         Parameter(
-            help="Form of log messages: text, or one JSON object per line.",
+            help="Form of messages, on standard output too: text, or one JSON object per line.",
             env_var="REPLAYBUF_LOG_FORMAT",
             show_env_var=False,
             group=EVERY,

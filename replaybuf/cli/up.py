@@ -15,6 +15,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
+from replaybuf.cli.service import print_json
 from replaybuf.errors import Conflict, Invalid, counted
 from replaybuf.launch.file import read_file
 from replaybuf.launch.guard import lock_folder
@@ -35,7 +36,8 @@ class UpOptions:
     dry_run: Annotated[bool, Parameter(negative="")] = False
     """Check the file and print what would start: commands, environment, addresses. Secrets are hidden."""
     json: Annotated[bool, Parameter(negative="")] = False
-    """Print the result of --dry-run, or the problems of the file, as JSON."""
+    """Print JSON: how the run ended, the plan of --dry-run, or the problems of the file. The progress of the run goes
+    to standard error."""
     token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token of the service with the role operator, for a service with a tokens file."""
 
@@ -53,7 +55,7 @@ def up(
     Failed processes are restarted. Ctrl-C stops all of them; the same command continues the run. "replaybuf config
     schema" has all keys of the file. The exit code is 2 for a wrong file, and 1 if a process keeps failing.
     """
-    code = run_up(Console(), file, options)
+    code = run_up(Console(stderr=options.json), file, options)
     if code:
         sys.exit(code)
 
@@ -82,7 +84,7 @@ def run_up(console: Console, file: Path, options: UpOptions) -> int:
 
 def _reject(file: Path, problems: Sequence[str], options: UpOptions) -> int:
     if options.json:
-        print(msgspec.json.encode({"problems": problems}).decode())
+        print_json({"problems": problems})
     else:
         count = "1 problem" if len(problems) == 1 else counted(len(problems), "problem")
         lines = [f"replaybuf: {file} has {count}, and nothing was started", *(f"  - {problem}" for problem in problems)]
@@ -115,6 +117,16 @@ def _run(console: Console, plan: Plan, lock: int, file: Path, options: UpOptions
     with View(console) as view:
         session = Session(plan, view, lock=lock, token=options.token)
         stop = asyncio.run(session.run())
+    if options.json:
+        print_json(
+            {
+                "run": plan.run,
+                "stopped": stop.reason if stop else None,
+                "data_dir": str(plan.data_dir),
+                "logs": str(plan.logs),
+                "console": shlex.join(plan.service.command),
+            }
+        )
     if stop:
         print_stop(console, stop, "up", command_line("up", str(file)))
         return stop.exit_code

@@ -313,6 +313,7 @@ class RunCalls:
         id_prefix: str | None = None,
         source: str | None = None,
         adapter: str | None = None,
+        contains: str | None = None,
         lacks: str | None = None,
         order: Literal["arrival", "reward", "staleness"] = "arrival",
         desc: bool = False,
@@ -320,13 +321,15 @@ class RunCalls:
         """List up to `limit` groups that meet all conditions, after the `next` of an earlier page; None = any.
 
         A page may be short and have a `next`. `step`: whose batch used the group; staleness: at the next step to
-        assemble; `source`: in the metadata, "" = none; `lacks`: a column that may still be added. Only groups that are
-        not freed are sorted by reward or staleness. Raises `Invalid`.
+        assemble; `source`: in the metadata, "" = none; `contains`: letters of a prompt or completion, in any case, in
+        groups that are not freed; `lacks`: a column that may still be added. Only groups that are not freed are sorted
+        by reward or staleness. Raises `Invalid`.
         """
         params: dict[str, str | int] = {"limit": limit, "order": order} | ({"desc": "true"} if desc else {})
         params |= fields(state=state, step=step, version=version, prompt_id=prompt_id, source=source, adapter=adapter)
         params |= fields(min_reward=min_reward, max_reward=max_reward, after=after)
         params |= fields(min_staleness=min_staleness, max_staleness=max_staleness, lacks=lacks, id_prefix=id_prefix)
+        params |= fields(contains=contains)
         return answer_of((yield HttpRequest(path="/groups", params=params)), GroupPage)
 
     def list_samples(

@@ -7,6 +7,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 const HEIGHT = 190;
 
 const SMOOTH_WIDTH = 2;
+const LAST_ROWS = 3;
 // Distances of marks on an axis of whole numbers.
 const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 9 }, (_, power) => first * 10 ** power)).sort((one, other) => one - other);
 
@@ -74,7 +75,7 @@ export class Chart {
     else this.build(data);
     this.shape = shape; // uPlot cannot change the number or the names of its lines
     const { plot } = this;
-    queueMicrotask(() => plot && (plot.cursor.idx ?? plot.setLegend({ idx: data[0].length - 1 }))); // uPlot empties it after a change of the data
+    queueMicrotask(() => plot && (plot.cursor.idx ?? plot.setLegend({ idx: newestRow(data) }))); // uPlot empties it after a change of the data
   }
 
   // Places of the lines that have a smoothed one: of a band the mean alone.
@@ -98,7 +99,7 @@ export class Chart {
       width: Math.max(200, this.place.clientWidth),
       height: HEIGHT,
       scales: { x: { time, range: (_, low, high) => (low === high ? [low, low + 1] : [low, high]) }, y: log && isPositive(data) ? { distr: 3 } : {} },
-      axes: [{ ...axis(null), ...(this.spec.x === "hours" ? {} : steps) }, axis((_, values) => values.map((value) => (value === null ? "" : Math.abs(value) >= 10000 ? count(value) : String(+value.toPrecision(4)))))],
+      axes: [{ ...axis(null), ...(this.spec.x === "hours" ? {} : steps) }, axis((_, values) => values.map(mark))],
       series: [{ label: this.spec.x ?? (time ? "time" : "step"), value: (_, value) => (value === null ? "–" : time ? new Date(value * 1000).toLocaleString("sv") : Number.isInteger(value) ? String(value) : value.toFixed(3)) }, ...series],
       bands: this.spec.band ? [{ series: [1, 2], fill: `${color("--line-1")}22` }] : [],
       cursor: { ...(this.spec.alone ? {} : { sync }), drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => null } },
@@ -161,6 +162,13 @@ export class Chart {
 
 const isNumber = (value) => typeof value === "number";
 
+// The newest steps lack figures until they are acked: of the last rows the one with the most values.
+function newestRow([x, ...lines]) {
+  const known = (place) => lines.filter((values) => isNumber(values[place])).length;
+  const rows = [...x.keys()].slice(-LAST_ROWS).reverse();
+  return rows.reduce((best, place) => (known(place) > known(best) ? place : best), rows[0]);
+}
+
 function isConstant(values) {
   const first = values.find(isNumber);
   return values.every((value) => !isNumber(value) || value === first);
@@ -202,5 +210,13 @@ export function saveFile(name, type, text) {
 
 // A spreadsheet must not take a name for a formula.
 const quote = (text) => `"${(/^[=+\-@\t\r]/.test(text) ? `'${text}` : text).replaceAll('"', '""')}"`;
+
+// A value beside an axis, which has room for seven characters.
+function mark(value) {
+  if (value === null) return "";
+  const rounded = +value.toPrecision(4);
+  if (rounded !== 0 && Math.abs(rounded) < 0.001) return rounded.toExponential();
+  return Math.abs(rounded) >= 10000 ? count(rounded) : String(rounded);
+}
 
 const format = (value) => (value === null || value === undefined ? "–" : Math.abs(value) >= 10000 ? count(value) : String(+value.toPrecision(4)));

@@ -52,6 +52,7 @@ def cells(page: Any, table: str, name: str) -> list[str]:
 def test_runs_chosen_in_the_list_are_shown_side_by_side(server: ServeProcess, open_page: OpenPage) -> None:
     """What was chosen stays chosen while the list is sorted and refreshed."""
     page = open_page(server.url)
+    page.get_by_role("link", name="Compare these").wait_for()
     page.get_by_label("Compare second").check()
     page.get_by_text("choose 2 to 6 runs").wait_for()
     page.get_by_role("button", name="Run").click()

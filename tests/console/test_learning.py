@@ -117,3 +117,5 @@ def test_runs_are_compared_by_held_out_results_and_metrics(run: RunClient, open_
     assert columns_of(page, "Metric: loss")[run.run] == ("0.5", "1")
     page.get_by_role("heading", name="Held-out: held-out").wait_for()
     assert columns_of(page, "Held-out: held-out")[run.run] == ("0.5",)
+    newest = page.get_by_role("region", name="Newest steps").locator("tr", has_text="held-out held-out")
+    newest.get_by_text("at version 0").wait_for()

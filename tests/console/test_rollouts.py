@@ -83,12 +83,17 @@ def test_the_table_shows_what_was_asked_said_and_scored(written: RunClient, open
     assert "retired" in freed and ("Freed" in freed or "right answer: 27" in freed)
 
 
-def test_texts_are_searched_in_what_is_kept(written: RunClient, open_page: OpenPage) -> None:
+def test_a_text_is_searched_in_stored_groups_then_in_samples(written: RunClient, open_page: OpenPage) -> None:
+    """The page says how far the search went, and marks the text in the rollout that has it."""
     page = open_page(str(written.http.base_url), "/runs/texts/rollouts")
     rows_of(page)
     page.get_by_text("Search and filters").click()
     page.get_by_label("Text", exact=True).fill("THE ANSWER IS")
     page.get_by_role("button", name="Show").click()
+    page.get_by_text("Looked at all 3 groups that have bytes").wait_for()
+    assert [row.split()[0] for row in rows_of(page)] == ["live", "g2-1", "g2-0"]
+    assert page.locator("mark").all_inner_texts() == ["The answer is"] * 3
+    page.get_by_role("link", name="their samples").click()
     page.get_by_text("steps have samples, 3 of each").wait_for()
     rows = rows_of(page)
     assert rows and all("The answer is 42." in row for row in rows)
@@ -96,6 +101,22 @@ def test_texts_are_searched_in_what_is_kept(written: RunClient, open_page: OpenP
     page.get_by_role("button", name="Show").click()
     page.get_by_text('No sample has the text "no such words"').wait_for()
     page.get_by_text("history.samples_per_step").wait_for()
+
+
+def test_what_a_model_said_at_first_and_says_now_is_on_one_page(written: RunClient, open_page: OpenPage) -> None:
+    """Two clicks from the list of runs."""
+    page = open_page(str(written.http.base_url))
+    page.get_by_role("link", name="texts").click()
+    page.get_by_role("link", name="What it said at first and now").click()
+    page.get_by_role("heading", name="Step 2, the newest").wait_for()
+    assert page.locator(".texts h2").all_inner_texts() == ["Step 0, the first", "Step 2, the newest"]
+    assert page.locator(".texts tbody tr").count() == 6
+
+
+def test_a_search_without_a_tokenizer_says_why_there_is_no_text(trained: RunClient, open_page: OpenPage) -> None:
+    allowed = ("status of 422",)
+    page = open_page(str(trained.http.base_url), "/runs/sums/rollouts?text=yes", allowed)
+    page.get_by_text("serve --tokenizer FOLDER").wait_for()
 
 
 def test_an_id_is_found_by_its_start_and_a_wrong_one_is_said_so(written: RunClient, open_page: OpenPage) -> None:

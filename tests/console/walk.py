@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from tests.conftest import ClockedServe, RunClient
@@ -106,8 +107,19 @@ class Camera:
         picture = Image.open(io.BytesIO(shot)).convert("RGB")
         path = self.out / f"{name}.png"
         few = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        _restore_background(few, picture)
         few.save(path, optimize=True)
         print(f"{path}: {path.stat().st_size / 1024:.0f} kB", flush=True)
+
+
+def _restore_background(few: Image.Image, picture: Image.Image) -> None:
+    """Give the largest area its own colour again: fewer colours tint it."""
+    places = np.asarray(few)
+    largest = int(np.bincount(places.ravel()).argmax())
+    colours, counts = np.unique(np.asarray(picture)[places == largest], axis=0, return_counts=True)
+    palette = list(few.getpalette() or [])
+    palette[3 * largest : 3 * largest + 3] = colours[counts.argmax()].tolist()
+    few.putpalette(palette)
 
 
 @contextlib.contextmanager
@@ -127,7 +139,7 @@ def find_a_stalled_run(page: Any, url: str, camera: Camera) -> None:
     page.get_by_text("The trainer is gone").wait_for()  # it ends a minute later
     camera.take("stalled", 560)
     page.get_by_role("link", name="runs").click()
-    page.get_by_text("1 stand still").wait_for()
+    page.get_by_text("1 stands still").wait_for()
     camera.take("runs", 520)
 
 
@@ -143,6 +155,29 @@ def find_the_worst_rollouts(page: Any, url: str, camera: Camera) -> None:
         first.get_by_role("link").first.click()
         page.locator(".rollout").first.wait_for()
     camera.take("group", 760)
+
+
+QUESTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "does it learn?": ((RUN,), "details:has(h2:text-is('Learning')) canvas"),
+    "its worst completions": ((RUN, "Its worst completions of the last step"), ".texts tbody tr"),
+    "what it said at first and now": ((RUN, "What it said at first and now"), ".texts h2 >> nth=1"),
+    "which of two runs is better?": (("Compare these 2 runs",), "text=seconds per step"),
+    "why does it wait?": ((RUN,), ".state strong"),
+}
+"""Links that lead from the list of runs to an answer, and what the page shows then."""
+
+
+def ask_the_first_questions(page: Any, url: str) -> None:
+    """Each from the list of runs, by clicks; for two of many runs their name is typed into the search."""
+    for question, (links, answer) in QUESTIONS.items():
+        page.goto("about:blank")
+        with timed(f"{question}, {len(links)} clicks"):
+            page.goto(url)
+            page.get_by_role("link", name=RUN).wait_for()
+            page.get_by_label("Search runs").fill("sums-1" if links[0] != RUN else "")
+            for link in links:
+                page.get_by_role("link", name=link, exact=True).click()
+            page.locator(answer).first.wait_for()
 
 
 def change_the_strategy(page: Any, url: str, camera: Camera) -> None:
@@ -200,6 +235,7 @@ def walk(model: Path, out: Path, folder: Path) -> None:
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
             page.set_default_timeout(PATIENCE_S * 1000)
             camera = Camera(page, out)
+            ask_the_first_questions(page, service.url)
             find_the_worst_rollouts(page, service.url, camera)
             change_the_strategy(page, service.url, camera)
             changed_at = run.state()["step"]

@@ -128,6 +128,15 @@ def test_a_run_goes_to_its_end_and_leaves_no_process(run: Run) -> None:
     assert run.state.read_text() == str(STEPS)
 
 
+def test_a_run_that_a_script_starts_prints_one_json_object(run: Run) -> None:
+    """How it ended, on standard output; the progress is on the other stream. A session that stops says why."""
+    output, errors = (session := run.start("--json")).communicate(timeout=WITHIN_S)
+    summary = json.loads(output)
+    assert (session.returncode, summary["run"], summary["stopped"]) == (0, "up", None), errors
+    assert summary["data_dir"] == str(run.folder / "data") and " serve " in summary["console"]
+    assert "training is done" in errors
+
+
 def test_every_killed_child_is_restarted_and_the_run_completes(run: Run) -> None:
     """kill -9 of trainer, engine and service in the middle; each restart is explained, and no step is lost."""
     run.fault.write_text("hold")
@@ -214,6 +223,8 @@ def test_a_child_that_keeps_failing_ends_the_session_with_its_last_lines(run: Ru
     assert "restart 3 of 3 in 0.01 s" in output
     assert re.search(r"stopped: trainer \(pid \d+\) exited with code 7 after 3 restarts", output)
     assert "  weights are not finite" in output
+    output, _ = run.start("--json").communicate(timeout=WITHIN_S)
+    assert "exited with code 7 after 3 restarts" in json.loads(output)["stopped"]
 
 
 def test_one_folder_has_one_session(run: Run) -> None:

@@ -126,7 +126,7 @@ def call_every_route(api: CheckedClient, name: str) -> None:
         assert reply.status_code == status, reply.text
     columns = {"columns": {"rewards.judge": [0.5, 2.0]}}
     assert ask("PUT", "/groups/{group_id}/columns", group_id="a", body=columns).status_code == 409
-    for query in ({}, {"state": "live", "limit": 1, "after": 0}):
+    for query in ({}, {"state": "live", "limit": 1, "after": 0}, {"contains": "x"}):
         ask("GET", "/groups", query=query)
     ask("GET", "/groups/{group_id}", group_id="a")
     assert ask("GET", "/groups/{group_id}", group_id="nobody").status_code == 404

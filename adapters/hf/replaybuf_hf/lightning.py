@@ -58,8 +58,8 @@ def backward(module: LightningModule, batch: TensorBatch, row_loss: Callable[[Ro
 
 def _unsynchronised(trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
     block = getattr(trainer.strategy, "block_backward_sync", contextlib.nullcontext)
-    found: contextlib.AbstractContextManager[Any] = block()
-    return found
+    unsynchronised: contextlib.AbstractContextManager[Any] = block()
+    return unsynchronised
 
 
 class ReplaybufDataModule(LightningDataModule):  # type: ignore[misc]

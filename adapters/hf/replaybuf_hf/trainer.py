@@ -65,10 +65,10 @@ class ReplaybufTrainerMixin(Trainer):  # type: ignore[misc]
         Inputs of an `eval_dataset` are not rows of a run: they get the loss of the Trainer.
         """
         if "inference_logprobs" not in inputs:
-            found: torch.Tensor | tuple[torch.Tensor, Any] = super().compute_loss(
+            evaluated: torch.Tensor | tuple[torch.Tensor, Any] = super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch
             )
-            return found
+            return evaluated
         logprobs = token_logprobs(model, inputs)
         loss = clipped_policy_loss(logprobs, inputs) / float(num_items_in_batch)
         return (loss, {"logprobs": logprobs}) if return_outputs else loss

@@ -19,20 +19,20 @@ DEFAULT_URL = "http://127.0.0.1:8900"
 
 def main(arguments: list[str] | None = None) -> None:
     """Feed prime-rl's trainer until the run has ended. Exit code 1 after an error."""
-    given = _parser().parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     options = SidecarOptions(
-        output_dir=given.output_dir,
-        dp_world_size=given.dp_world_size,
-        pad_to_multiple_of=given.pad_to_multiple_of,
-        keep_checkpoints=given.keep_checkpoints,
-        poll_s=given.poll_s,
+        output_dir=parsed.output_dir,
+        dp_world_size=parsed.dp_world_size,
+        pad_to_multiple_of=parsed.pad_to_multiple_of,
+        keep_checkpoints=parsed.keep_checkpoints,
+        poll_s=parsed.poll_s,
     )
-    engines = Engines(given.engine)
+    engines = Engines(parsed.engine)
     try:
-        check_layout(given.prime_rl)
-        with Client(given.url, given.run, os.environ.get("REPLAYBUF_TOKEN")) as client:
+        check_layout(parsed.prime_rl)
+        with Client(parsed.url, parsed.run, os.environ.get("REPLAYBUF_TOKEN")) as client:
             sidecar = Sidecar(client, options, engines.load)
             signal.signal(signal.SIGTERM, lambda *_: sidecar.stop())
             sidecar.run()

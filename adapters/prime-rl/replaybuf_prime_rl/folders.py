@@ -87,5 +87,5 @@ class Folders:
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     if folder.is_dir():
         for path in list(folder.iterdir()):
-            if found := STEP.fullmatch(path.name):
-                yield int(found[1]), path
+            if match := STEP.fullmatch(path.name):
+                yield int(match[1]), path

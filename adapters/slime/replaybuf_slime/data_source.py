@@ -165,11 +165,11 @@ class ReplaybufDataSource:
         if not path.exists():  # killed between slime's checkpoint and `save`: the run knows enough
             logger.warning("no %s; the run decides whether it has these steps", path)
             return
-        found = json.loads(read_bounded(path, CONFIG_BYTES))["run"]
-        if found != self.settings.run:
+        saved_run = json.loads(read_bounded(path, CONFIG_BYTES))["run"]
+        if saved_run != self.settings.run:
             bound = self.settings.run
-            detail = f"{path} is a checkpoint of run {found}; replaybuf_run is {bound}"
-            raise WrongStep(detail, name="replaybuf_run", value=found, bound=bound)
+            detail = f"{path} is a checkpoint of run {saved_run}; replaybuf_run is {bound}"
+            raise WrongStep(detail, name="replaybuf_run", value=saved_run, bound=bound)
 
     @staticmethod
     def _state_path(folder: str, rollout_id: int) -> Path:

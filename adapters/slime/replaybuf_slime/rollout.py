@@ -26,7 +26,7 @@ def generate_rollout(
     if evaluation:
         raise Invalid(_EVALUATION, name="eval_function_path", value="replaybuf_slime.generate_rollout")
     if not isinstance(data_source, ReplaybufDataSource):
-        found, needed = type(data_source).__name__, "replaybuf_slime.ReplaybufDataSource"
-        raise Invalid(f"--data-source-path is {found}; needed: {needed}", name="data_source_path", value=found)
+        source, needed = type(data_source).__name__, "replaybuf_slime.ReplaybufDataSource"
+        raise Invalid(f"--data-source-path is {source}; needed: {needed}", name="data_source_path", value=source)
     batch = data_source.fetch(rollout_id)
     return RolloutFnTrainOutput(samples_of(batch, args.reward_key), data_source.metrics(batch))

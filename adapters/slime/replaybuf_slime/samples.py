@@ -21,12 +21,12 @@ def samples_of(batch: Batch, reward_key: str | None = None) -> list[list[Sample]
     Raises `Invalid` for sampling weights, which slime has no place for.
     """
     check_unweighted(batch, "slime")
-    found: dict[RolloutKey, Sample] = {}
+    samples: dict[RolloutKey, Sample] = {}
     for row in batch.micro_batches:
         for number, key in enumerate(rollout_keys(row)):
-            found[key] = _sample(batch, row, number, reward_key)
+            samples[key] = _sample(batch, row, number, reward_key)
     groups: list[list[Sample]] = [[] for _ in batch.meta.group_ids]
-    for index, (key, sample) in enumerate(sorted(found.items(), key=itemgetter(0))):
+    for index, (key, sample) in enumerate(sorted(samples.items(), key=itemgetter(0))):
         sample.group_index, sample.index = key.group_index, index
         groups[key.group_index].append(sample)
     return groups

@@ -89,5 +89,5 @@ def _update_interval(args: Any, settings: Settings) -> int:
 
 
 def _setting(args: Any, name: str, default: Any) -> Any:
-    given = getattr(args, f"replaybuf_{name}", None)
-    return os.environ.get(f"REPLAYBUF_{name.upper()}", default) if given is None else given
+    value = getattr(args, f"replaybuf_{name}", None)
+    return os.environ.get(f"REPLAYBUF_{name.upper()}", default) if value is None else value

@@ -40,8 +40,8 @@ def explain_mismatch(proof: bytes, hidden: torch.Tensor, chunk_tokens: int, topk
 
     size = proof_bytes(topk)
     chunks = [proof[start : start + size] for start in range(0, len(proof), size)]
-    found = verify_proofs_bytes(_rows(hidden), chunks, chunk_tokens, topk, skip_prefill=True)
-    for number, result in enumerate(found):
+    results = verify_proofs_bytes(_rows(hidden), chunks, chunk_tokens, topk, skip_prefill=True)
+    for number, result in enumerate(results):
         share = result.exp_mismatches / topk
         if (
             share > LARGEST_EXPONENT_MISMATCHES

@@ -81,13 +81,13 @@ def _queue(name: str, settings: dict[str, Any]) -> Iterator[None]:
 
 def measure(tokens: int, residents: list[int], puts: int) -> dict[str, dict[str, float]]:
     """Fill the queue to each number of residents, and measure there; returns samples per second."""
-    filler, held, found = samples(FILL, tokens), 0, {}
+    filler, held, rates = samples(FILL, tokens), 0, {}
     for resident in residents:
         while held < resident:
             transfer_queue.kv_batch_put([f"resident-{held + n}" for n in range(FILL)], "train", filler)
             held += FILL
-        found[f"{tokens} tokens, {resident} resident"] = _rates(tokens, f"{resident}", puts)
-    return found
+        rates[f"{tokens} tokens, {resident} resident"] = _rates(tokens, f"{resident}", puts)
+    return rates
 
 
 def _rates(tokens: int, name: str, puts: int) -> dict[str, float]:
@@ -122,8 +122,8 @@ def machine() -> str:
 def table(pieces: dict[str, dict[str, dict[str, float]]]) -> str:
     """Return a row of Markdown for each case: medians, least to largest, ratio to SimpleStorage."""
     cases: dict[str, dict[str, list[float]]] = {}
-    for piece, found in pieces.items():
-        for case, rates in found.items():
+    for piece, rates_by_case in pieces.items():
+        for case, rates in rates_by_case.items():
             for name, rate in rates.items():
                 cases.setdefault(f"{case}, {name}", {}).setdefault(piece.split(", ")[2], []).append(rate)
     lines = [f"| samples/s | {' | '.join(BACK_ENDS)} |", "|---" * (1 + len(BACK_ENDS)) + "|"]
@@ -147,8 +147,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="results; pieces that it has are not measured again")
     parser.add_argument("--minutes", type=float, default=600, help="begin no piece after this time")
     options = parser.parse_args()
-    given = {"machine": machine(), "puts": options.puts, "pieces": {}}
-    result = json.loads(options.json.read_text()) if options.json.exists() else given
+    empty = {"machine": machine(), "puts": options.puts, "pieces": {}}
+    result = json.loads(options.json.read_text()) if options.json.exists() else empty
     end_s, is_started = time.monotonic() + 60 * options.minutes, False
     for piece, tokens, back_end in (
         (f"run {run}, {tokens} tokens, {back_end}", tokens, back_end)

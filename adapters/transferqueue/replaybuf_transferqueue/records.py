@@ -102,7 +102,8 @@ class Restored(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         shown = "; ".join(
-            f"{one.partition}/{one.key or one.index}: {', '.join(one.fields)}" for one in self.missing[:5]
+            f"{sample.partition}/{sample.key or sample.index}: {', '.join(sample.fields)}"
+            for sample in self.missing[:5]
         )
         return (
             f"{counted(self.samples, 'sample')} with {counted(self.values, 'value')}; "
@@ -147,7 +148,7 @@ def _later(
     store: Store, records: Mapping[str, Record], alive: set[str], samples: Mapping[int, dict[str, list[Any]]]
 ) -> list[Later]:
     owner = {name[0]: index for index, fields in samples.items() for name in fields.values()}
-    found = []
+    later = []
     for pieces in store.at().values():
         # Pieces of one index belong to one sample, unless somebody cleared the controller and not the store.
         samples_here: dict[tuple[str, str | None], list[str]] = {}
@@ -156,10 +157,10 @@ def _later(
                 samples_here.setdefault((records[piece].partition, records[piece].key), []).append(piece)
         for whose, own in samples_here.items():
             index = next((owner[piece] for piece in own if piece in owner), None)
-            one = _merge(whose, index, {piece: records[piece] for piece in own}, samples.get(index, {}))  # type: ignore[arg-type]
-            if one.names:
-                found.append(one)
-    return found
+            sample = _merge(whose, index, {piece: records[piece] for piece in own}, samples.get(index, {}))  # type: ignore[arg-type]
+            if sample.names:
+                later.append(sample)
+    return later
 
 
 def _merge(

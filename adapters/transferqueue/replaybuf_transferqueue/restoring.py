@@ -44,20 +44,22 @@ def restore(checkpoint_dir: str | Path | None = None, later: Literal["keep", "dr
     if later == "keep":
         for group in _reported_together(restored.later):
             indexes = _report(client, manager, group)
-            adopted += [(piece, index) for one, index in zip(group, indexes, strict=True) for piece in one.pieces]
+            adopted += [(piece, index) for sample, index in zip(group, indexes, strict=True) for piece in sample.pieces]
         restored = msgspec.structs.replace(restored, kept=True)
     store.adopt(adopted)
     store.retire(set(restored.unnamed) - {piece for piece, _ in adopted})
     if restored.missing:
-        lost = BatchMeta([one.index for one in restored.missing], [one.partition for one in restored.missing])
+        lost = BatchMeta(
+            [sample.index for sample in restored.missing], [sample.partition for sample in restored.missing]
+        )
         client.clear_samples(lost)
     logger.info("%s", restored)
     return restored
 
 
 def _reported_together(later: Sequence[Later]) -> list[list[Later]]:
-    in_order = sorted(later, key=lambda one: one.shape_of_put)
-    return [list(group) for _, group in itertools.groupby(in_order, key=lambda one: one.shape_of_put)]
+    in_order = sorted(later, key=lambda sample: sample.shape_of_put)
+    return [list(group) for _, group in itertools.groupby(in_order, key=lambda sample: sample.shape_of_put)]
 
 
 def _report(client: TransferQueueClient, manager: ReplaybufStorageManager, group: Sequence[Later]) -> list[int]:
@@ -67,13 +69,13 @@ def _report(client: TransferQueueClient, manager: ReplaybufStorageManager, group
         meta = client.get_meta(list(fields), len(group), partition, mode="insert")
         indexes: list[int] = meta.global_indexes
     else:
-        keys = [one.key for one in group if one.key is not None]
-        found = client.kv_retrieve_meta(keys, partition, create=True).global_indexes if keys else []
-        by_key = dict(zip(keys, found, strict=True))
-        indexes = [one.index if one.key is None else by_key[one.key] for one in group]  # type: ignore[misc]
-    names = {index: one.names for one, index in zip(group, indexes, strict=True)}
+        keys = [sample.key for sample in group if sample.key is not None]
+        known = client.kv_retrieve_meta(keys, partition, create=True).global_indexes if keys else []
+        by_key = dict(zip(keys, known, strict=True))
+        indexes = [sample.index if sample.key is None else by_key[sample.key] for sample in group]  # type: ignore[misc]
+    names = {index: sample.names for sample, index in zip(group, indexes, strict=True)}
     asyncio.run(manager.notify_data_update(partition, indexes, _schema(group, fields), names))
-    tagged = BatchMeta(indexes, [partition] * len(indexes), custom_meta=[one.tag for one in group])
+    tagged = BatchMeta(indexes, [partition] * len(indexes), custom_meta=[sample.tag for sample in group])
     client.set_custom_meta(tagged)
     return indexes
 
@@ -82,7 +84,7 @@ def _schema(group: Sequence[Later], fields: Sequence[str]) -> dict[str, dict[str
     """Describe fields as TransferQueue's `extract_field_schema` does."""
     schema = {}
     for name in fields:
-        column = [one.fields[name] for one in group]
+        column = [sample.fields[name] for sample in group]
         shapes = {field.shape for field in column}
         first = column[0]
         is_tensor = all(field.dtype is not None for field in column)

@@ -60,8 +60,8 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
     verl's own `max_off_policy_threshold` has no effect: the run's strategy bounds staleness.
     """
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._settings = read_settings(self.sampler_kwargs)
         self._pace = Pace.of(self.trainer_mode, self.trainer_config)
         self.poll_interval = self._settings.poll_s
@@ -155,9 +155,9 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
                 return
             self._clear_groups(TRAIN, set(uids))
 
-    def _store(self, found: dict[str, list[Trajectory]], batch_size: int) -> None:
+    def _store(self, finished: dict[str, list[Trajectory]], batch_size: int) -> None:
         groups: dict[str, Group] = {}
-        for uid, trajectories in found.items():
+        for uid, trajectories in finished.items():
             try:
                 groups[uid] = group_of(trajectories, uid)
             except GroupRejected as error:
@@ -170,7 +170,7 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
                 continue
             self._rejected = 0
             if result.status == "duplicate" and self._is_lost(uid):
-                again.append(group_of(found[uid], f"{uid}.{self._session.attachment.generation}"))
+                again.append(group_of(finished[uid], f"{uid}.{self._session.attachment.generation}"))
         if again:
             self._client.append(again)
 
@@ -192,15 +192,15 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
             # The queue reads the fields that all keys have. Groups with others would silently lose them.
             names = client.kv_retrieve_meta(keys=keys[uid], partition_id=TRAIN).field_names
             alike[tuple(names)].append(uid)
-        found: dict[str, list[Trajectory]] = defaultdict(list)
+        trajectories: dict[str, list[Trajectory]] = defaultdict(list)
         for uids in alike.values():
             wanted = [key for uid in uids for key in keys[uid]]
             data = transfer_queue.kv_batch_get(keys=wanted, partition_id=TRAIN)
             columns = {name: _values(data, name) for name in data.keys()}  # noqa: SIM118 - not a dict
             for key, row in zip(wanted, zip(*columns.values(), strict=True), strict=True):
                 fields = dict(zip(columns, row, strict=True))
-                found[uid_of(key)].append(Trajectory(key, fields, self.partitions[TRAIN][key]))
-        return {uid: found[uid] for uid in keys}
+                trajectories[uid_of(key)].append(Trajectory(key, fields, self.partitions[TRAIN][key]))
+        return {uid: trajectories[uid] for uid in keys}
 
     def _refill(self, level: int) -> int:
         """Submit prompts in place of those that failed or were evicted; return the number of live groups.
@@ -222,15 +222,15 @@ class ReplaybufSampler(ReplayBufferAsync):  # type: ignore[misc]  # verl is not 
 
     def _put_back(self, batch: Batch) -> KVBatchMeta:
         trajectories = trajectories_of(batch, f"{_MARK}{batch.meta.step}")
-        for _, alike in itertools.groupby(trajectories, key=lambda one: sorted(one.fields)):
+        for _, alike in itertools.groupby(trajectories, key=lambda trajectory: sorted(trajectory.fields)):
             some = list(alike)
             transfer_queue.kv_batch_put(
-                keys=[one.key for one in some],
+                keys=[trajectory.key for trajectory in some],
                 partition_id=TRAIN,
-                fields=list_of_dict_to_tensordict([one.fields for one in some]),
-                tags=[one.tag for one in some],
+                fields=list_of_dict_to_tensordict([trajectory.fields for trajectory in some]),
+                tags=[trajectory.tag for trajectory in some],
             )
-        keys, tags = [one.key for one in trajectories], [one.tag for one in trajectories]
+        keys, tags = [trajectory.key for trajectory in trajectories], [trajectory.tag for trajectory in trajectories]
         return KVBatchMeta(partition_id=TRAIN, keys=keys, tags=tags)
 
     def _clear_batches(self) -> None:
@@ -280,8 +280,8 @@ class CheckpointReport(CheckpointCallback):  # type: ignore[misc]  # verl is not
         """Record a checkpoint; one that is saved asynchronously is recorded at the save after it."""
         sampler = trainer.replay_buffer
         if not isinstance(sampler, ReplaybufSampler):
-            name, found = "trainer.v1.sampler.custom_sampler.name", type(sampler).__name__
-            raise Invalid(f"{name} is {found}; needed: ReplaybufSampler", name=name, value=found)
+            name, sampler_name = "trainer.v1.sampler.custom_sampler.name", type(sampler).__name__
+            raise Invalid(f"{name} is {sampler_name}; needed: ReplaybufSampler", name=name, value=sampler_name)
         sampler.record_checkpoint(global_step, written=not async_save)
 
 

@@ -72,10 +72,10 @@ class Pace(msgspec.Struct, frozen=True):
         return int(self.warmup * per_global_step) + per_global_step - step % self.batches * batch_size
 
 
-def read_settings(given: Mapping[str, Any] | DictConfig | None) -> SamplerSettings:
+def read_settings(options: Mapping[str, Any] | DictConfig | None) -> SamplerSettings:
     """Check the settings, and warn if verl is of another release than the tested ones. Raises `Invalid`."""
     warn_if_untested("the sampler", "verl", *TESTED)
-    return convert(given or {}, SamplerSettings, KWARGS)
+    return convert(options or {}, SamplerSettings, KWARGS)
 
 
 def finished_steps(config: DictConfig) -> int | None:

@@ -66,9 +66,9 @@ def read_settings(config: Mapping[str, Any] | DictConfig) -> Settings:
     return convert(config, Settings, f"backend.{BACKEND}", ignored="client_name")
 
 
-def convert(given: Mapping[str, Any] | DictConfig, kind: type[T], where: str, ignored: str | None = None) -> T:
+def convert(config: Mapping[str, Any] | DictConfig, kind: type[T], where: str, ignored: str | None = None) -> T:
     """Return the settings at `where` in a configuration. Raises `Invalid` for an unknown or a wrong one."""
-    plain: Any = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else given
+    plain: Any = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
     try:
         return msgspec.convert({name: value for name, value in plain.items() if name != ignored}, prepared(kind))
     except msgspec.ValidationError as error:

@@ -99,12 +99,12 @@ class Store:
 
     def read(self, ranges: Sequence[Range]) -> list[memoryview | None]:
         """Read ranges, in order; None for those that the store does not hold."""
-        found: dict[Range, memoryview] = {}
+        values: dict[Range, memoryview] = {}
         for chunk in _chunks(_merged(ranges), lambda merged: merged.length):
             for merged, value in zip(chunk, self._repeat(lambda chunk=chunk: self._read_once(chunk)), strict=True):  # type: ignore[misc]
-                found[merged] = memoryview(value)
-        spans = sorted(found)
-        return [_slice(found, spans, wanted) for wanted in ranges]
+                values[merged] = memoryview(value)
+        spans = sorted(values)
+        return [_slice(values, spans, wanted) for wanted in ranges]
 
     def lengths(self, ids: Sequence[str]) -> list[int]:
         """Return the length of each value; 0 = it is not there."""
@@ -131,8 +131,8 @@ class Store:
 
     def checkpoints(self) -> list[str]:
         """Return the names of the kept checkpoints."""
-        found = self._scan("hscan_iter", self._keys[5])
-        return [name.decode() for name, range_ in found if not range_.endswith(b" ")]
+        checkpoints = self._scan("hscan_iter", self._keys[5])
+        return [name.decode() for name, range_ in checkpoints if not range_.endswith(b" ")]
 
     def clear(self, indexes: Iterable[int]) -> None:
         """Clear samples: their values go now, or when no kept checkpoint may name them."""
@@ -171,21 +171,21 @@ class Store:
             message = f"the server refused functions ({error}); Redis 7.0 or Valkey 8 is needed"
             raise UnsupportedServer(message, name="url") from error
         try:
-            found = {_text(name): _text(value) for name, value in self._redis.config_get("append*").items()}
+            config = {_text(name): _text(value) for name, value in self._redis.config_get("append*").items()}
         except redis.ResponseError:
-            found = {}
+            config = {}
         if self.settings.durability == "relaxed":
             return False
-        if found.get("appendonly", "yes") == "yes" and found.get("appendfsync") != "no":
+        if config.get("appendonly", "yes") == "yes" and config.get("appendfsync") != "no":
             if [int(part) for part in version[:2]] >= [7, 2]:  # the first with WAITAOF
                 return True
-            if found.get("appendfsync") == "always":
+            if config.get("appendfsync") == "always":
                 return False
         raise NotDurable(
-            f"appendonly is {found.get('appendonly')}, appendfsync is {found.get('appendfsync')}: a killed server "
+            f"appendonly is {config.get('appendonly')}, appendfsync is {config.get('appendfsync')}: a killed server "
             "loses acknowledged values; set appendonly yes and appendfsync always, or durability: relaxed",
             name="durability",
-            value=found.get("appendfsync"),
+            value=config.get("appendfsync"),
             bound="always",
         )
 
@@ -205,9 +205,11 @@ class Store:
         try:
             self._check(replies[len(pieces) :])
         except (DataLost, Fenced):
-            new = [f"{self._prefix}v:{piece.id}" for piece, was_new in zip(pieces, replies, strict=False) if was_new]
-            if new:  # of this attempt, which was not published; what an earlier attempt wrote has a TTL
-                self._redis.unlink(*new)
+            new_keys = [
+                f"{self._prefix}v:{piece.id}" for piece, was_new in zip(pieces, replies, strict=False) if was_new
+            ]
+            if new_keys:  # of this attempt, which was not published; what an earlier attempt wrote has a TTL
+                self._redis.unlink(*new_keys)
             raise
 
     def _read_once(self, ranges: Sequence[Range]) -> list[bytes]:
@@ -308,10 +310,10 @@ def _merged(ranges: Iterable[Range]) -> Iterator[Range]:
         yield last
 
 
-def _slice(found: dict[Range, memoryview], spans: list[Range], wanted: Range) -> memoryview | None:
+def _slice(values: dict[Range, memoryview], spans: list[Range], wanted: Range) -> memoryview | None:
     span = spans[bisect_right(spans, (wanted.id, wanted.offset, 1 << 62)) - 1]
     start = wanted.offset - span.offset
-    value = found[span]
+    value = values[span]
     return value[start : start + wanted.length] if len(value) >= start + wanted.length else None
 
 

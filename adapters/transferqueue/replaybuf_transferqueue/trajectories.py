@@ -60,21 +60,21 @@ def uid_of(key: str) -> str:
 
 def group_of(trajectories: Sequence[Trajectory], group_id: str) -> Group:
     """Build the group of a prompt. Raises `GroupRejected`, and `Invalid` that names a field which does not fit."""
-    ordered = sorted(trajectories, key=lambda one: [int(part) for part in one.key.split("_")[1:]])
-    versions = [_oldest_version(one.tag) for one in ordered]
+    ordered = sorted(trajectories, key=lambda trajectory: [int(part) for part in trajectory.key.split("_")[1:]])
+    versions = [_oldest_version(trajectory.tag) for trajectory in ordered]
     builder = group_builder(
         prompt_id=_prompt_name(ordered[0]),
         policy_version=min(versions),
         group_id=group_id,
-        metadata={METADATA: _pack([_other_fields(one) for one in ordered], ordered)},
+        metadata={METADATA: _pack([_other_fields(trajectory) for trajectory in ordered], ordered)},
     )
-    for one, version in zip(ordered, versions, strict=True):
+    for trajectory, version in zip(ordered, versions, strict=True):
         builder.add(
-            one.fields["responses"].numpy(),
-            one.fields["rollout_log_probs"].float().numpy(),
-            float(one.fields["rm_scores"].sum()),
-            mask=one.fields["response_mask"].numpy(),
-            prompt_ids=one.fields["prompts"].numpy(),
+            trajectory.fields["responses"].numpy(),
+            trajectory.fields["rollout_log_probs"].float().numpy(),
+            float(trajectory.fields["rm_scores"].sum()),
+            mask=trajectory.fields["response_mask"].numpy(),
+            prompt_ids=trajectory.fields["prompts"].numpy(),
             policy_version=version,
         )
     return builder.build()
@@ -85,17 +85,17 @@ def trajectories_of(batch: Batch, suffix: str) -> list[Trajectory]:
 
     The body must have the extras `lengths` and `metadata`.
     """
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     rollouts: dict[tuple[int, int], dict[str, torch.Tensor]] = dict(_rollouts_of(batch))
     metadata = batch.meta.group_metadata or []
-    for index, (group_id, given) in enumerate(zip(batch.meta.group_ids, metadata, strict=True)):
-        others, uid = _unpack(group_id, given), f"{group_id}{suffix}"
+    for index, (group_id, packed) in enumerate(zip(batch.meta.group_ids, metadata, strict=True)):
+        others, uid = _unpack(group_id, packed), f"{group_id}{suffix}"
         for number, (key, tag) in enumerate(zip(others.keys, others.tags, strict=True)):
             encoded = others.shared | others.own[number]
             fields = rollouts[index, number] | {name: decode(value, name) for name, value in encoded.items()}
             _, session = key.split("_", 1)
-            found.append(Trajectory(f"{uid}_{session}", fields | {"uid": uid}, tag))
-    return found
+            trajectories.append(Trajectory(f"{uid}_{session}", fields | {"uid": uid}, tag))
+    return trajectories
 
 
 def _rollouts_of(batch: Batch) -> Iterator[tuple[tuple[int, int], dict[str, torch.Tensor]]]:
@@ -131,17 +131,17 @@ def _fields_of(
     }
 
 
-def _other_fields(one: Trajectory) -> dict[str, bytes]:
+def _other_fields(trajectory: Trajectory) -> dict[str, bytes]:
     """Encode the fields that do not follow from the columns. Raises `Invalid` for a field that is missing."""
     for name, way_out in _NEEDED.items():
-        if not isinstance(one.fields.get(name), torch.Tensor):
-            raise Invalid(f"trajectory {one.key} has no field {name!r}; {way_out}", name=name, value=None)
-    prompts, responses, mask = (one.fields[name].long() for name in ("prompts", "responses", "response_mask"))
-    logprobs, reward = one.fields["rollout_log_probs"].float(), float(one.fields["rm_scores"].sum())
+        if not isinstance(trajectory.fields.get(name), torch.Tensor):
+            raise Invalid(f"trajectory {trajectory.key} has no field {name!r}; {way_out}", name=name, value=None)
+    prompts, responses, mask = (trajectory.fields[name].long() for name in ("prompts", "responses", "response_mask"))
+    logprobs, reward = trajectory.fields["rollout_log_probs"].float(), float(trajectory.fields["rm_scores"].sum())
     derived = _fields_of(prompts, responses, mask, logprobs, reward=reward)
     return {
         name: encode(value, name)
-        for name, value in one.fields.items()
+        for name, value in trajectory.fields.items()
         if name != "uid" and not (name in derived and torch.equal(value, derived[name]))
     }
 
@@ -152,19 +152,24 @@ def _oldest_version(tag: Mapping[str, Any]) -> int:
     return int(tag["global_steps"]) - 1 if oldest is None else int(oldest)
 
 
-def _prompt_name(one: Trajectory) -> str:
-    source, index = one.fields.get("data_source"), one.fields.get("index")
+def _prompt_name(trajectory: Trajectory) -> str:
+    source, index = trajectory.fields.get("data_source"), trajectory.fields.get("index")
     named = isinstance(source, str) and isinstance(index, int | str | np.integer)
-    return f"{source}/{index}" if named else uid_of(one.key)
+    return f"{source}/{index}" if named else uid_of(trajectory.key)
 
 
 def _pack(fields: Sequence[dict[str, bytes]], trajectories: Sequence[Trajectory]) -> str:
-    shared = {name: value for name, value in fields[0].items() if all(one.get(name) == value for one in fields)}
-    own = [{name: value for name, value in one.items() if name not in shared} for one in fields]
-    others = _Others(shared, own, [one.key for one in trajectories], [dict(one.tag) for one in trajectories])
+    shared = {name: value for name, value in fields[0].items() if all(encoded.get(name) == value for encoded in fields)}
+    own = [{name: value for name, value in encoded.items() if name not in shared} for encoded in fields]
+    others = _Others(
+        shared,
+        own,
+        [trajectory.key for trajectory in trajectories],
+        [dict(trajectory.tag) for trajectory in trajectories],
+    )
     packed = zlib.compress(msgspec.msgpack.encode(others))
     if len(packed) > LARGEST_OTHERS_BYTES:
-        sizes = {name: sum(len(one.get(name, b"")) for one in fields) for one in fields for name in one}
+        sizes = {name: sum(len(encoded.get(name, b"")) for encoded in fields) for encoded in fields for name in encoded}
         largest = max(sizes, key=lambda name: sizes[name])
         detail = (
             f"prompt {uid_of(trajectories[0].key)} has {len(packed)} bytes in fields without a column in a group; "

@@ -20,11 +20,11 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     A trainer that was killed while it saved leaves a part of one behind, which
     `transformers.trainer_utils.get_last_checkpoint` would return.
     """
-    folders = Path(output_dir).glob("checkpoint-*")
-    found = {int(name[1]): folder for folder in folders if (name := _NAME.fullmatch(folder.name))}
-    for step in sorted(found, reverse=True):
-        if step_of(found[step]) == step:
-            return str(found[step])
+    candidates = Path(output_dir).glob("checkpoint-*")
+    folders = {int(name[1]): folder for folder in candidates if (name := _NAME.fullmatch(folder.name))}
+    for step in sorted(folders, reverse=True):
+        if step_of(folders[step]) == step:
+            return str(folders[step])
     return None
 
 

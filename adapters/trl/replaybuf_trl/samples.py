@@ -19,9 +19,9 @@ def samples_of(batch: Batch) -> list[RolloutSample]:
     `model_version` is the policy version of the group. `group_id` is a number that no other step has. A sampling weight
     is part of the advantage: the clipped loss is linear in it. Raises `Invalid` for a rollout with several advantages.
     """
-    found = [sample for row in batch.micro_batches for sample in _samples_of_row(batch, row)]
-    found.sort(key=lambda item: item[0])
-    samples = [sample for _, sample in found]
+    keyed = [sample for row in batch.micro_batches for sample in _samples_of_row(batch, row)]
+    keyed.sort(key=lambda item: item[0])
+    samples = [sample for _, sample in keyed]
     _add_deviation(samples)
     return samples
 
@@ -47,7 +47,7 @@ def _samples_of_row(batch: Batch, row: MicroBatch) -> list[tuple[RolloutKey, Rol
         per_rollout(row, values) for values in (row.input_ids, row.loss_mask, row.inference_logprobs, row.advantages)
     ]
     weights = [1.0] * len(keys) if row.sampling_weights is None else row.sampling_weights.tolist()
-    found = []
+    samples = []
     for number, key in enumerate(keys):
         ids, mask, logprobs, advantages = (column[key] for column in columns)
         group_id = batch.meta.group_ids[key.group_index]
@@ -62,8 +62,8 @@ def _samples_of_row(batch: Batch, row: MicroBatch) -> list[tuple[RolloutKey, Rol
             group_id=batch.meta.step * batch.meta.batch_groups + key.group_index,
             metrics={"reward": float(row.rewards[number])},
         )
-        found.append((key, sample))
-    return found
+        samples.append((key, sample))
+    return samples
 
 
 def _scalar_advantage(group_id: str, advantages: Float32s) -> float:

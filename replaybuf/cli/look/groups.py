@@ -133,7 +133,7 @@ def show(
     console, facts = Console(), msgspec.structs.asdict(group)
     rollouts = facts.pop("rollouts")
     kept = facts.pop("samples")
-    facts.pop("preview")
+    del facts["preview"], facts["match"]
     facts["arrival_s"] = _time(group.arrival_s)
     print_table(("of the group", "value"), facts.items(), title=f"group {group.group_id}")
     for number, rollout in enumerate(rollouts or []):

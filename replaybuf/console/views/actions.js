@@ -31,8 +31,8 @@ export function openActions({ refreshNow }, run) {
       result,
       loss,
       h("section", { class: "card" }, h("h2", {}, "State"), h("div", { class: "buttons" }, resume, pause, finish, whyState)),
-      h("section", { class: "card" }, h("h2", {}, "Strategy, batch, limits and filters"), h("p", { class: "quiet" }, "Only what you change is sent. Filters are in the JSON."), place, foreseen, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
-      h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "The one deletes the bytes of dead letters, the other the run with all its groups. Neither can be undone."), h("div", { class: "buttons" }, purge, remove, whyRemove)),
+      h("section", { class: "card" }, h("h2", {}, "Strategy, batch, limits and filters"), h("p", { class: "quiet" }, "Only what you change is sent."), place, foreseen, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
+      h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "Purge deletes the bytes of dead letters. Delete removes the run with all its groups. Neither can be undone."), h("div", { class: "buttons" }, purge, remove, whyRemove)),
     ],
     { refresh, period_ms: 3000 },
   );

@@ -139,7 +139,7 @@ export function openCompare({ query, refreshNow }) {
 
   const title = "Runs side by side";
   const empty = names.length < 2 && h("p", { class: "empty" }, "Choose two or more in the ", h("a", { href: "#/" }, "list of runs"), ".");
-  const node = h("div", {}, h("h1", {}, title), empty, missing, settings, newest, heldOut.grid, heading, bar, grid, metrics.grid);
+  const node = h("div", {}, h("h1", {}, title), empty, missing, newest, heldOut.grid, settings, heading, bar, grid, metrics.grid);
   const close = () => all().forEach((chart) => chart.close());
   const repaint = () => all().forEach((chart) => chart.repaint());
   return { title, crumbs: [["runs", "#/"], ["side by side", null]], node, refresh, period_ms: 5000, close, repaint };
@@ -155,12 +155,23 @@ function describeNewest(runs) {
   const rows = [
     each("state", ({ status }) => pill(status.state)),
     each("step", ({ status }) => count(status.step)),
+    ...heldOutNames(runs).map((name) => each(`held-out ${name}`, (one) => newestResult(one, name))),
     each("steps in the means below", ({ history }, place) => count(stepsOf(history.columns, places[place]))),
     ...FIGURES.map(([name, column, digits]) => each(name, (_, place) => decimal(value(column, place), digits))),
     each("seconds the trainer waited per step", (_, place) => decimal(reasons("waited", place), 2)),
     each("groups dropped per step", (_, place) => decimal(reasons("dropped", place), 2)),
   ];
   return [h("h2", {}, "Newest steps"), table("Newest steps", columnsOf("Figure", runs), rows, "")];
+}
+
+const heldOutNames = (runs) => [...new Set(runs.flatMap(({ sets }) => [...sets.keys()]))].sort();
+
+// The newest result of a run on a held-out set, with its error and version.
+function newestResult({ sets }, name) {
+  const result = sets.get(name)?.at(-1);
+  if (!result) return NONE;
+  const error = result.standard_error === null ? "" : ` ± ${decimal(result.standard_error)}`;
+  return `${decimal(result.reward_mean)}${error} at version ${count(result.version)}`;
 }
 
 const meanOf = (values, { steps }, places) => mean({ steps, values }, "values", places);

@@ -1,20 +1,21 @@
 // Rollouts of a run as text: one of each group, or the samples of trained steps; the address holds the question.
 
-import { find, get, runPath } from "../api.js";
+import { Problem, find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
-import { clockTime, count, counted, decimal } from "../format.js";
-import { describeParts, ends, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
+import { bytes, clockTime, count, counted, decimal, shorten } from "../format.js";
+import { describeParts, ends as shortened, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
 const LIMIT = 25;
 const SAMPLED_STEPS = 100;
 const STATES = ["", "live", "in_batches", "retired", "evicted", "dead_lettered"];
 const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of rewards"], ["longest_tokens", "longest rollout"], ["staleness", "staleness"]];
+const LISTS = [["", "Groups"], ["samples", "Samples of trained steps"], ["ends", "First step and newest"]];
 // What people look for first: [name, order, direction].
 const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "reward", "false"], ["Longest", "longest_tokens", "true"], ["Widest spread", "reward_std", "true"]];
 // Name, label, type, and what the field does.
 const FIELDS = [
-  ["text", "Text", "search", "Letters of a prompt or completion, in any case. Searches the samples of trained steps."],
+  ["text", "Text", "search", "Letters of a prompt or completion, in any case."],
   ["id_prefix", "Id", "search", "Start of the id of a group or of its prompt."],
   ["step", "Step", "number", "Groups that this step trained."],
   ["min_reward", "Reward from", "number", "Lowest mean reward of a group."],
@@ -26,24 +27,31 @@ const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => on
 
 export function openRollouts({ query }, run) {
   const [note, found, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
-  const sampled = Boolean(query.get("text")) || query.get("list") === "samples";
+  const sampled = query.get("list") === "samples";
   const settled = query.get("after") || query.get("before") || query.get("text");
-  const refresh = () => (sampled ? listSamples() : listGroups());
-  const view = runView(run, "Rollouts", [lists(query, run, sampled), tabs(query, run, sampled), form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
+  const ends = query.get("list") === "ends";
+  const refresh = () => (ends ? listEnds() : sampled ? listSamples() : listGroups());
+  const view = runView(run, "Rollouts", [lists(query, run), !ends && tabs(query, run, sampled), !ends && form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
 
   async function listGroups() {
     const asked = Object.fromEntries([...query].filter(([name]) => !["list", "text", "before"].includes(name)));
     asked.desc ??= "true";
-    const page = await get(runPath(run, "/groups"), { ...asked, limit: LIMIT, preview: "true" });
-    const freed = !page.groups.length && query.get("step") ? await find(runPath(run, "/samples"), { step: query.get("step") }) : null;
+    const text = query.get("text");
+    if (text) asked.contains = text;
+    const page = await get(runPath(run, "/groups"), { ...asked, limit: LIMIT, preview: "true" }).catch(text ? withoutText : null);
+    if (page.reason) return void update(note, h("p", { class: "bad" }, page.reason));
+    const freed = !page.groups.length && !text && query.get("step") ? await find(runPath(run, "/samples"), { step: query.get("step") }) : null;
     if (freed?.samples.length) {
       update(note, h("p", { class: "quiet" }, `The groups of step ${query.get("step")} are freed; these samples stay.`), waysToKeepMore(run));
       update(found, sampleTable(run, sorted(freed.samples, query)));
+    } else if (text) {
+      update(note, h("p", { class: "quiet" }, lookedAt(page, query), " Freed groups keep no text but that of ", h("a", { href: address(run, with_(query, { list: "samples", after: "" })) }, "their samples"), "."));
+      update(found, previewTable(run, page.groups, `None of them has the text "${text}".`));
     } else {
       update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are not in this order. ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "Their samples"), " are."));
       update(found, previewTable(run, page.groups, whyEmpty(query, page.next)));
     }
-    update(pages, links(query, run, "after", page.next));
+    update(pages, links(query, run, "after", page.next, text ? "Look further" : "Next page"));
   }
 
   async function listSamples() {
@@ -52,10 +60,33 @@ export function openRollouts({ query }, run) {
     const total = `${counted(page.steps, "step")} ${page.steps === 1 ? "has" : "have"} samples, ${page.samples_per_step} of each.`;
     update(note, h("p", { class: "quiet" }, `${counted(samples.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
     update(found, sampleTable(run, samples, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
-    update(pages, links(query, run, "before", page.next));
+    update(pages, links(query, run, "before", page.next, "Next page"));
+  }
+
+  // What the model said at first, and what it says now.
+  async function listEnds() {
+    const newest = await get(runPath(run, "/samples"), { limit: 1 });
+    const oldest = newest.oldest === null ? newest : await get(runPath(run, "/samples"), { step: newest.oldest });
+    const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "")];
+    const both = newest.samples.length && oldest.samples.length && newest.samples[0].step > newest.oldest;
+    update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "Two trained steps must have samples. They appear when the trainer has acked a step."), !both && waysToKeepMore(run));
+    update(found, both && [part(oldest, newest.oldest ? "the oldest with samples" : "the first"), part(newest, "the newest")].flat());
   }
 
   return view;
+}
+
+// The reason of a service that has no text to search, in place of a page.
+function withoutText(error) {
+  if (error instanceof Problem && error.document.name === "contains") return { reason: error.message };
+  throw error;
+}
+
+// How far a search went: groups are read in the order of the page, up to a bound of the service.
+function lookedAt({ groups, next, searched }, query) {
+  const which = query.get("order") ? "first" : query.get("desc") === "false" ? "oldest" : "newest";
+  const part = query.get("after") ? counted(searched.groups, "further group") : next === null ? `all ${counted(searched.groups, "group")} that have bytes` : `the ${which} ${counted(searched.groups, "group")}`;
+  return `Looked at ${part} (${bytes(searched.bytes)}): ${count(groups.length)} with this text.`;
 }
 
 function whyEmpty(query, next) {
@@ -80,13 +111,14 @@ function sorted(samples, query) {
   return [...samples].sort((one, other) => sign * (key(one) - key(other)));
 }
 
-function links(query, run, name, next) {
-  return [query.get(name) && h("a", { class: "button", href: address(run, with_(query, { [name]: "" })) }, "First page"), next !== null && h("a", { class: "button", href: address(run, with_(query, { [name]: next })) }, "Next page")];
+function links(query, run, name, next, further) {
+  return [query.get(name) && h("a", { class: "button", href: address(run, with_(query, { [name]: "" })) }, "First page"), next !== null && h("a", { class: "button", href: address(run, with_(query, { [name]: next })) }, further)];
 }
 
-function lists(query, run, sampled) {
-  const link = (name, list, current) => h("a", { class: "button", href: address(run, with_(query, { list, text: "", after: "", before: "" })), "aria-current": current ? "true" : null }, name);
-  return h("nav", { class: "choice", "aria-label": "What to list" }, link("Groups", "", !sampled), link("Samples of trained steps", "samples", sampled));
+function lists(query, run) {
+  const current = query.get("list") ?? "";
+  const link = ([list, name]) => h("a", { class: "button", href: address(run, with_(query, { list, after: "", before: "" })), "aria-current": list === current ? "true" : null }, name);
+  return h("nav", { class: "choice", "aria-label": "What to list" }, LISTS.map(link));
 }
 
 function tabs(query, run, sampled) {
@@ -108,8 +140,11 @@ function form(query, run) {
     location.hash = address(run, new URLSearchParams([...new FormData(event.target), ["list", query.get("list") ?? ""]]));
   };
   const buttons = h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: runLink(run, "/rollouts") }, "Clear"));
-  const open = [...query.keys()].some((name) => !["order", "desc", "after", "before", "list"].includes(name));
-  return h("details", { class: "fields", open }, h("summary", {}, "Search and filters"), h("form", { submit }, h("div", { class: "grid" }, inputs, state, order, desc), buttons));
+  const chosen = [...query].filter(([name, value]) => value && !["order", "desc", "after", "before", "list"].includes(name));
+  const named = chosen.map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
+  // Links of other pages choose a step, and on a phone the form has the whole window: open, it would hide the rollouts.
+  const open = chosen.some(([name]) => name !== "step") && matchMedia("(min-width: 601px)").matches;
+  return h("details", { class: "fields", open }, h("summary", {}, "Search and filters", named && `: ${shorten(named, 80)}`), h("form", { submit }, h("div", { class: "grid" }, inputs, state, order, desc), buttons));
 }
 
 function with_(query, changes) {
@@ -126,8 +161,10 @@ function address(run, query) {
 const groupLink = (run, one) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(one.group_id)}`) }, one.group_id);
 const small = (...parts) => h("small", {}, parts);
 const words = (text) => h("div", { class: "words" }, text);
-const prompt = (one, shown) => [words(shown ? ends(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
-const completion = (shown) => [words(ends(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
+const prompt = (one, shown, match) => [match?.part === "prompt" && excerpt(match), words(shown ? shortened(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
+const completion = (shown, match) => [match?.part === "completion" && excerpt(match), words(shortened(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
+// The place where a search found its text.
+const excerpt = ({ place, before, text, behind }) => h("div", {}, small(`Rollout ${place + 1} has it:`), h("div", { class: "words" }, "… ", before, h("mark", {}, text), behind, " …"));
 const reward = (shown) => [score(shown.reward), small(describeParts(shown.rewards))];
 
 // One rollout of each group, with the reward of this rollout and of the whole group.
@@ -135,8 +172,8 @@ function previewTable(run, groups, empty) {
   const missing = (one) => h("span", { class: "quiet" }, one.state === "retired" ? "Freed, without a sample." : "Too large for this list. Open the group to read it.");
   const columns = [
     ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.reason ?? one.state), small(`version ${count(one.policy_version)}, ${counted(one.group_size, "rollout")}`)]],
-    ["Prompt", "", (one) => prompt(one, one.preview)],
-    ["Completion", "", (one) => (one.preview ? completion(one.preview) : missing(one))],
+    ["Prompt", "", (one) => prompt(one, one.preview, one.match)],
+    ["Completion", "", (one) => (one.preview ? completion(one.preview, one.match) : missing(one))],
     ["Reward", "", (one) => [one.preview ? reward(one.preview) : null, small(`group ${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)].flat()],
     ["Steps", "", (one) => [steps(run, one.batches), small(clockTime(one.arrival_s))].flat(4)],
   ];

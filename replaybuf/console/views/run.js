@@ -34,9 +34,10 @@ export function openRun(_, run) {
   const report = h("button", { type: "button", title: "One HTML file to keep or to send", click: saveReport }, "Report");
   const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, report, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
+  const said = h("p", {});
   const grid = (charts) => h("div", { class: "charts" }, charts.map((chart) => chart.node));
   const overSteps = [section("Speed", grid(speed)), section("Data", prompts, grid(data))];
-  const parts = [state, section("Learning", bar, empty, learning.node, changes), section("Flow", flow, h("div", { class: "columns" }, buffer, waits, drops), grid(reasons)), overSteps];
+  const parts = [state, section("Learning", said, bar, empty, learning.node, changes), section("Flow", flow, h("div", { class: "columns" }, buffer, waits, drops), grid(reasons)), overSteps];
   const view = runView(run, "Run", parts.flat(), { refresh, period_ms: 2000, close, repaint });
   const charts = () => [...learning.charts, ...speed, ...data, ...reasons];
   let [drawn, evaluatedAt] = ["", -EVALUATIONS_MS];
@@ -71,6 +72,7 @@ export function openRun(_, run) {
     showState(view, answer.row);
     update(state, describeState(answer.row, run, await findIdle(answer.row, run)));
     update(flow, describeFlow(answer, run));
+    update(said, linksToRollouts(answer.row, run));
     update(prompts, describePrompts(answer));
     update(buffer, h("h2", {}, "Buffer, by version of the oldest token"), versions(answer.versions));
     const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last} ${answer.ledger_entries}`;
@@ -165,6 +167,14 @@ function describeState(row, run, idle) {
   );
 }
 
+// What people ask behind the curves.
+function linksToRollouts({ step }, run) {
+  if (step < 1) return "";
+  return [h("a", { href: runLink(run, "/rollouts?list=ends") }, "What it said at first and now"), " · ", h("a", { href: worstOf(run, step - 1) }, "Its worst completions of the last step")];
+}
+
+const worstOf = (run, step) => runLink(run, `/rollouts?step=${step}&order=reward&desc=false`);
+
 function describeFlow(flow, run) {
   const { row } = flow;
   const { kind, place } = diagnose(row);
@@ -176,7 +186,7 @@ function describeFlow(flow, run) {
     card("Producers", count(row.producers_known), row.producers_last_seen_s === null ? "never seen" : `seen ${age(row.producers_last_seen_s)} ago`, goneOf(row) ? h("a", { class: "bad", href: runLink(run, "/problems") }, `${goneOf(row)} gone`) : rate(row.groups_per_s, "groups/s")),
     card("Tickets", `${count(flow.tickets_out)} out`, flow.group_s ? `${age(flow.group_s)} from ticket to group` : "no group came by ticket yet"),
     card("Buffer", counted(row.groups_live, "group"), counted(row.tokens_live, "token"), flow.stored_s === null ? "no group yet" : `newest ${age(flow.stored_s)} ago`),
-    card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${counted(row.max_steps, "step")} in all` : "", row.step > 0 && [h("a", { href: runLink(run, `/steps/${row.step - 1}`) }, `step ${count(row.step - 1)}`), ", ", h("a", { href: runLink(run, `/rollouts?step=${row.step - 1}&order=reward&desc=false`) }, "its worst rewards")]),
+    card("Batches", `step ${count(row.step)}`, flow.batch_s === null ? "no batch yet" : `newest batch ${age(flow.batch_s)} ago`, row.rewards.length ? `mean reward ${decimal(row.rewards.at(-1))}` : "", row.max_steps ? `${counted(row.max_steps, "step")} in all` : "", row.step > 0 && [h("a", { href: runLink(run, `/steps/${row.step - 1}`) }, `step ${count(row.step - 1)}`), ", ", h("a", { href: worstOf(run, row.step - 1) }, "its worst rewards")]),
     card("Trainer", row.trainer_last_seen_s === null ? "none" : rate(row.tokens_per_s, "tok/s"), row.trainer_last_seen_s === null ? "no trainer has attached" : `seen ${age(row.trainer_last_seen_s)} ago`, flow.step_s ? `${age(flow.step_s)} work per step` : ""),
     card("Published version", count(row.published_version), row.staleness === null ? "" : `mean staleness ${decimal(row.staleness, 2)}`),
   ];

@@ -75,11 +75,12 @@ function select(rows) {
   return kept.sort((a, b) => sign * (value(a) > value(b) ? 1 : value(a) < value(b) ? -1 : 0) || (a.run > b.run ? 1 : -1));
 }
 
-function describePicked() {
-  if (!picked.size) return "";
-  if (picked.size < 2 || picked.size > MOST_RUNS) return h("span", { class: "quiet" }, `choose 2 to ${MOST_RUNS} runs to compare`);
-  const query = new URLSearchParams([...picked].map((run) => ["run", run]));
-  return h("a", { class: "button", href: `#/compare?${query}` }, `Compare ${picked.size} runs`);
+// Few runs that are all in the list need no choice.
+function describePicked(rows) {
+  const names = picked.size ? [...picked] : rows.map((row) => row.run);
+  if (names.length < 2 || names.length > MOST_RUNS) return names.length && picked.size ? h("span", { class: "quiet" }, `choose 2 to ${MOST_RUNS} runs to compare`) : "";
+  const query = new URLSearchParams(names.map((run) => ["run", run]));
+  return h("a", { class: "button", href: `#/compare?${query}` }, picked.size ? `Compare ${names.length} runs` : `Compare these ${names.length} runs`);
 }
 
 export function openRuns({ refreshNow }) {
@@ -125,7 +126,7 @@ export function openRuns({ refreshNow }) {
     update(head, columns.map(heading));
     updateInTurns(lines, shown.map((row) => () => h("tr", {}, columns.map(([, kind, , cell]) => h("td", { class: kind }, cell(row))))));
     const left = rows.length - shown.length;
-    update(compare, describePicked());
+    update(compare, describePicked(rows));
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");
     update(speed, ` · ${rate(overview.runs.reduce((sum, row) => sum + row.tokens_per_s, 0), "tokens/s")} trained`);
     const still = overview.runs.filter((row) => row.stands_still).length;

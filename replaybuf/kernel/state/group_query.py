@@ -41,6 +41,7 @@ class GroupQuery:
     - `min_staleness`, `max_staleness`: the staleness that the group has at the next step to assemble
     - `version`: `policy_version` of the group; `source`, `adapter`: names, compared by their hashes
     - `id_prefix`: start of the id of the group or of its prompt
+    - `contains`: letters of a prompt or completion; the caller compares them, and freed groups have no text
     - `lacks`: a column that the group does not have and may still get: it is live, and no batch has drawn it
     """
 
@@ -55,6 +56,7 @@ class GroupQuery:
     id_prefix: str | None = None
     source: str | None = None
     adapter: str | None = None
+    contains: str | None = None
     lacks: str | None = None
     order: GroupOrder = "arrival"
     desc: bool = False
@@ -162,7 +164,8 @@ class GroupMatcher:
         """List the freed groups of the state asked for; those up to `trimmed` are forgotten."""
         state, wanted = self._state, self.query.state
         low = max(low, state.trimmed + 1)
-        if high < low or wanted not in (None, *_FREED_STATES) or self.query.lacks is not None:
+        needs_rows = self.query.lacks is not None or self.query.contains is not None
+        if high < low or wanted not in (None, *_FREED_STATES) or needs_rows:
             return np.empty(0, np.int64)
         codes = np.frombuffer(state.pool.freed_as, np.uint8)[low - state.trimmed : high - state.trimmed + 1]
         retired, purged = codes == state.pool.reasons.index(RETIRED), (codes & PURGED) > 0

@@ -33,7 +33,7 @@ def demo(options: Annotated[DemoOptions, Parameter(name="*")] = _DEFAULTS) -> No
     training. In a terminal the console stays open after the report until Enter. Ctrl-C stops all processes; --resume
     continues the demo.
     """
-    code = run_demo(Console(), options)
+    code = run_demo(Console(stderr=options.json), options)
     if code:
         sys.exit(code)
 
@@ -56,6 +56,7 @@ def run_demo(console: Console, options: DemoOptions, *, program: Sequence[str] =
         if folder.report_json.is_file():
             print_line(console, f"the demo in {folder.root} is finished; its report: {folder.report_html}")
             print_line(console, f"open its console again: {again}")
+            _print_report(folder, options)
             return 0
         folder.create()
         log_to(folder.logs / "demo.log")
@@ -66,9 +67,15 @@ def run_demo(console: Console, options: DemoOptions, *, program: Sequence[str] =
             print_stop(console, stop, "demo", demo_command(folder.root, "--resume"))
             return stop.exit_code
         print_line(console, f"all processes are stopped; open the console again: {again}")
+        _print_report(folder, options)
         return 0
     finally:
         os.close(lock)
+
+
+def _print_report(folder: Folder, options: DemoOptions) -> None:
+    if options.json:
+        print(folder.report_json.read_text(), end="")
 
 
 def _run_session(

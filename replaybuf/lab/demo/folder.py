@@ -64,6 +64,8 @@ class DemoOptions:
     """Port of the service and its console; by default a free port."""
     keep_open: bool | None = None
     """Leave service and console open after the report, until Enter or Ctrl-C. The default is yes in a terminal."""
+    json: Annotated[bool, Parameter(negative="")] = False
+    """Print the report as JSON when the demo is done, as in report.json. Its progress goes to standard error."""
 
     def check(self) -> None:
         """Raise `Invalid` for values out of bounds and for contradictions."""

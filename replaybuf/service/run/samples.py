@@ -127,6 +127,7 @@ class Samples:
             samples=listed,
             next=last if wanted and last != wanted[-1] else None,
             steps=len(kept),
+            oldest=kept[-1] if kept else None,
             samples_per_step=self._journal.config.history.samples_per_step,
         )
 

@@ -14,11 +14,28 @@ from replaybuf.wire.ledger import AdapterStep, AnyRecord
 GroupState = Literal["live", "in_batches", "retired", "evicted", "dead_lettered"]
 
 
+class TextMatch(Answer, frozen=True):
+    """The first place of a text in a group: in a part of the rollout at `place`, with the letters around it."""
+
+    place: int
+    part: Literal["prompt", "completion"]
+    before: str
+    text: str
+    behind: str
+
+
+class SearchedGroups(Answer, frozen=True, kw_only=True):
+    """What a search looked at for one page: groups, and bytes of their frames."""
+
+    groups: int
+    bytes: int
+
+
 class GroupSummary(Answer, frozen=True, kw_only=True):
     """The metadata of a stored group. `batches`: steps that used it; `reason` of its eviction or dead letter.
 
     `late_columns`: columns that a stage added after the group was stored. `preview`, if asked for: one rollout, None
-    where no bytes are left or the page has too many.
+    where no bytes are left or the page has too many. `match`: where a search found its text.
     """
 
     group_id: str
@@ -42,6 +59,7 @@ class GroupSummary(Answer, frozen=True, kw_only=True):
     times_sampled: int
     late_columns: list[str] = field(default_factory=list)
     preview: ShownRollout | UnsetType | None = UNSET
+    match: TextMatch | UnsetType = UNSET
 
 
 class LifeMoment(Answer, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,10 +79,11 @@ class LifeMoment(Answer, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GroupPage(Answer, frozen=True, kw_only=True):
-    """A page of groups. `next` is the `after` of the next page, None on the last one."""
+    """A page of groups. `next` is the `after` of the next page, None on the last one. `searched`: of a search."""
 
     groups: list[GroupSummary]
     next: int | None
+    searched: SearchedGroups | UnsetType = UNSET
 
 
 class StoredRollout(RolloutJson, forbid_unknown_fields=False, kw_only=True):

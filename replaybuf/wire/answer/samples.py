@@ -56,12 +56,13 @@ class StepSamples(msgspec.Struct, frozen=True):
 class SampleList(Answer, frozen=True, kw_only=True):
     """Samples of trained steps, newest step first. `next`: the `before` of the next page, None on the last one.
 
-    `steps`: how many steps have samples; `samples_per_step`: of the configuration.
+    `steps`: how many steps have samples; `oldest`: the oldest of them; `samples_per_step`: of the configuration.
     """
 
     samples: list[Sample]
     next: int | None
     steps: int
+    oldest: int | None
     samples_per_step: int
 
 

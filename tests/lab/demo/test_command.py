@@ -32,8 +32,9 @@ COMMAND = (
     "from replaybuf.lab.demo.command import run_demo; from replaybuf.lab.demo.folder import DemoOptions\n"
     "root, steps, words = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]\n"
     "resume, keep_open = '--resume' in words, True if '--keep-open' in words else None\n"
-    "options = DemoOptions(data_dir=root, steps=steps, resume=resume, keep_open=keep_open)\n"
-    "sys.exit(run_demo(Console(width=200), options,\n"
+    "as_json = '--json' in words\n"
+    "options = DemoOptions(data_dir=root, steps=steps, resume=resume, keep_open=keep_open, json=as_json)\n"
+    "sys.exit(run_demo(Console(width=200, stderr=as_json), options,\n"
     f"                  program=(sys.executable, {str(STANDINS)!r})))"
 )
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -152,6 +153,15 @@ def test_a_demo_shows_the_warm_start_and_reports_and_leaves_no_process(start: St
         "sampled_right": [True, False, True, False],
     }
     assert {"service", "valkey", "engine", "demo"} <= report["peak_memory_bytes"].keys()
+    again = subprocess.run(
+        [sys.executable, "-m", "replaybuf", "demo", "--resume", "--json", "--data-dir", tmp_path / "demo"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (again.returncode, json.loads(again.stdout)) == (0, report), again.stderr
+    assert "is finished; its report" in again.stderr
 
 
 def test_the_file_of_a_demo_is_one_that_up_accepts(tmp_path: Path) -> None:

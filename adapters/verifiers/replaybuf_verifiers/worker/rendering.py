@@ -29,12 +29,12 @@ def _checked(folder: str, renderer: str) -> Any:
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig
 
-    given = json.loads(renderer) or {"name": _by_model_type(Path(folder))}
+    config = json.loads(renderer) or {"name": _by_model_type(Path(folder))}
     try:
-        return TypeAdapter(RendererConfig).validate_python(given)
+        return TypeAdapter(RendererConfig).validate_python(config)
     except ValidationError as error:
-        why = ", ".join(f"{'.'.join(map(str, one['loc']))} {one['msg']}" for one in error.errors())
-        raise Unfit(f"renderer {given} is invalid: {why.strip()}; {_name_one()}") from error
+        why = ", ".join(f"{'.'.join(map(str, fault['loc']))} {fault['msg']}" for fault in error.errors())
+        raise Unfit(f"renderer {config} is invalid: {why.strip()}; {_name_one()}") from error
 
 
 def _by_model_type(folder: Path) -> str:

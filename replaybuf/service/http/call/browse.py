@@ -16,6 +16,7 @@ from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.kernel.state.queries import find_group_state, list_dead_letters, steps_by_group
 from replaybuf.service.http.call.group_pages import find_page
 from replaybuf.service.http.call.previews import preview_groups
+from replaybuf.service.http.call.text_search import search_groups
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.store.keys import late_column
@@ -130,12 +131,24 @@ async def list_groups(
     run: Run, query: GroupQuery, after: int | None, limit: int, *, preview: bool = False
 ) -> GroupPage:
     """Return a page of groups that match a query; with `preview`, one rollout of each."""
-    numbers, following = await find_page(run, query, after, limit)
-    groups = await _summaries(run, numbers)
+    page = await _find_groups(run, query, after, limit)
     if preview:
-        shown = await preview_groups(run, groups, query)
-        groups = [msgspec.structs.replace(group, preview=shown.get(group.number)) for group in groups]
-    return GroupPage(groups=groups, next=following)
+        shown = await preview_groups(run, page.groups, query)
+        groups = [msgspec.structs.replace(group, preview=shown.get(group.number)) for group in page.groups]
+        page = msgspec.structs.replace(page, groups=groups)
+    return page
+
+
+async def _find_groups(run: Run, query: GroupQuery, after: int | None, limit: int) -> GroupPage:
+    if query.contains is None:
+        numbers, following = await find_page(run, query, after, limit)
+        return GroupPage(groups=await _summaries(run, numbers), next=following)
+    found = await search_groups(run, query, after, limit)
+    groups = [
+        msgspec.structs.replace(group, match=found.matches[group.number])
+        for group in await _summaries(run, [*found.matches])
+    ]
+    return GroupPage(groups=groups, next=found.next, searched=found.searched)
 
 
 async def describe_dead_letters(run: Run, after: int, limit: int) -> DeadLetters:

@@ -139,7 +139,7 @@ BROWSE_CALLS = (
          query=overview_calls.HISTORY_PARAMETERS),
     Call("GET", f"{_R}/report", overview_calls.get_report, _BOTH, media_types=("text/html",)),
     Call("GET", f"{_R}/groups", handlers.get_groups, _READER | _PRODUCER, result=browse.GroupPage,
-         query=group_pages.PARAMETERS),
+         answers=("200", "422"), query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER | _PRODUCER,
          None, browse.StoredGroup, ("200", "404", "410"), (PIECES,)),
     Call("GET", f"{_R}/samples", sample_calls.get_samples, _READER | _PRODUCER, result=samples.SampleList,

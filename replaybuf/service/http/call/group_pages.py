@@ -27,7 +27,7 @@ CHECKED_ENTRIES = 20_000
 STATE = Text("state", choices=tuple(GROUP_STATES))
 _NUMBERS = tuple(Number(name) for name in ("step", "min_staleness", "max_staleness", "version"))
 _REALS = (Real("min_reward"), Real("max_reward"))
-_NAMES = tuple(Text(name) for name in ("prompt_id", "id_prefix", "source", "adapter", "lacks"))
+_NAMES = tuple(Text(name) for name in ("prompt_id", "id_prefix", "source", "adapter", "contains", "lacks"))
 _ORDER = Text("order", "arrival", get_args(GroupOrder))
 _DESC = Text("desc", "false", ("true", "false"))
 PREVIEW = Text("preview", "false", ("true", "false"))
@@ -56,6 +56,13 @@ def read_query(request: Request, run: Run) -> tuple[GroupQuery, int | None, int]
             name="order",
             value=query.order,
             bound=["arrival"],
+        )
+    if query.contains is not None and query.state == RETIRED:
+        raise Invalid(
+            f"contains is {query.contains!r}; groups of state {query.state} have no bytes to search: search their "
+            "samples with GET samples",
+            name="contains",
+            value=query.contains,
         )
     return query, number(request, AFTER) or None, number(request, LIMIT)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
+from msgspec import UNSET
+from msgspec.structs import fields
 
 from replaybuf.service.http.body.requests import STEP, Number, Real, Text
 from replaybuf.service.http.call.calls import Call
@@ -61,7 +63,8 @@ def describe(calls: Sequence[Call], open_calls: Sequence[Call]) -> dict[str, Any
     _, components = msgspec.json.schema_components(in_order, ref_template=_SCHEMAS + "{name}")
     for shape in shapes:
         if issubclass(shape, Answer) and not shape.__struct_config__.omit_defaults:
-            components[shape.__name__]["required"] = list(components[shape.__name__]["properties"])
+            always = [field.encode_name for field in fields(shape) if field.default is not UNSET]
+            components[shape.__name__]["required"] = always
     paths: dict[str, dict[str, Any]] = {}
     for call in (*calls, *open_calls):
         security: list[dict[str, Any]] = [] if call in open_calls else [{"bearer": []}, {}]

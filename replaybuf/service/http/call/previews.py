@@ -1,11 +1,12 @@
-"""One rollout of each group on a page: of a stored group as the order of the page asks, of a freed one its sample."""
+"""One rollout of each group on a page: of a stored group as the order or the search asks, of a freed one its sample."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec import UNSET
 
 from replaybuf.errors import SpillAway
 from replaybuf.kernel.state.group_query import GroupQuery
@@ -33,15 +34,18 @@ async def preview_groups(run: Run, groups: Sequence[GroupSummary], query: GroupQ
         fetched = await fetch_groups(run.journal.store, run.name, stored, run.state.pool.columns)
     except SpillAway:  # the page shows what it can
         fetched = FetchedGroups([], {}, {})
-    shown = await asyncio.to_thread(_show, fetched, query, run.samples)
+    matches = {group.number: group.match.place for group in groups if group.match is not UNSET}
+    shown = await asyncio.to_thread(_show, fetched, query, run.samples, matches)
     others = [group for group in groups if group.number not in shown]
     samples = await run.samples.of_groups([step for group in others for step in group.batches])
     return shown | {group.number: samples[group.group_id][0] for group in others if group.group_id in samples}
 
 
-def _show(fetched: FetchedGroups, query: GroupQuery, samples: Samples) -> dict[int, ShownRollout]:
+def _show(
+    fetched: FetchedGroups, query: GroupQuery, samples: Samples, matches: Mapping[int, int]
+) -> dict[int, ShownRollout]:
     return {
-        number: show_rollout(group, _place(group, query), samples.tokenizer, PREVIEW)
+        number: show_rollout(group, matches.get(number, _place(group, query)), samples.tokenizer, PREVIEW)
         for number, group in fetched.groups.items()
     }
 
