@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -14,6 +14,7 @@ from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
 from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
+from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.ledger import AnyRecord
 from tests.simulation import faults, servers
 from tests.simulation.plan import Plan
@@ -74,22 +75,17 @@ def _without_use_count() -> Iterator[None]:
 @contextlib.contextmanager
 def _apply_before_write() -> Iterator[None]:
     """Apply a record before it is written."""
-    write_first = Journal._write
 
-    async def write(journal: Journal, record: AnyRecord, send: Callable[[int], Awaitable[str]]) -> None:
-        entry = journal.state.entries + 1
-        freed = journal.state.apply(entry, record)
+    async def append(journal: Journal, record: AnyRecord, candidates: Candidates | None = None) -> None:
+        number = journal.state.entries + 1
+        freed = journal.state.apply(number, record)
+        entry = await journal.store.ledger.append(journal.name, journal.token, number, record, candidates)
+        journal._entry_key = entry.key
+        journal._record_ends()
+        if len(freed):
+            journal._to_free.append((number, freed))
 
-        def note(entry: int, record: AnyRecord, key: str) -> None:
-            journal._entry_key = key
-            journal._record_ends()
-            if len(freed):
-                journal._to_free.append((entry, freed))
-
-        with mock.patch.object(journal, "_apply", note):
-            await write_first(journal, record, send)
-
-    with mock.patch.object(Journal, "_write", write):
+    with mock.patch.object(Journal, "append", append):
         yield
 
 
@@ -101,6 +97,11 @@ def _serve_before_rewind() -> AbstractContextManager[object]:
 def _without_token() -> AbstractContextManager[object]:
     """Let a server that lost the lead while it decides write without a token, as until November 2026."""
     return _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)")
+
+
+def _without_rules() -> AbstractContextManager[object]:
+    """Store groups by the rules of before a rewind or a change of the run."""
+    return _library("tonumber(table.remove(args)) < newest_rules(run)", "not table.remove(args)")
 
 
 def _without_slots() -> AbstractContextManager[object]:
@@ -115,6 +116,7 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "handover": _unfence_handover,
     "token": _without_token,
     "exact-slots": _without_slots,
+    "rules": _without_rules,
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,
