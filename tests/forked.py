@@ -1,5 +1,8 @@
 """Processes forked from one that has imported the service: each of hundreds starts without 0.6 s of imports.
 
+A second fork server also has torch and the trainer, which take 6 s to import. It starts with the first process that
+needs them: a process forked from it costs twice as much as from the first one, because the pages of torch are copied.
+
 A forked process is a process like any other: it has its own id, session, environment, working folder, exit code and
 pipes. Python reads `PYTHON...` variables only when an interpreter starts: `can_fork` is false where they differ.
 """
@@ -7,22 +10,49 @@ pipes. Python reads `PYTHON...` variables only when an interpreter starts: `can_
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
-IMPORTED = ("tests.forked", "replaybuf.cli.main", "replaybuf.cli.serve", "replaybuf.service.server", "uvloop")
+_COMMANDS = ("tests.forked", "replaybuf.cli.main", "uvloop")
+_SERVICE = ("replaybuf.cli.serve", "replaybuf.service.server")
+_TRAINER = ("replaybuf_trainer.trainer", "replaybuf_trainer.models.loading", "torch.distributed.fsdp")
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(list(IMPORTED))
+
+class _ForkServer(forkserver.ForkServer):
+    """A server of its own: `multiprocessing` has a single one, whose last preload replaces the others."""
+
+    def __init__(self, *preload: str) -> None:
+        super().__init__()
+        self.set_forkserver_preload([*preload, "tests.frozen"])
+
+
+_SERVERS = {False: _ForkServer(*_COMMANDS, *_SERVICE), True: _ForkServer(*_COMMANDS, *_TRAINER)}
+_starting = threading.Lock()
+
+
+class ForkedFunction(ForkServerProcess):
+    """A `multiprocessing.Process`; `trainer`: forked from a process that has imported torch and the trainer."""
+
+    def __init__(self, *arguments: Any, trainer: bool = False, **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        self._trainer = trainer
+
+    def start(self) -> None:
+        """Start the process."""
+        connect = _SERVERS[self._trainer].connect_to_new_process
+        with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
+            super().start()
 
 
 def _interpreter_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -40,12 +70,20 @@ def can_fork(environment: Mapping[str, str]) -> bool:
 class ForkedProcess:
     """`python -m module arguments` without the start of an interpreter; a part of the API of `subprocess.Popen`."""
 
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[str]) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stderr: IO[str],
+        *,
+        trainer: bool = False,
+    ) -> None:
         reading, writing = os.pipe()
         self.args = [module, *arguments]
         self.stdout = os.fdopen(reading)
         with os.fdopen(writing, "wb") as stdout:
-            self._process = _start(module, arguments, environment, stdout, stderr)
+            self._process = _start(module, arguments, environment, stdout, stderr, trainer)
 
     @property
     def pid(self) -> int:
@@ -67,11 +105,16 @@ class ForkedProcess:
 
 
 def run_forked(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    timeout_s: float,
+    *,
+    trainer: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module arguments` to its end, as `subprocess.run` does, without the start of an interpreter."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = _start(module, arguments, environment, stdout, stderr)
+        process = _start(module, arguments, environment, stdout, stderr, trainer)
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()
@@ -85,12 +128,18 @@ def run_forked(
 
 
 def _start(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]
-) -> ForkServerProcess:
-    process = _forks.Process(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: IO[Any],
+    stderr: IO[Any],
+    trainer: bool,
+) -> ForkedFunction:
+    process = ForkedFunction(
         target=_run,
         args=(module, list(arguments), dict(environment), str(Path.cwd()), _Descriptors(stdout, stderr)),
         daemon=True,
+        trainer=trainer,
     )
     process.start()
     return process
