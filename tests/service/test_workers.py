@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.wire.group import Group
 from tests.builders import group
 from tests.conftest import ServeProcess
+from tests.forked import run_forked
 from tests.waiting import eventually
 
 WORKERS = 3
@@ -129,7 +129,6 @@ def test_a_signal_ends_all_of_them_in_order(served: ServeProcess) -> None:
 
 
 def test_ports_beyond_the_last_one_are_refused() -> None:
-    command = [sys.executable, "-m", "replaybuf", "serve", "--workers", "3", "--port", "65533"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked("replaybuf", ["serve", "--workers", "3", "--port", "65533"])
     assert done.returncode == 1
     assert "the last worker needs port 65536" in done.stderr
