@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from replaybuf.logs import JsonLines, RequestIds, TextLines, request_id
 from tests.conftest import RunClient, ServeProcess
+from tests.forked import run_forked
 
 
 @pytest.fixture
@@ -87,9 +87,8 @@ def test_a_service_writes_json_on_both_streams_also_when_it_cannot_start(tmp_pat
     server.start()
     try:
         port = server.url.rpartition(":")[2]
-        command = [sys.executable, "-m", "replaybuf", "--log-format", "json", "serve", "--port", port]
-        command += ["--data-dir", str(tmp_path / "other")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        command = ["--log-format", "json", "serve", "--port", port, "--data-dir", str(tmp_path / "other")]
+        done = run_forked("replaybuf", command)
     finally:
         server.end()
     assert done.returncode == 1
@@ -98,12 +97,6 @@ def test_a_service_writes_json_on_both_streams_also_when_it_cannot_start(tmp_pat
 
 
 def test_every_command_takes_the_form_also_from_the_environment() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "replaybuf", "status", "--url", "http://127.0.0.1:1"],
-        env={"REPLAYBUF_STATUS_LOG_FORMAT": "xml", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    environment = {"REPLAYBUF_STATUS_LOG_FORMAT": "xml", "PATH": ""}
+    done = run_forked("replaybuf", ["status", "--url", "http://127.0.0.1:1"], environment)
     assert done.returncode != 0 and '"text"' in done.stderr + done.stdout

@@ -54,6 +54,7 @@ class ClosedLoop:
         self, strategy: Strategy[Any], budget: Budget = BUDGETS[0], seed: int = 0, slow_s: float = SLOW_S
     ) -> None:
         self._strategy = strategy
+        self._max_staleness, self._max_uses, self._sources = strategy.max_staleness, strategy.max_uses, strategy.sources
         self._budget = budget
         self._seed = seed
         self._slow_s = slow_s
@@ -143,8 +144,8 @@ class ClosedLoop:
 
     def _live(self) -> npt.NDArray[np.bool_]:
         live = ~self._gone
-        if self._strategy.max_uses is not None:
-            live &= self._columns["times_sampled"] < self._strategy.max_uses
+        if self._max_uses is not None:
+            live &= self._columns["times_sampled"] < self._max_uses
         return live
 
     def _groups(self, which: npt.NDArray[np.bool_]) -> Groups:
@@ -170,13 +171,13 @@ class ClosedLoop:
             uses_live=int(uses[live].sum()),
             steps_done=self._step,
             sources_live=tuple(
-                int(np.count_nonzero(live & (self._columns["source"] == code))) for code in self._strategy.sources
+                int(np.count_nonzero(live & (self._columns["source"] == code))) for code in self._sources
             ),
         )
 
     def _evict(self) -> None:
-        if self._strategy.max_staleness is not None:
-            self._gone |= self._next_step - self._columns["policy_version"] > self._strategy.max_staleness
+        if self._max_staleness is not None:
+            self._gone |= self._next_step - self._columns["policy_version"] > self._max_staleness
         evictions = self._strategy.evict(self._groups(self._live()), self._view())
         self._gone[np.array(evictions.rows, np.int64) - 1] = True
 
@@ -184,8 +185,8 @@ class ClosedLoop:
         """Make the batch of the next step and start its training; return whether there is one."""
         staleness = self._step - self._columns["policy_version"]
         usable = self._live() & (staleness >= 0)
-        if self._strategy.max_staleness is not None:
-            usable &= staleness <= self._strategy.max_staleness
+        if self._max_staleness is not None:
+            usable &= staleness <= self._max_staleness
         view = self._view()
         rng = np.random.default_rng([self._seed, self._step])
         chosen = self._strategy.select(self._groups(usable), view, view.budget, rng)

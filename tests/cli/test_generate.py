@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import signal
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
@@ -19,6 +18,7 @@ from starlette.responses import Response
 
 from replaybuf.kernel.strategy.contract import source_code
 from tests.conftest import RunClient
+from tests.forked import AwaitedProcess, fork_replaybuf
 from tests.generator.doubles import EngineDouble, Gate, given_logprob, write_tokenizer
 from tests.waiting import patience
 
@@ -37,9 +37,7 @@ def write_prompts(folder: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def generator(
-    folder: Path, url: str, run: str, engine: str, /, **options: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
+async def generator(folder: Path, url: str, run: str, engine: str, /, **options: str) -> AsyncIterator[AwaitedProcess]:
     """Start `replaybuf generate`, and kill it at the end if it still runs."""
     given = {
         "url": url,
@@ -53,14 +51,7 @@ async def generator(
     } | options
     config = given.pop("config", None)
     arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "replaybuf"),
-        *(("--config", config) if config else ()),
-        "generate",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    process = await fork_replaybuf(*(("--config", config) if config else ()), "generate", *arguments)
     try:
         yield process
     finally:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.test_generate import STOP_S, bounded, generator
 from tests.conftest import RunClient
+from tests.forked import AwaitedProcess
 from tests.generator.doubles import EngineDouble, Gate
 
 ADAPTERS = {"code": {"groups_per_batch": 1}, "math": {"groups_per_batch": 2}}
@@ -27,9 +28,7 @@ def put(run: RunClient, **config: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def generating(
-    folder: Path, run: RunClient, adapter: str, engine: EngineDouble
-) -> AsyncIterator[asyncio.subprocess.Process]:
+async def generating(folder: Path, run: RunClient, adapter: str, engine: EngineDouble) -> AsyncIterator[AwaitedProcess]:
     """Serve an adapter with its own engine, and generate for it in a process."""
     url, own = str(run.http.base_url), folder / adapter
     own.mkdir()

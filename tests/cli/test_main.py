@@ -24,7 +24,7 @@ from tests.forked import run_forked
 
 def replaybuf(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would."""
-    return run_forked("replaybuf", arguments, os.environ | environment, timeout_s=60)
+    return run_forked("replaybuf", arguments, os.environ | environment)
 
 
 def test_help_lists_every_command_with_a_summary() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import ForkedProcess, run_forked
 from tests.service.test_late_columns import REQUIRED, start
 from tests.valkeys import Valkey
 from tests.waiting import eventually
@@ -56,22 +54,18 @@ class Stages:
         self.folder = folder
         self._url = url
         self._run = run
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[ForkedProcess] = []
         (folder / "functions.py").write_text(FUNCTIONS)
 
-    def start(self, function: str, column: str = "ref_logprobs") -> subprocess.Popen[str]:
+    def start(self, function: str, column: str = "ref_logprobs") -> ForkedProcess:
         """Start one stage."""
         self._started.append(
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "replaybuf", "stage", self._run, "--column", column),
-                    *("--function", f"functions:{function}", "--url", self._url),
-                ],
-                cwd=self.folder,
-                env=os.environ | {"PYTHONPATH": str(Path.cwd())},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+            ForkedProcess(
+                "replaybuf",
+                ["stage", self._run, "--column", column, "--function", f"functions:{function}", "--url", self._url],
+                os.environ,
+                None,
+                folder=self.folder,
             )
         )
         return self._started[-1]
@@ -79,9 +73,8 @@ class Stages:
     def end(self) -> None:
         """Kill the stages."""
         for process in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.communicate(timeout=WITHIN_S)
+            process.kill()
+            process.communicate(WITHIN_S)
 
 
 @pytest.fixture
@@ -100,10 +93,10 @@ def records(run: RunClient) -> list[dict[str, Any]]:
     return [one for one in run.get("ledger", limit=1000).json()["records"] if one["type"] == "COLUMNS"]
 
 
-def stop(process: subprocess.Popen[str]) -> str:
+def stop(process: ForkedProcess) -> str:
     """End a stage with SIGTERM; return what it printed."""
     process.send_signal(signal.SIGTERM)
-    out, error = process.communicate(timeout=WITHIN_S)
+    out, error = process.communicate(WITHIN_S)
     assert process.returncode == 0, error
     return out
 
@@ -119,7 +112,7 @@ def test_a_stage_completes_groups_until_the_run_is_finished(run: RunClient, stag
         assert run.batch(step, epoch, wait_ms=25_000).status_code == 200
         run.ack(step, epoch)
         run.publish(step + 1, epoch)
-    out, error = stage.communicate(timeout=WITHIN_S)
+    out, error = stage.communicate(WITHIN_S)
     assert stage.returncode == 0 and "added 3, passed 0, failed 0" in out, error
 
 
@@ -214,14 +207,8 @@ def test_wrong_options_are_one_clear_message(
     options: tuple[str, ...], word: str, service: ServeProcess, tmp_path: Path
 ) -> None:
     (tmp_path / "functions.py").write_text(FUNCTIONS)
-    ended = subprocess.run(
-        [sys.executable, "-m", "replaybuf", "stage", "nobody", *options, "--url", service.url],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-    )
+    command = ["stage", "nobody", *options, "--url", service.url]
+    ended = run_forked("replaybuf", command, timeout_s=WITHIN_S, folder=tmp_path)
     assert ended.returncode == 1 and word in ended.stderr and "Traceback" not in ended.stderr
 
 

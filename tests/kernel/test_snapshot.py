@@ -144,7 +144,7 @@ class SnapshotMachine(RunStateMachine):
 
 TestSnapshotAgainstTheWholeHistory = SnapshotMachine.TestCase
 TestSnapshotAgainstTheWholeHistory.settings = settings(
-    max_examples=80, stateful_step_count=40, derandomize=True, deadline=None
+    max_examples=30, stateful_step_count=40, derandomize=True, deadline=None
 )
 
 

@@ -309,7 +309,7 @@ class TicketMachine(RuleBasedStateMachine):
 
 TestTicketBookAgainstAModel = TicketMachine.TestCase
 TestTicketBookAgainstAModel.settings = settings(
-    max_examples=150, stateful_step_count=40, derandomize=True, deadline=None
+    max_examples=60, stateful_step_count=40, derandomize=True, deadline=None
 )
 
 # ---------------------------------------------------------------------- single decisions

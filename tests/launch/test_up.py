@@ -17,6 +17,7 @@ import pytest
 
 from replaybuf.client import Client
 from replaybuf.errors import counted
+from tests.forked import ForkedProcess
 from tests.ports import free_ports
 from tests.waiting import eventually
 
@@ -37,7 +38,7 @@ class Run:
         self.fault = folder / "fault"
         self.logs = folder / "data" / "logs"
         self.port, self.engine_port = free_ports(2)
-        self.sessions: list[subprocess.Popen[str]] = []
+        self.sessions: list[ForkedProcess] = []
         trainer = [sys.executable, str(TRAINER), str(self.state), str(self.fault)]
         engine = [sys.executable, "-c", ENGINE, str(self.engine_port)]
         engine_url = f"http://127.0.0.1:{self.engine_port}"
@@ -53,24 +54,18 @@ class Run:
             """
         )
 
-    def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *options: str, **environment: str) -> ForkedProcess:
         """Start `replaybuf up` on the file."""
-        session = subprocess.Popen(
-            [sys.executable, "-m", "replaybuf", "up", str(self.file), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
+        session = ForkedProcess("replaybuf", ["up", str(self.file), *options], os.environ | environment, None)
         self.sessions.append(session)
         return session
 
-    def reached(self, steps: int, session: subprocess.Popen[str]) -> list[psutil.Process]:
+    def reached(self, steps: int, session: ForkedProcess) -> list[psutil.Process]:
         """Wait until the trainer has done so many steps; return all processes of the session."""
 
         def done() -> bool:
             if session.poll() is not None:
-                raise AssertionError(f"the session ended: {session.communicate(timeout=10)}")
+                raise AssertionError(f"the session ended: {session.communicate(10)}")
             return self.state.exists() and int(self.state.read_text() or 0) >= steps
 
         eventually(done, WITHIN_S)
@@ -86,9 +81,9 @@ class Run:
         return eventually(newest, WITHIN_S, lambda pid: pid not in (0, than))
 
 
-def ended(session: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(session: ForkedProcess) -> tuple[int | None, str]:
     """Wait for the end; return exit code and all output."""
-    output, errors = session.communicate(timeout=WITHIN_S)
+    output, errors = session.communicate(WITHIN_S)
     return session.returncode, output + errors
 
 
@@ -105,8 +100,8 @@ def run(tmp_path: Path) -> Iterator[Run]:
     yield made
     for session in made.sessions:
         if session.poll() is None:
-            session.terminate()
-            session.communicate(timeout=WITHIN_S)
+            session.send_signal(signal.SIGTERM)
+            session.communicate(WITHIN_S)
 
 
 def test_a_run_goes_to_its_end_and_leaves_no_process(run: Run) -> None:
@@ -184,7 +179,7 @@ def test_no_process_survives_kill_9_of_up_and_up_again_continues(run: Run) -> No
     session = run.start()
     processes = run.reached(1, session)
     session.kill()
-    session.communicate(timeout=WITHIN_S)
+    session.communicate(WITHIN_S)
     run.fault.unlink()
     code, output = ended(run.start())
     assert left(processes) == []
@@ -206,7 +201,7 @@ def test_the_service_and_its_valkey_end_when_up_is_killed_together_with_its_guar
             if "guard.py" in " ".join(process.cmdline()):
                 process.kill()
         session.kill()
-        session.communicate(timeout=WITHIN_S)
+        session.communicate(WITHIN_S)
         assert left(ours) == []
     finally:
         for process in left(processes):
@@ -280,8 +275,6 @@ def test_the_lines_for_a_trainer_of_your_own_are_enough_to_run_it(run: Run) -> N
     text = re.sub(r"trainer = .*\n", 'trainer = "mine"\n', run.file.read_text())
     run.file.write_text(text)
     session = run.start()
-    if session.stdout is None:
-        raise RuntimeError("no pipe")
     seen = next(line for line in session.stdout if "from a shell: export" in line)
     variables = dict(word.split("=", 1) for word in seen.split("export ")[1].split())
     trainer = subprocess.run(
@@ -302,7 +295,7 @@ def test_changed_keys_of_an_existing_run_are_named(run: Run) -> None:
     run.fault.write_text("hold")
     first = run.start()
     run.reached(1, first)
-    first.terminate()
+    first.send_signal(signal.SIGTERM)
     assert ended(first)[0] == 143
     run.fault.unlink()
     run.file.write_text(run.file.read_text().replace("groups_per_batch = 2", "groups_per_batch = 3"))

@@ -6,8 +6,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from replaybuf.client.client import Client
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.group import GroupJson, group_from_json
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import run_forked
 from tests.service.test_restart import valkey_of
 from tests.service.test_server import metric
 from tests.valkeys import Valkey
@@ -114,8 +113,7 @@ def test_the_embedded_server_gets_the_requested_level_also_when_adopted(
 
 def test_replicas_of_the_embedded_server_are_rejected(tmp_path: Path) -> None:
     """It has none, so no write could ever be confirmed."""
-    command = [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(tmp_path)]
-    refused = subprocess.run([*command, "--wait-replicas", "1"], capture_output=True, text=True, timeout=30)
+    refused = run_forked("replaybuf", ["serve", "--port", "0", "--data-dir", str(tmp_path), "--wait-replicas", "1"])
     assert refused.returncode == 1
     assert "wait_replicas is 1; the embedded Valkey has no replicas" in refused.stderr
 

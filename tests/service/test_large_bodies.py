@@ -114,20 +114,15 @@ def own_decoding_s(body: bytes) -> float:
     return time.thread_time() - started_s
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "text"])
-def test_a_hostile_body_takes_no_time_of_the_event_loop(loaded: LoadedClient, kind: str) -> None:
-    """Reading it takes a fraction of the time that decoding it takes."""
-    body, before_s = HOSTILE[kind], loaded.loop_s()
-    answer = loaded.send(body)
-    assert answer.status_code in (400, 413, 422) and len(answer.content) < 2000, answer.text[:2000]
-    assert loaded.loop_s() - before_s < max(0.25, own_decoding_s(body) / 2)
-
-
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_body_takes_no_memory_of_the_service(loaded: LoadedClient, kind: str) -> None:
-    before = loaded.reset_peak()
-    loaded.send(HOSTILE[kind])
-    assert loaded.peak_bytes() - before < BODY_BYTES
+def test_a_hostile_body_takes_neither_time_of_the_event_loop_nor_memory(loaded: LoadedClient, kind: str) -> None:
+    """Reading it takes a fraction of the time that decoding it takes."""
+    body, before_s, before = HOSTILE[kind], loaded.loop_s(), loaded.reset_peak()
+    answer = loaded.send(body)
+    spent_s, taken = loaded.loop_s() - before_s, loaded.peak_bytes() - before
+    assert answer.status_code in (400, 413, 422) and len(answer.content) < 2000, answer.text[:2000]
+    assert spent_s < 0.25 or spent_s < own_decoding_s(body) / 2
+    assert taken < BODY_BYTES
 
 
 def test_a_large_group_is_decoded_beside_other_calls(loaded: LoadedClient) -> None:
@@ -177,13 +172,13 @@ def test_a_body_that_takes_too_much_memory_is_refused(loaded: LoadedClient) -> N
     assert loaded.send(json.dumps(group("next", tokens=100_000)).encode()).status_code == 200
 
 
-def groups_of(token: bytes, body_bytes: int) -> bytes:
-    """Build a body of many groups. A frame takes 9 bytes per token, and the JSON 4 if `token` has one digit."""
+def groups_of(body_bytes: int) -> bytes:
+    """Build a body of many groups. A frame takes 9 bytes per token, and the JSON 4, the fewest that it can."""
     one = b'{"reward": 1, "prompt_ids": [1], "completion_ids": [%b1], "inference_logprobs": [%b0]}'
-    many = b",".join([one % (token * 20_000, b"0," * 20_000)] * 8)
+    many = b",".join([one % (b"1," * 20_000, b"0," * 20_000)] * 8)
     count = body_bytes // (len(many) + 100)
-    start = b'{"group_id": "%d/%d", "prompt_id": "p", "policy_version": 0, "rollouts": ['
-    return b'{"groups": [' + b",".join(start % (len(token), n) + many + b"]}" for n in range(count)) + b"]}"
+    start = b'{"group_id": "%d", "prompt_id": "p", "policy_version": 0, "rollouts": ['
+    return b'{"groups": [' + b",".join(start % n + many + b"]}" for n in range(count)) + b"]}"
 
 
 LARGEST = MAX_JSON_BYTES - 4096
@@ -191,10 +186,9 @@ LARGE = {
     "rollouts": lambda: HOSTILE["rollouts"][:-3] + b",{}" * ((LARGEST - BODY_BYTES) // 3) + b"]}",
     "spans": lambda: HOSTILE["spans"][:-4] + b",[0,0,1]" * ((LARGEST - BODY_BYTES) // 8) + b"]}]}",
     "empty groups": lambda: b'{"groups": [' + b"{}," * (LARGEST // 3 - 8) + b"{}]}",
-    "groups whose frames have 137 MiB": lambda: groups_of(b"1,", LARGEST),
-    "groups whose frames have 92 MiB": lambda: groups_of(b"100,", LARGEST),
+    "groups whose frames have 137 MiB": lambda: groups_of(LARGEST),
     "groups, then rollouts": lambda: (
-        groups_of(b"1,", LARGEST // 2)[:-2]
+        groups_of(LARGEST // 2)[:-2]
         + b',{"prompt_id": "p", "policy_version": 0, "rollouts": ['
         + b"{}," * (LARGEST // 6 - 100)
         + b"{}]}]}"
@@ -212,7 +206,7 @@ def test_a_body_takes_at_most_three_times_its_limit(loaded: LoadedClient, kind: 
 
     def watch() -> int:
         peak = 0
-        while not sent.wait(0.005):
+        while not sent.wait(0.02):
             peak = max(peak, loaded.held_bytes() - before)
         return peak
 
@@ -273,7 +267,7 @@ HOSTILE_ACKS = {
 @pytest.mark.parametrize("kind", HOSTILE_ACKS)
 def test_a_hostile_ack_takes_no_time_of_the_event_loop(loaded: LoadedClient, kind: str) -> None:
     """Feedback may have 1 MiB: decoding it on the event loop would hold it for up to 94 ms."""
-    body, times = HOSTILE_ACKS[kind], 10
+    body, times = HOSTILE_ACKS[kind], 5
     bound_s = times * max(0.01, own_decoding_s(body) / 4)
     spent_s = []
     for _ in range(5):  # a busy processor adds to the time of a round, and takes nothing from it

@@ -9,8 +9,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from replaybuf.service.run.served_run import Run
 from replaybuf.store import Lease, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import run_forked
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
 from tests.waiting import eventually
@@ -511,8 +510,8 @@ def test_the_command_says_what_is_lost_before_it_accepts(
     """Also where a server has started since, and cannot read the run."""
     run = connect(serving.url, "r")
     run.put(batch={"groups_per_batch": 2})
-    command = (sys.executable, "-m", "replaybuf", "runs", "accept-loss", "r", "--url", serving.url)
-    nothing = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = ("runs", "accept-loss", "r", "--url")
+    nothing = run_forked("replaybuf", (*command, serving.url))
     assert nothing.returncode and "Redis lacks nothing of run r" in " ".join(nothing.stderr.split())
     with Valkey(tmp_path / "older") as older:
         copy_to(older, valkey)
@@ -523,10 +522,9 @@ def test_the_command_says_what_is_lost_before_it_accepts(
         if restarted:
             serving.kill()
             serving.start()
-        address = (*command[:-1], serving.url)
-        asked = subprocess.run(address, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        asked = run_forked("replaybuf", (*command, serving.url))
         assert asked.returncode and "missing: groups 1 to 5" in " ".join(asked.stdout.split())
-        done = subprocess.run((*address, "--yes", "--json"), capture_output=True, text=True, timeout=60)
+        done = run_forked("replaybuf", (*command, serving.url, "--yes", "--json"))
         assert json.loads(done.stdout)["groups"] == 5, done.stderr
         again = connect(serving.url, "r")
         eventually(lambda: again.post("tickets", producer="p", count=1), WITHIN_S, is_done)  # somebody leads again

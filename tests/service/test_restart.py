@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import psutil
 
 from replaybuf.wire.batch import read_batch
 from tests.conftest import RunClient, ServeProcess, group, lasting
+from tests.forked import run_forked
 from tests.waiting import eventually
 
 Connect = Callable[[str, str], RunClient]
@@ -143,12 +142,7 @@ def wait_until_stored(run: RunClient, name: str) -> None:
 
 def test_two_services_on_one_data_folder_are_refused(own_service: ServeProcess) -> None:
     """The second one says who holds the folder and exits with 1."""
-    second = subprocess.run(
-        [sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(own_service.data_dir)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    second = run_forked("replaybuf", ["serve", "--port", "0", "--data-dir", str(own_service.data_dir)])
     assert second.returncode == 1
     assert f"process {own_service.pid}" in second.stderr
 
@@ -161,9 +155,5 @@ def test_payloads_freed_by_a_checkpoint_are_deleted(own_service: ServeProcess, c
     epoch = run.attach()
     run.train(epoch, range(1))
     run.post("checkpoints", epoch=epoch, step=1)
-    for _ in range(100):
-        if run.get("groups/a").json()["rollouts"] is None:
-            break
-        subprocess.run(["sleep", "0.05"], check=True)
-    assert run.get("groups/a").json()["rollouts"] is None
+    eventually(lambda: run.get("groups/a").json()["rollouts"] is None, RECOVERED_WITHIN_S)
     assert run.get("groups/b").json()["rollouts"] is not None

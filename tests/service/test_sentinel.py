@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,6 +16,7 @@ from replaybuf.store.redis.durability import STRICT
 from replaybuf.store.topology import open_reader
 from tests.appender import Appender
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import run_forked
 from tests.sentinels import Watched
 from tests.waiting import eventually
 
@@ -132,8 +131,8 @@ def test_an_unknown_name_is_refused_at_start_with_the_known_ones(watched: Watche
         report(unknown, STRICT)
     with pytest.raises(Invalid, match="not sentinels"):
         report(f"redis+sentinel://127.0.0.1:{watched.primary().port}/policy", STRICT)
-    doctor = (sys.executable, "-m", "replaybuf", "doctor", "--json", "--redis-url", unknown, "--port", "0")
-    checks = subprocess.run(doctor, capture_output=True, text=True, timeout=60)
+    doctor = ("doctor", "--json", "--redis-url", unknown, "--port", "0")
+    checks = run_forked("replaybuf", doctor)
     assert checks.returncode == 1 and "does not know the name 'polcy'" in checks.stdout
 
 

@@ -111,7 +111,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServePro
 def new_token(role: str, path: Path) -> str:
     """Make a token with the command a user would type."""
     command = ["token", "new", "--role", role, "--name", f"a {role}", "--tokens-file", str(path)]
-    made = run_forked("replaybuf", command, os.environ, timeout_s=60)
+    made = run_forked("replaybuf", command)
     assert made.returncode == 0, made.stderr
     return made.stdout.strip()
 

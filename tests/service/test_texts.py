@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import run_forked
 from tests.generator.doubles import LETTERS, ids, write_tokenizer
 
 Connect = Callable[[str, str], RunClient]
@@ -44,16 +43,8 @@ def test_without_a_tokenizer_there_is_no_text(run: RunClient) -> None:
 
 def test_a_folder_without_a_tokenizer_keeps_the_service_from_starting(tmp_path: Path) -> None:
     """It names the folder and what it lacks, and leaves no Valkey behind."""
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "replaybuf", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")),
-            *("--tokenizer", str(tmp_path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = ["serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--tokenizer", str(tmp_path)]
+    ended = run_forked("replaybuf", command)
     assert ended.returncode == 1
     assert f"tokenizer folder {tmp_path} has no tokenizer.json" in ended.stderr
     assert not (tmp_path / "data").exists()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,21 +20,36 @@ from replaybuf.errors import ReplaybufError
 from replaybuf.wire.group import Group
 from tests.builders import group
 from tests.conftest import ServeProcess
+from tests.forked import run_forked
 from tests.waiting import eventually
 
 WORKERS = 3
 WITHIN_S = 30.0
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServeProcess]:
-    """Three workers of one address."""
-    server = ServeProcess(tmp_path / "data", "--workers", str(WORKERS), python=sys.executable)
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[ServeProcess]:
+    """Start three workers of one address; end them."""
+    server = ServeProcess(folder / "data", "--workers", str(WORKERS), python=sys.executable)
     server.environment = {"PYTHONUNBUFFERED": "1"}  # an interpreter of its own: workers repeat its command line
     try:
         yield server.start()
     finally:
         server.end()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """Three workers that tests share; the last one of them ends them."""
+    with started(tmp_path_factory.mktemp("workers")) as server:
+        yield server
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[ServeProcess]:
+    """Three workers of a process that the test kills."""
+    with started(tmp_path) as server:
+        yield server
 
 
 def workers_of(server: ServeProcess) -> list[psutil.Process]:
@@ -58,51 +74,51 @@ def leader_of(server: ServeProcess, run: str) -> str | None:
     return leaders.get(run)
 
 
-def train(url: str, steps: range) -> None:
+def train(url: str, run: str, steps: range) -> None:
     """Append a group and train a step of it, each call on a connection of its own."""
     for step in steps:
-        with Client(url, "r") as producer:
+        with Client(url, run) as producer:
             producer.append([group(group_id=f"g{step}", policy_version=step)])
-        with Client(url, "r") as client:
+        with Client(url, run) as client:
             if step == steps[0]:
                 epoch = client.attach(dp_world_size=1, resume_step=step).epoch
-        with Client(url, "r") as client:
+        with Client(url, run) as client:
             assert isinstance(client.fetch_batch(step, epoch, wait_ms=20_000), bytes)
-        with Client(url, "r") as client:
+        with Client(url, run) as client:
             client.ack(step, epoch)
             client.publish_policy(step + 1, epoch)
 
 
-def append_once(url: str, one: Group) -> None:
+def append_once(url: str, run: str, one: Group) -> None:
     """Append a group on a connection of its own."""
-    with Client(url, "r") as client:
+    with Client(url, run) as client:
         client.append([one])
 
 
 def test_every_worker_takes_every_call(served: ServeProcess) -> None:
     """A run is led by one; the others hand calls on, also those that wait, and calls of many at once."""
-    with Client(served.url, "r") as client:
+    with Client(served.url, "many") as client:
         client.put_run({"batch": {"tokens_per_batch": None, "groups_per_batch": 1, "seq_len": 64}})
     addresses = own_addresses(served)
     assert len(addresses) == WORKERS
     for turn, address in enumerate([*addresses, served.url]):
-        train(address, range(2 * turn, 2 * turn + 2))
-    with Client(served.url, "r") as client, ThreadPoolExecutor(16) as threads:
+        train(address, "many", range(2 * turn, 2 * turn + 2))
+    with Client(served.url, "many") as client, ThreadPoolExecutor(16) as threads:
         sent = [group(group_id=f"many{n}", policy_version=8) for n in range(64)]
-        list(threads.map(append_once, [served.url] * len(sent), sent))
+        list(threads.map(functools.partial(append_once, served.url, "many"), sent))
         eventually(lambda: client.get_run().groups.stored, WITHIN_S, lambda stored: stored == 8 + 64)
 
 
 def test_a_killed_worker_costs_nothing_and_starts_again(served: ServeProcess) -> None:
     with Client(served.url, "r") as client:
         client.put_run({"batch": {"tokens_per_batch": None, "groups_per_batch": 1, "seq_len": 64}})
-    train(served.url, range(2))
+    train(served.url, "r", range(2))
     before = own_addresses(served)
     os.kill(before[str(eventually(lambda: leader_of(served, "r"), WITHIN_S))], signal.SIGKILL)
 
     def goes_on() -> bool:
         try:
-            train(served.url, range(2, 4))
+            train(served.url, "r", range(2, 4))
         except (ReplaybufError, httpx.HTTPError):
             return False
         return True
@@ -115,10 +131,10 @@ def test_a_killed_worker_costs_nothing_and_starts_again(served: ServeProcess) ->
         )
 
 
-def test_workers_end_with_the_process_that_started_them(served: ServeProcess) -> None:
+def test_workers_end_with_the_process_that_started_them(killed: ServeProcess) -> None:
     """Also if it is killed: a worker that stayed would hold the port."""
-    workers = workers_of(served)
-    served.kill()
+    workers = workers_of(killed)
+    killed.kill()
     assert not psutil.wait_procs(workers, timeout=WITHIN_S)[1]
 
 
@@ -129,7 +145,6 @@ def test_a_signal_ends_all_of_them_in_order(served: ServeProcess) -> None:
 
 
 def test_ports_beyond_the_last_one_are_refused() -> None:
-    command = [sys.executable, "-m", "replaybuf", "serve", "--workers", "3", "--port", "65533"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked("replaybuf", ["serve", "--workers", "3", "--port", "65533"])
     assert done.returncode == 1
     assert "the last worker needs port 65536" in done.stderr

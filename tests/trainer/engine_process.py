@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
+import os
 import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from tests.forked import ForkedProcess
 from tests.waiting import patience
 
 TIMEOUT_S = 300.0
@@ -48,10 +49,9 @@ class EngineProcess:
 @contextlib.contextmanager
 def engine_process(model: Path, name: str = "policy") -> Iterator[EngineProcess]:
     """Start an engine on a free port; kill it at the end."""
-    command = [sys.executable, "-m", "replaybuf", "engine", "--model", str(model), "--port", "0", "--name", name]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = ["engine", "--model", str(model), "--port", "0", "--name", name]
+    process = ForkedProcess("replaybuf", command, os.environ, sys.stderr, trainer=True)
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("listening on "), line
         engine = EngineProcess(line.split()[-1])
@@ -59,6 +59,5 @@ def engine_process(model: Path, name: str = "policy") -> Iterator[EngineProcess]
             yield engine
     finally:
         process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        process.wait(TIMEOUT_S)
+        process.stdout.close()

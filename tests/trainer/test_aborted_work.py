@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import httpx
@@ -45,7 +46,7 @@ def test_a_paused_run_frees_the_engine_of_its_groups(
             assert engine.metric(WAITING) == 0
             engine.http.post("/resume")
             assert engine.metric(SAMPLED) == 0, "it samples nothing for groups that are gone"
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         tickets = run.state()["tickets"]
         assert (tickets["returned"], tickets["failed"], tickets["expired"]) == (GROUPS, 0, 0)

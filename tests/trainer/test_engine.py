@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from replaybuf_trainer.engine.sampler import Row
 from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.models.loading import load_model
+from tests.forked import ForkedProcess
 from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, oracle
 from tests.waiting import eventually
 
@@ -387,20 +386,20 @@ def test_requests_sent_during_a_pause_wait_for_its_end(engine: ServedEngine, mod
 # ---------------------------------------------------------------------- the process
 
 
-def test_the_command_prints_its_address_and_ends_on_sigterm(models: Path) -> None:
+def test_the_command_prints_its_address_and_ends_on_sigterm(models: Path, tmp_path: Path) -> None:
     """`replaybuf engine --port 0` prints the address it took, serves, and ends with exit code 0."""
-    command = [sys.executable, "-m", "replaybuf", "engine", "--model", str(models / "a"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = ["engine", "--model", str(models / "a"), "--port", "0"]
+    log = tmp_path / "engine.log"
+    with log.open("w") as errors, ForkedProcess("replaybuf", command, os.environ, errors, trainer=True) as process:
         try:
-            assert process.stdout is not None and process.stderr is not None
             line = process.stdout.readline()
             found = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", line)
-            assert found, line + (process.stderr.read() if not line else "")
+            assert found, line + log.read_text()
             with httpx.Client(base_url=found[1], timeout=TIMEOUT_S) as http:
                 assert http.get("/health").status_code == 200
                 answer = http.post("/v1/completions", json={"prompt": WORD, "max_tokens": 2})
                 assert answer.status_code == 200
             process.send_signal(signal.SIGTERM)
-            assert process.wait(TIMEOUT_S) == 0, process.stderr.read()
+            assert process.wait(TIMEOUT_S) == 0, log.read_text()
         finally:
             process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import multiprocessing
 import os
 import pkgutil
 import signal
@@ -24,6 +23,7 @@ from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient, ServeProcess
+from tests.forked import ForkedFunction
 from tests.trainer.scripted import STEPS, fill
 
 TIMEOUT_S = 60.0
@@ -41,9 +41,6 @@ PHASES = {
 }
 """The function at whose n-th call the process dies, and the steps that its newest checkpoint may have; a thread writes
 the checkpoint of step 2."""
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["replaybuf_trainer.trainer"])
 
 
 def train_until_killed(options: TrainOptions, function: str, number: int) -> None:
@@ -123,7 +120,7 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
 ) -> None:
     function, number, newest = PHASES[phase]
     killed = options_of(run, tmp_path / "killed", models / "a", **fields)
-    process = processes.Process(target=train_until_killed, args=(killed, function, number))
+    process = ForkedFunction(target=train_until_killed, args=(killed, function, number), trainer=True)
     process.start()
     process.join(TIMEOUT_S)
     assert process.exitcode == -signal.SIGKILL

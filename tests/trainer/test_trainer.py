@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +32,7 @@ from replaybuf_trainer.proximal import with_proximal_logprobs
 from replaybuf_trainer.publishers.publisher import NeededVersions, PublisherSetup
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
+from tests.forked import ForkedProcess
 from tests.trainer import scripted as scripted_module
 from tests.trainer.batches import logprobs_alone, packed, packed_body, rollouts
 from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService, fill
@@ -645,9 +645,7 @@ def test_a_run_with_adapters_is_rejected_before_the_trainer_attaches(
 
 
 @contextlib.contextmanager
-def trainer_process(
-    run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path
-) -> Iterator[subprocess.Popen[str]]:
+def trainer_process(run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path) -> Iterator[ForkedProcess]:
     """Run `replaybuf train` on a run without groups, wait until it logs that it waits, and kill it at the end."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 64})
     given = {
@@ -658,9 +656,9 @@ def trainer_process(
         "--checkpoint-dir": str(tmp_path / "checkpoints"),
         "--weights-dir": str(tmp_path / "weights"),
     }
-    words = [sys.executable, "-m", "replaybuf", "train", *(word for pair in given.items() for word in pair)]
+    words = ["train", *(word for pair in given.items() for word in pair)]
     log = tmp_path / "train.log"
-    with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=out, text=True) as process:
+    with log.open("w") as errors, ForkedProcess("replaybuf", words, os.environ, errors, trainer=True) as process:
         try:
             eventually(lambda: "reason=" in log.read_text() or process.poll() is not None, TIMEOUT_S)
             assert process.poll() is None, log.read_text()

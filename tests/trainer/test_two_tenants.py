@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from replaybuf.generator.environments import Score
 from replaybuf.generator.prompts import Prompt
 from tests.cli.test_generate import generator
 from tests.conftest import RunClient
+from tests.forked import AwaitedProcess, fork_replaybuf
 from tests.trainer.adapter_folders import merged
 from tests.trainer.engine_process import TIMEOUT_S, EngineProcess, bounded, engine_process
 from tests.trainer.served import oracle
@@ -88,7 +88,7 @@ class Versions:
 
 
 @contextlib.asynccontextmanager
-async def trainer(run: RunClient, engine: str, model: Path, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def trainer(run: RunClient, engine: str, model: Path, folder: Path) -> AsyncIterator[AwaitedProcess]:
     """Start `replaybuf train`, and kill it at the end if it still runs."""
     options = {
         "url": str(run.http.base_url),
@@ -105,9 +105,7 @@ async def trainer(run: RunClient, engine: str, model: Path, folder: Path) -> Asy
         "checkpoint-every-steps": "1000",  # a checkpoint frees the groups before it
     }
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "replaybuf", "train", *arguments, stderr=asyncio.subprocess.PIPE
-    )
+    process = await fork_replaybuf("train", *arguments, trainer=True)
     try:
         yield process
     finally:
@@ -166,7 +164,7 @@ def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_remov
     groups: dict[str, dict[str, Any]] = {}
     versions = Versions(models / "a", tmp_path / "weights", tmp_path / "kept")
 
-    async def until(what: str, condition: Callable[[], bool], *processes: asyncio.subprocess.Process) -> None:
+    async def until(what: str, condition: Callable[[], bool], *processes: AwaitedProcess) -> None:
         while not condition():
             versions.copy_new()
             ended = [process for process in processes if process.returncode is not None]
@@ -184,7 +182,7 @@ def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_remov
             training = await stack.enter_async_context(trainer(run, engine.url, models / "a", tmp_path))
             await until("version 0", lambda: served(engine) == ["policy", "code", "math"], training)
 
-            async def start(name: str, prompts: str) -> asyncio.subprocess.Process:
+            async def start(name: str, prompts: str) -> AwaitedProcess:
                 (tmp_path / name).mkdir()
                 options = {"adapter": name, "tokenizer": str(models / "a"), "environment": f"{HERE}:Share"}
                 options |= {"prompts": f"{HERE}:{prompts}"}

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.reload import FolderLoader
 from replaybuf_trainer.weights import save_model
 from tests.conftest import RunClient
+from tests.forked import ForkedProcess
 from tests.trainer.served import oracle
 from tests.waiting import eventually
 
@@ -93,7 +93,7 @@ def oracle_of(versions: Sequence[Path]) -> Oracle:
 @contextlib.contextmanager
 def generating(
     folder: Path, run: RunClient, engine: str, tokenizer: Path, on_publish: OnPublish, **options: str
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[ForkedProcess]:
     """Run `replaybuf generate` beside the block."""
     prompts = folder / "prompts.jsonl"
     # Longer than a KV block, and few: they come again and again, also after their blocks were made by older weights.
@@ -113,13 +113,12 @@ def generating(
         "max-inflight-groups": "3",
     } | options
     arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "replaybuf", "generate", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = ForkedProcess("replaybuf", ["generate", *arguments], os.environ, None)
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(END_TIMEOUT_S)
 
 
 def train(
@@ -172,7 +171,7 @@ def generated(
     assert run.put(**config).status_code == 201
     with generating(folder, run, engine, versions[0], on_publish, **options) as process:
         train(run, engines, versions, on_publish, sampling)
-        _, error = process.communicate(timeout=END_TIMEOUT_S)
+        _, error = process.communicate(END_TIMEOUT_S)
         assert process.returncode == 0, error
     names = [entry["group_id"] for entry in run.get("groups", limit=500).json()["groups"]]
     assert run.state()["groups"]["stored"] == len(names) >= STEPS * GROUPS

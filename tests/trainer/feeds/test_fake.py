@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from replaybuf_trainer.feeds.fake import FakeBatches, FakeShapes, read_shapes
 from replaybuf_trainer.feeds.opening import open_feed
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
+from tests.forked import run_forked
 
 TIMEOUT_S = 250.0
 
@@ -127,9 +126,7 @@ def test_every_loss_gets_the_columns_that_it_needs(models: Path, tmp_path: Path)
 
 def test_a_new_user_trains_without_a_service_and_leaves_nothing_behind(models: Path, tmp_path: Path) -> None:
     words = ["train", "--fake-data", "--model", str(models / "a"), "--steps", "2", "--fake-shapes", '{"groups": 1}']
-    ended = subprocess.run(
-        [sys.executable, "-m", "replaybuf", *words], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    ended = run_forked("replaybuf", words, timeout_s=TIMEOUT_S, folder=tmp_path, trainer=True)
     assert ended.returncode == 0, ended.stderr
     assert "trained 2 steps of fake-data" in ended.stdout and "step=1 reward=" in ended.stderr
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,12 +17,10 @@ from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.launch import open_ranks
 from replaybuf_trainer.trainer import Trainer
+from tests.forked import ForkedFunction
 from tests.ports import free_port
 
 TIMEOUT_S = 90.0
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["replaybuf_trainer.trainer", "torch.distributed.fsdp"])
 
 
 def start(ranks: int, work: Callable[..., object], *arguments: Any, log: Path) -> list[Any]:
@@ -39,7 +36,7 @@ def start(ranks: int, work: Callable[..., object], *arguments: Any, log: Path) -
             "MASTER_PORT": str(port),
         }
         Path(f"{log}.{rank}").touch()
-        process = processes.Process(target=_run, args=(variables, f"{log}.{rank}", work, *arguments))
+        process = ForkedFunction(target=_run, args=(variables, f"{log}.{rank}", work, *arguments), trainer=True)
         process.start()
         started.append(process)
     return started

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from replaybuf_trainer.weight_download import listening
 from replaybuf_trainer.weight_download.manifest import MANIFEST
 from replaybuf_trainer.weights import WEIGHTS_FILE
 from tests.conftest import RunClient
+from tests.forked import run_forked
 from tests.trainer.scripted import STEPS, fill
 from tests.trainer.served import ServedEngine, oracle, served
 from tests.trainer.weight_download.helper_process import helper_process
@@ -372,8 +371,8 @@ def test_the_command_trains_a_run_with_an_engine_that_shares_no_folder(
             "--checkpoint-dir": str(tmp_path / "checkpoints"),
             "--weights-dir": str(tmp_path / "weights"),
         }
-        command = [sys.executable, "-m", "replaybuf", "train", *(word for pair in words.items() for word in pair)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        command = ["train", *(word for pair in words.items() for word in pair)]
+        done = run_forked("replaybuf", command, timeout_s=240, trainer=True)
         assert done.returncode == 0, done.stderr
     assert run.state()["published_version"] == STEPS
     assert f"/v{STEPS:06d}/#sha256=" in run.get("policy").json()["weights_uri"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+
+from tests.forked import ForkedProcess
 
 TIMEOUT_S = 60.0
 
@@ -18,8 +18,7 @@ TIMEOUT_S = 60.0
 class HelperProcess:
     """A running helper, a client of it, and what it wrote to its log."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        assert process.stdout is not None
+    def __init__(self, process: ForkedProcess, log: Path) -> None:
         line = process.stdout.readline()
         assert line, log.read_text()
         self.url = line.split()[-1]
@@ -34,7 +33,7 @@ class HelperProcess:
     def kill(self) -> None:
         """Kill the process as kill -9 does."""
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(TIMEOUT_S)
 
     def end(self) -> int:
         """End the process by SIGTERM; return its exit code."""
@@ -45,17 +44,11 @@ class HelperProcess:
 @contextlib.contextmanager
 def helper_process(folder: Path, engine: str, *options: str, token: str = "", port: int = 0) -> Iterator[HelperProcess]:
     """Start a helper with the copies in `folder`; kill it at the end."""
-    command = [sys.executable, "-m", "replaybuf", "fetch-weights", "--engine", engine, "--folder", str(folder)]
+    command = ["fetch-weights", "--engine", engine, "--folder", str(folder), "--port", str(port), *options]
     log = folder.parent / f"helper-{os.urandom(4).hex()}.log"
     environment = os.environ | ({"REPLAYBUF_FETCH_WEIGHTS_PUBLISH_TOKEN": token} if token else {})
     with log.open("w") as written:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), *options],
-            stdout=subprocess.PIPE,
-            stderr=written,
-            text=True,
-            env=environment,
-        )
+        process = ForkedProcess("replaybuf", command, environment, written)
     helper = None
     try:
         helper = HelperProcess(process, log)
@@ -64,4 +57,4 @@ def helper_process(folder: Path, engine: str, *options: str, token: str = "", po
         if helper is not None:
             helper.http.close()
         process.kill()
-        process.communicate()
+        process.communicate(TIMEOUT_S)
