@@ -125,7 +125,7 @@ def test_a_run_goes_to_its_end_and_leaves_no_process(run: Run) -> None:
 
 def test_a_run_that_a_script_starts_prints_one_json_object(run: Run) -> None:
     """How it ended, on standard output; the progress is on the other stream. A session that stops says why."""
-    output, errors = (session := run.start("--json")).communicate(timeout=WITHIN_S)
+    output, errors = (session := run.start("--json")).communicate(timeout_s=WITHIN_S)
     summary = json.loads(output)
     assert (session.returncode, summary["run"], summary["stopped"]) == (0, "up", None), errors
     assert summary["data_dir"] == str(run.folder / "data") and " serve " in summary["console"]
@@ -218,7 +218,7 @@ def test_a_child_that_keeps_failing_ends_the_session_with_its_last_lines(run: Ru
     assert "restart 3 of 3 in 0.01 s" in output
     assert re.search(r"stopped: trainer \(pid \d+\) exited with code 7 after 3 restarts", output)
     assert "  weights are not finite" in output
-    output, _ = run.start("--json").communicate(timeout=WITHIN_S)
+    output, _ = run.start("--json").communicate(timeout_s=WITHIN_S)
     assert "exited with code 7 after 3 restarts" in json.loads(output)["stopped"]
 
 

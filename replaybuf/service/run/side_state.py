@@ -72,9 +72,13 @@ class SideState:
         """Count rejected groups by reason. Raises `NotLeader` where a newer leader may accept them."""
         if reasons:
             journal = self._journal
-            with self.uncertain_on_failure():
-                counts = {f"rejected:{name}": count for name, count in reasons.items()}
-                await journal.store.counters.add(journal.name, counts, journal.token)
+            counts = {f"rejected:{name}": count for name, count in reasons.items()}
+            try:
+                with self.uncertain_on_failure():
+                    await journal.store.counters.add(journal.name, counts, journal.token)
+            except NotLeader:
+                journal.follow(None)
+                raise
             self.rejected.update(reasons)
 
     def remove_later(self, texts: Iterable[str]) -> None:
