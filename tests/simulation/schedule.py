@@ -42,7 +42,9 @@ PROGRESS_S = 40.0
 SETTLED_S = 2.5
 """By then no call of a client that has left is served any more, and followers have read the leader's tickets."""
 RESTARTED_S = 6.0
-"""By then the leases of the killed servers have ended, and the next leader has cleaned up."""
+"""By then the leases of the killed servers have ended, and a new leader works."""
+CLEANED_UP_S = 1.2
+"""By then a new leader has cleaned up."""
 KEEP = 2
 
 
@@ -166,9 +168,16 @@ class Schedule:
         await rest.look(last, "before")
         for server in self._servers:
             server.kill()
-        await asyncio.sleep(RESTARTED_S)
+        await self._see_leader()
         await rest.look(last, "after")
         await rest.fold()
+
+    async def _see_leader(self) -> None:
+        """Wait until a server leads after the restart, and has cleaned up."""
+        ends_s = self.world.now_s() + RESTARTED_S
+        while not any(server.leads for server in self._servers) and self.world.now_s() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(CLEANED_UP_S)
 
     def _client(self, name: str) -> Client:
         return Client(self._servers, Node(name))

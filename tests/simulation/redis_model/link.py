@@ -35,7 +35,7 @@ class Link:
         self._arrives_s = self._answers_s = 0.0
         self._sent: deque[tuple[Sequence[Sequence[bytes]], int | None]] = deque()
         self._commands: deque[tuple[Sequence[bytes], bool]] = deque()
-        self._answered: deque[Any] = deque()
+        self._answered: deque[list[Any]] = deque()
         self._busy = False
         self.replies: deque[Any] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -127,18 +127,20 @@ class Link:
     # ------------------------------------------------------------------ replies on their way
 
     def _answer_in(self, after_s: float, reply: Any) -> None:
-        self._answers_s = max(self._answers_s, self.world.now_s() + after_s)
-        self._answered.append(reply)
-        self.world.at(WORLD, self._answers_s, self._deliver)
+        arrives_s = self.world.now_s() + after_s
+        if self._answered and arrives_s <= self._answers_s:  # it comes with the reply before it
+            self._answered[-1].append(reply)
+            return
+        self._answers_s = arrives_s
+        self._answered.append([reply])
+        self.world.at(WORLD, arrives_s, self._deliver)
 
     def _deliver(self) -> None:
-        reply = self._answered.popleft()
+        replies = self._answered.popleft()
         if self.broken:
             return
-        if reply is END:
-            self.broken = True
-        else:
-            self.replies.append(reply)
+        self.broken = replies[-1] is END
+        self.replies.extend(replies[:-1] if self.broken else replies)
         if self._reader and not self._reader.done():
             self._reader.set_result(None)
 

@@ -89,6 +89,8 @@ class RedisServer:
         return reply
 
     def _call(self, words: Sequence[bytes]) -> Any:
+        if command := COMMANDS.get(words[0]):
+            return command(self.values, words[1:])
         name = words[0].upper()
         if command := COMMANDS.get(name):
             return command(self.values, words[1:])
