@@ -154,7 +154,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             message = f"Exception in callback {handle._callback!r}"
             self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Call a function in the next round."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import random
 import secrets
 import socket
@@ -89,6 +90,8 @@ class World:
             (time, "monotonic", self.now_s),
             (time, "perf_counter", self.now_s),
             (time, "sleep", _refuse("time.sleep")),
+            (os, "getpid", lambda: 1),
+            (socket, "gethostname", lambda: "host"),
             (secrets, "token_hex", lambda size: self.rng.randbytes(size).hex()),
             (socket, "create_connection", _refuse("socket.create_connection")),
             (socket.socket, "connect", _refuse("socket.connect")),

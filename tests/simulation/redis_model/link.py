@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ WAITS = object()
 """Instead of a reply: the command blocks its connection, and answers later."""
 PAUSES = 0.05
 """Share of commands of a pipeline before which other connections get a turn."""
+RECORD_TYPE = re.compile(rb"\xa4type[\xa1-\xbf]([A-Z_]+)")
 RECORDS = (b"rb_append", b"rb_columns")
 
 
@@ -37,6 +39,8 @@ class Link:
         self._commands: deque[tuple[Sequence[bytes], bool]] = deque()
         self._answered: deque[list[Any]] = deque()
         self._busy = False
+        self.queued: list[Sequence[bytes]] | None = None
+        """Commands of an open transaction."""
         self.replies: deque[Any] = deque()
         self._reader: asyncio.Future[None] | None = None
         server.links.append(self)
@@ -145,6 +149,11 @@ class Link:
             self._reader.set_result(None)
 
 
+def record_of(arguments: Sequence[bytes]) -> bytes:
+    """Return the ledger record among the arguments of a function."""
+    return next((argument for argument in arguments if RECORD_TYPE.search(argument)), b"")
+
+
 def _describe(client: Node, words: Sequence[bytes], reply: Any) -> str:
     return f"{client}: {_name(words)} -> {_short(reply)}"
 
@@ -156,8 +165,7 @@ def _name(words: Sequence[bytes]) -> str:
     if words[0] == b"FCALL":
         shown = [words[1], *words[3:4]]
         if words[1] in RECORDS:
-            arguments = words[3 + int(words[2]) + 7 :]
-            shown += arguments[:2]
+            shown.append(record_of(words[3 + int(words[2]) :]))
     else:
         shown = list(words[:2])
     return " ".join(repr(bytes(word[:60]))[2:-1] for word in shown)
