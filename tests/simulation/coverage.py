@@ -23,6 +23,7 @@ FOLDERS = ("service", "store")
 LEFT_OUT = ("service/http/", "service/sockets", "store/redis/embedded.py", "store/redis/sentinel", "store/copying.py")
 """Modules that no schedule runs: HTTP, processes, Sentinel, copies of runs."""
 RECORD_TYPE = re.compile(rb"\xa4type[\xa1-\xbf]([A-Z_]+)")
+"""In the bytes of a ledger record."""
 SHOWN = 6
 
 

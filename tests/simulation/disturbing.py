@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from replaybuf.store import keys
 from tests.chaos.history import Event, Faulted, Healed
+from tests.simulation.copying import COPIED_RUN
 from tests.simulation.loop import WORLD
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import LONGEST_STOP_S, Server
@@ -91,5 +93,6 @@ class Disturber:
                 link.cut()
 
     async def _lease(self, server: Server) -> None:
-        self._redis.values.delete(b"rb:{%s}:lead" % RUN.encode())
+        run = self._rng.choice((RUN, COPIED_RUN)) if self._world.mix.copies else RUN
+        self._redis.values.delete(keys.lead(run).encode())
         self._redis.values.commit()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import heapq
 import random
 from collections import deque
@@ -22,6 +23,41 @@ MOST_HANDLES = 3_000_000
 """Handles of one schedule; more are a loop without an end."""
 
 
+class _Handle(asyncio.TimerHandle):
+    """A call of a function, without what asyncio does for its debug mode."""
+
+    __slots__ = ()
+    _context: contextvars.Context
+    _callback: Callable[..., object]
+    _args: tuple[Any, ...]
+    _cancelled: bool
+
+    def __init__(  # not asyncio's, which asks the loop for its debug mode
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: SimulatedLoop,
+        context: contextvars.Context | None,
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop, self._callback, self._args, self._when = loop, callback, args, when
+        self._cancelled = self._scheduled = False
+        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        """Never call the function."""
+        if not self._cancelled:
+            self._cancelled = True
+            self._callback, self._args = _nothing, ()
+            if self._scheduled:
+                self._loop._timer_handle_cancelled(self)
+
+
+def _nothing() -> None:
+    """Stand in for a function that was cancelled."""
+
+
 class Node:
     """One simulated process. `wall_ahead_s`: by how much its wall clock is ahead of the true time."""
 
@@ -30,10 +66,17 @@ class Node:
         self.dead = False
         self.stopped = False
         self.wall_ahead_s = 0.0
-        self.waiting: list[asyncio.Handle] = []
+        self.waiting: list[_Handle] = []
 
     def __repr__(self) -> str:
         return self.name
+
+    @functools.cached_property
+    def context(self) -> contextvars.Context:
+        """Context of functions that the world calls on this node; they never call each other."""
+        context = contextvars.Context()
+        context.run(NODE.set, self)
+        return context
 
 
 WORLD = Node("world")
@@ -48,13 +91,13 @@ class Stuck(Exception):
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Runs one schedule; `rng` draws how long threads take. `errors`: what nobody caught."""
 
-    _ready: deque[asyncio.Handle]
+    _ready: deque[_Handle]
     _stopping: bool
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
         self._now_s = 0.0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Handle]] = []
         self._made = self._cancelled = 0
         self._rng = rng
         self._handles = 0
@@ -70,49 +113,75 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def _run_once(self) -> None:
-        """Run all that is due; if nothing is, move the clock to the next timer."""
-        timers = self._timers
-        while timers and timers[0][2].cancelled():
-            heapq.heappop(timers)
-        if not self._ready and not self._stopping:
-            if not timers:
-                raise Stuck("every task waits, and no timer is set")
-            self._now_s = max(self._now_s, timers[0][0])
-        while timers and timers[0][0] <= self._now_s:
-            timer = heapq.heappop(timers)[2]
-            if not timer.cancelled():
-                self._ready.append(timer)
-        if self._missing:
-            raise self._missing
-        self._handles += len(self._ready)
-        if self._handles > MOST_HANDLES:
-            raise Stuck(f"{MOST_HANDLES} steps were taken, and the schedule goes on at {self._now_s:.3f} s")
-        for _ in range(len(self._ready)):
-            handle = self._ready.popleft()
-            if not handle.cancelled():
-                self._run_handle(handle)
+        """Run all that is due until the loop is stopped; whenever nothing is, move the clock to the next timer."""
+        # One call for a whole schedule, and handles without debug mode: asyncio's cost as much as what they call.
+        timers, ready = self._timers, self._ready
+        while True:
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
+            if not ready and not self._stopping:
+                if not timers:
+                    raise Stuck("every task waits, and no timer is set")
+                self._now_s = max(self._now_s, timers[0][0])
+            while timers and timers[0][0] <= self._now_s:
+                handle = heapq.heappop(timers)[2]
+                if not handle._cancelled:
+                    ready.append(handle)
+            if self._missing:
+                raise self._missing
+            self._handles += len(ready)
+            if self._handles > MOST_HANDLES:
+                raise Stuck(f"{MOST_HANDLES} steps were taken, and the schedule goes on at {self._now_s:.3f} s")
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    self._run_handle(handle)
+            if self._stopping:
+                return
 
-    def _run_handle(self, handle: Any) -> None:
+    def _run_handle(self, handle: _Handle) -> None:
         node = handle._context.get(NODE, WORLD)
+        if node.dead:
+            return
         if node.stopped:
             node.waiting.append(handle)
-        elif not node.dead:
-            handle._run()
+            return
+        try:
+            handle._context.run(handle._callback, *handle._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as asyncio does
+            message = f"Exception in callback {handle._callback!r}"
+            self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Call a function in the next round."""
+        handle = _Handle(self._now_s, callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call a function after a time."""
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Call a function at a time; timers of one moment run in the order in which they were made."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Handle(when, callback, args, self, context)
+        timer._scheduled = True
         self._made += 1
         heapq.heappush(self._timers, (when, self._made, timer))
-        timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled += 1
         if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
-            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            self._timers[:] = [entry for entry in self._timers if not entry[2]._cancelled]
             heapq.heapify(self._timers)
             self._cancelled = 0
 

@@ -30,6 +30,7 @@ class Mix:
     - `faults_s`: length of the fault phase
     - `staged`: groups need a late column before they are trained; `reads`: a cursor follows the run
     - `spills`: frames move to a folder; `revises`: an operator changes strategy and limits of the run
+    - `copies`: another run is backed up, deleted and restored meanwhile
     """
 
     servers: int
@@ -42,6 +43,7 @@ class Mix:
     reads: bool
     spills: bool
     revises: bool
+    copies: bool
 
     @classmethod
     def draw(cls, rng: random.Random) -> Mix:
@@ -59,6 +61,7 @@ class Mix:
             reads=rng.random() < 0.2,
             spills=rng.random() < 0.2,
             revises=strategy in ("one step", "replay") and rng.random() < 0.3,
+            copies=rng.random() < 0.25,
         )
 
     @property

@@ -14,6 +14,7 @@ from unittest import mock
 
 import msgspec
 
+from replaybuf.backup import target
 from replaybuf.service import host, loop_watch, turns
 from replaybuf.service.host import Service
 from replaybuf.service.peers import balance, living_servers
@@ -21,6 +22,7 @@ from replaybuf.store.redis import awake
 from replaybuf.wire.config import RunConfig
 from tests.chaos.history import Event
 from tests.simulation.beside import Reader, operate, stage
+from tests.simulation.copying import CopiedRun
 from tests.simulation.coverage import Reached
 from tests.simulation.disturbing import Disturber
 from tests.simulation.judging import judge
@@ -39,10 +41,14 @@ PRODUCERS = 3
 PROGRESS_STEPS = 2
 PROGRESS_S = 40.0
 """After the last fault a run must train so many steps within this time."""
+COPIED_S = 40.0
+"""After the last fault the copied run must come to its end within this time."""
 SETTLED_S = 2.5
 """By then no call of a client that has left is served any more, and followers have read the leader's tickets."""
 RESTARTED_S = 6.0
-"""By then the leases of the killed servers have ended, and the next leader has cleaned up."""
+"""By then the leases of the killed servers have ended, and a new leader works."""
+CLEANED_UP_S = 1.2
+"""By then a new leader has cleaned up."""
 KEEP = 2
 
 
@@ -116,6 +122,7 @@ class Schedule:
             mock.patch.object(host, "FOLLOW_PERIOD_S", 0.05),
             mock.patch.object(living_servers, "STEADY_S", 1.0),
             mock.patch.object(balance, "AGAIN_S", 1.0),
+            mock.patch.object(target, "LEASE_S", 3.0),
             mock.patch.object(awake, "FIRST_PAUSE_S", 0.02),
             mock.patch.object(turns, "TURN_S", rng.choice((-1.0, turns.TURN_S))),
             mock.patch.object(turns, "FEW", rng.choice((0, turns.FEW))),
@@ -144,8 +151,12 @@ class Schedule:
             others.append(self._start("reader", reader.work(stopping)))
         if mix.revises:
             others.append(self._start("operator", operate(world, self._client("operator"), RUN, stopping)))
+        copied = CopiedRun(world, self._client("copier"), redis, places[0].parent / "copied" if mix.spills else None)
+        copying = self._start("copier", copied.work()) if mix.copies else None
         await Disturber(world, self.history, redis, self._servers).work(world.faults_s)
         await self._see_progress(trainer)
+        if copying:
+            await self._see_end(copying, copied)
         stopping.set()
         await asyncio.gather(*producers, *others)
         await asyncio.sleep(SETTLED_S)
@@ -166,9 +177,27 @@ class Schedule:
         await rest.look(last, "before")
         for server in self._servers:
             server.kill()
-        await asyncio.sleep(RESTARTED_S)
+        await self._see_leader()
         await rest.look(last, "after")
         await rest.fold()
+        copied.check_nothing_is_left()
+        self.wrong += copied.wrong
+
+    async def _see_end(self, copying: asyncio.Task[None], copied: CopiedRun) -> None:
+        """Check that the copied run comes to its end, a bounded time after the last fault."""
+        await asyncio.wait({copying}, timeout=COPIED_S)
+        if not copying.done():
+            self.wrong.append(f"{copied.stage} of the copied run takes over {COPIED_S:g} s after the last fault")
+            copying.cancel()
+        elif error := copying.exception():
+            self.wrong.append(f"{copied.stage} of the copied run ended with {error!r}")
+
+    async def _see_leader(self) -> None:
+        """Wait until a server leads after the restart, and has cleaned up."""
+        ends_s = self.world.now_s() + RESTARTED_S
+        while not any(RUN in server.leads for server in self._servers) and self.world.now_s() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(CLEANED_UP_S)
 
     def _client(self, name: str) -> Client:
         return Client(self._servers, Node(name))

@@ -55,7 +55,17 @@ XRANGE x - +|XTRIM absent MINID 2-0|XADD x 4-0 f four|XREAD COUNT 1 STREAMS x ab
 XREAD STREAMS x absent 0-0 0-0|XTRIM x MINID 9-0|XLEN x|EXISTS x|XADD x 5-0 f low|XADD x 6-0 f six
 XADD m MAXLEN 2 1-0 f a|XADD m MAXLEN 2 2-0 f b|XADD m MAXLEN 2 3-0 f c|XRANGE m - +|GET x
 """
-SECTIONS = {"strings": STRINGS, "lifetimes": LIFETIMES, "hashes": HASHES, "sets": SETS, "streams": STREAMS}
+TRANSACTIONS = """
+EXEC|MULTI|SET s value|GET s|GET absent|HGETALL h|EXEC|GET s|MULTI|EXEC|EXEC
+"""
+SECTIONS = {
+    "transactions": TRANSACTIONS,
+    "strings": STRINGS,
+    "lifetimes": LIFETIMES,
+    "hashes": HASHES,
+    "sets": SETS,
+    "streams": STREAMS,
+}
 APART = {b"TIME", b"DBSIZE"}
 """Commands whose reply depends on the server: the clock, and the keys of other tests."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import random
 import secrets
 import socket
@@ -33,20 +34,19 @@ class World:
     def __init__(self, plan: Plan) -> None:
         self.seed = plan.seed
         self.rng = random.Random(f"schedule {plan.seed}")
+        self._random = self.rng.random
         self.faults = Faults.draw(self.rng, plan.only)
         self.mix = Mix.draw(self.rng)
         self.faults_s = self.mix.faults_s if plan.faults_s is None else plan.faults_s
         self.coverage = Coverage()
         self.loop = SimulatedLoop(self.rng)
+        self.now_s = self.loop.time
+        """Returns the true time since the start."""
         self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []
         self.wrong: list[str] = []
         """What the world itself has seen go wrong."""
 
     # ------------------------------------------------------------------ time
-
-    def now_s(self) -> float:
-        """Return the true time since the start."""
-        return self.loop.time()
 
     def wall_s(self) -> float:
         """Return the wall clock of the running node."""
@@ -54,13 +54,11 @@ class World:
 
     def way_s(self) -> float:
         """Draw how long a message takes."""
-        return self.rng.uniform(SHORTEST_WAY_S, LONGEST_WAY_S)
+        return SHORTEST_WAY_S + (LONGEST_WAY_S - SHORTEST_WAY_S) * self._random()
 
     def at(self, node: Node, when_s: float, call: Callable[..., object], *arguments: Any) -> None:
         """Call a function on a node at a time."""
-        context = contextvars.copy_context()
-        context.run(NODE.set, node)
-        self.loop.call_at(when_s, call, *arguments, context=context)
+        self.loop.call_at(when_s, call, *arguments, context=node.context)
 
     def on(self, node: Node, call: Callable[..., T], *arguments: Any) -> T:
         """Call a function now, as work of a node."""
@@ -92,6 +90,8 @@ class World:
             (time, "monotonic", self.now_s),
             (time, "perf_counter", self.now_s),
             (time, "sleep", _refuse("time.sleep")),
+            (os, "getpid", lambda: 1),
+            (socket, "gethostname", lambda: "host"),
             (secrets, "token_hex", lambda size: self.rng.randbytes(size).hex()),
             (socket, "create_connection", _refuse("socket.create_connection")),
             (socket.socket, "connect", _refuse("socket.connect")),

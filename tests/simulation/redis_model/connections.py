@@ -13,6 +13,7 @@ from typing import Any
 import hiredis
 import redis
 import redis.asyncio as aioredis
+from redis.driver_info import DriverInfo
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -20,6 +21,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from replaybuf.store.redis.connection import Connection
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
+
+DRIVER = DriverInfo()
+"""For all connections: each would read the version of redis-py from its files."""
 
 
 def use_model(connection: Connection, server: RedisServer) -> None:
@@ -37,7 +41,7 @@ def split(pieces: Iterable[Any]) -> list[Sequence[bytes]]:
         reader.feed(piece)
     commands: list[Sequence[bytes]] = []
     while (words := reader.gets()) is not False:
-        commands.append([word if isinstance(word, bytes) else str(word).encode() for word in words])
+        commands.append(words)
     return commands
 
 
@@ -61,7 +65,7 @@ class _Connection(aioredis.Connection):
     """An asynchronous connection without a socket."""
 
     def __init__(self, server: RedisServer, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(driver_info=DRIVER, **options)
         self._server = server
         self.link: Link | None = None
         self._parser: Any = _Parser(self)
@@ -112,7 +116,7 @@ class _BlockingConnection(redis.Connection):
     """A connection of a thread: its commands run at once, because the whole call happens at one moment."""
 
     def __init__(self, server: RedisServer, **options: Any) -> None:
-        super().__init__(**options)  # type: ignore[no-untyped-call]
+        super().__init__(driver_info=DRIVER, **options)  # type: ignore[no-untyped-call]
         self._server = server
         self._replies: list[Any] = []
 

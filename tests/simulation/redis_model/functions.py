@@ -24,6 +24,7 @@ class _Bridge:
     def __init__(self) -> None:
         self.lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self.lua.globals()[b"HITS"] = self.lua.table()
+        self._table = self.lua.table_from
         self.call: Call | None = None
         self.registered: dict[bytes, Any] = {}
         functions = {b"call": self._call, b"pcall": self._pcall, b"register_function": self._register}
@@ -45,19 +46,25 @@ class _Bridge:
         self.registered[name] = callback if callback is not None else first[b"callback"]
 
     def _to_lua(self, reply: Any) -> Any:
-        if reply is None:
-            return False
-        if type(reply) is int:
-            return reply
-        if isinstance(reply, list):
-            return self.lua.table_from([self._to_lua(part) for part in reply])
-        return self.lua.table_from({b"ok": reply}) if reply == b"OK" else reply
+        kind = type(reply)
+        if kind is bytes:
+            return self.lua.table_from({b"ok": reply}) if reply == b"OK" else reply
+        if kind is list:
+            to_lua = self._to_lua
+            return self._table([part if type(part) is bytes and part != b"OK" else to_lua(part) for part in reply])
+        return False if reply is None else reply
 
 
 @functools.cache
 def _bridge() -> _Bridge:
     # One for all schedules: a new runtime takes longer than running the library.
     return _Bridge()
+
+
+@functools.cache
+def _compile(code: str) -> Callable[[], None]:
+    function: Callable[[], None] = _bridge().lua.compile(mark_branches(code).encode())
+    return function
 
 
 def take_branches() -> set[int]:
@@ -77,7 +84,7 @@ class Functions:
             raise ResponseError("Missing library metadata")
         self._bridge = _bridge()
         self._bridge.registered = {}
-        self._bridge.lua.execute(mark_branches(head.replace("#!", "--") + "\n" + body).encode())
+        _compile(head.replace("#!", "--") + "\n" + body)()
         self._functions = self._bridge.registered
         self._call = call
 
@@ -98,22 +105,23 @@ def _word(word: float) -> bytes:
 
 
 def _from_lua(value: Any) -> Any:
+    kind = type(value)
+    if kind is bytes or kind is int:
+        return value
     if value is None or value is False:
         return None
     if value is True:
         return 1
-    if isinstance(value, float):
+    if kind is float:
         return int(value)
-    if not isinstance(value, (bytes, int)):
-        return _of_table(value)
-    return value
+    return _of_table(value)
 
 
 def _of_table(table: Any) -> Any:
     status = table[b"ok"]
     if status is not None:
         return status
-    found: list[Any] = []
-    while (item := table[len(found) + 1]) is not None:
-        found.append(_from_lua(item))
-    return found
+    items: list[Any] = []
+    while (item := table[len(items) + 1]) is not None:
+        items.append(item if type(item) is bytes else _from_lua(item))
+    return items

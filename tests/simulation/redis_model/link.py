@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ WAITS = object()
 """Instead of a reply: the command blocks its connection, and answers later."""
 PAUSES = 0.05
 """Share of commands of a pipeline before which other connections get a turn."""
+RECORD_TYPE = re.compile(rb"\xa4type[\xa1-\xbf]([A-Z_]+)")
 RECORDS = (b"rb_append", b"rb_columns")
 
 
@@ -35,8 +37,10 @@ class Link:
         self._arrives_s = self._answers_s = 0.0
         self._sent: deque[tuple[Sequence[Sequence[bytes]], int | None]] = deque()
         self._commands: deque[tuple[Sequence[bytes], bool]] = deque()
-        self._answered: deque[Any] = deque()
+        self._answered: deque[list[Any]] = deque()
         self._busy = False
+        self.queued: list[Sequence[bytes]] | None = None
+        """Commands of an open transaction."""
         self.replies: deque[Any] = deque()
         self._reader: asyncio.Future[None] | None = None
         server.links.append(self)
@@ -127,20 +131,27 @@ class Link:
     # ------------------------------------------------------------------ replies on their way
 
     def _answer_in(self, after_s: float, reply: Any) -> None:
-        self._answers_s = max(self._answers_s, self.world.now_s() + after_s)
-        self._answered.append(reply)
-        self.world.at(WORLD, self._answers_s, self._deliver)
+        arrives_s = self.world.now_s() + after_s
+        if self._answered and arrives_s <= self._answers_s:  # it comes with the reply before it
+            self._answered[-1].append(reply)
+            return
+        self._answers_s = arrives_s
+        self._answered.append([reply])
+        self.world.at(WORLD, arrives_s, self._deliver)
 
     def _deliver(self) -> None:
-        reply = self._answered.popleft()
+        replies = self._answered.popleft()
         if self.broken:
             return
-        if reply is END:
-            self.broken = True
-        else:
-            self.replies.append(reply)
+        self.broken = replies[-1] is END
+        self.replies.extend(replies[:-1] if self.broken else replies)
         if self._reader and not self._reader.done():
             self._reader.set_result(None)
+
+
+def record_of(arguments: Sequence[bytes]) -> bytes:
+    """Return the ledger record among the arguments of a function."""
+    return next((argument for argument in arguments if RECORD_TYPE.search(argument)), b"")
 
 
 def _describe(client: Node, words: Sequence[bytes], reply: Any) -> str:
@@ -154,8 +165,7 @@ def _name(words: Sequence[bytes]) -> str:
     if words[0] == b"FCALL":
         shown = [words[1], *words[3:4]]
         if words[1] in RECORDS:
-            arguments = words[3 + int(words[2]) + 7 :]
-            shown += arguments[:2]
+            shown.append(record_of(words[3 + int(words[2]) :]))
     else:
         shown = list(words[:2])
     return " ".join(repr(bytes(word[:60]))[2:-1] for word in shown)

@@ -12,12 +12,13 @@ from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
 from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
 from tests.simulation.redis_model.functions import Functions
-from tests.simulation.redis_model.link import RECORDS, WAITS, Link
+from tests.simulation.redis_model.link import RECORDS, WAITS, Link, record_of
 from tests.simulation.redis_model.values import Values
 from tests.simulation.world import EPOCH_S, World
 
 LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
 """Functions that only the newest leader may call."""
+TRANSACTION = (b"MULTI", b"EXEC")
 SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
 INFO = (
@@ -72,7 +73,9 @@ class RedisServer:
         """Run a command of a connection; return its reply, an error to send, or `WAITS`."""
         name = words[0].upper()
         try:
-            if name == b"FCALL":
+            if name in TRANSACTION or link.queued is not None:
+                reply = self._queue(link, name, words)
+            elif name == b"FCALL":
                 reply = self._fcall(words)
             elif name == b"XREAD":
                 reply = self._read(link, words)
@@ -88,7 +91,23 @@ class RedisServer:
             self._wake()
         return reply
 
+    def _queue(self, link: Link, name: bytes, words: Sequence[bytes]) -> Any:
+        """Begin a transaction, queue a command of it, or run all of them."""
+        queued = link.queued
+        if name == b"MULTI":
+            link.queued = []
+            return b"OK"
+        if queued is None:
+            raise ResponseError("EXEC without MULTI")
+        if name != b"EXEC":
+            queued.append(words)
+            return b"QUEUED"
+        link.queued = None
+        return [self._call(command) for command in queued]
+
     def _call(self, words: Sequence[bytes]) -> Any:
+        if command := COMMANDS.get(words[0]):
+            return command(self.values, words[1:])
         name = words[0].upper()
         if command := COMMANDS.get(name):
             return command(self.values, words[1:])
@@ -113,7 +132,7 @@ class RedisServer:
         fence = self.values.get(names[0], bytes) if words[1] in LED else None
         reply = self._functions.run(words[1], names, arguments)
         if words[1] in RECORDS and reply[0] == b"ok":
-            self.world.coverage.add_record(arguments[8], len(self.world.faults.happened))
+            self.world.coverage.add_record(record_of(arguments), len(self.world.faults.happened))
         if words[1] in LED and reply[0] == b"ok" and arguments[0] != fence:
             self.world.wrong.append(f"{words[1].decode()} of a former leader, {arguments[0].decode()}, was executed")
         return reply
