@@ -130,6 +130,7 @@ class CopiedRun:
     async def _facts(self, service: Service, gone: Gone) -> dict[str, Any]:
         """Return the counts of the run, and the checksum of each rollout that is still needed."""
         run = await service.led(COPIED_RUN)
+        await run.ingest()  # another server may have stored the last group
         state, rollouts = msgspec.to_builtins(run.describe()), {}
         for group in (await list_groups(run, GroupQuery(state="live"), None, GROUPS)).groups:
             shown: Any = (await describe_group(run, group.group_id, None))["rollouts"]

@@ -15,6 +15,9 @@ from tests.simulation.schedule import simulate
 FOUND = {
     14: "a follower served a batch that a rewind took back",
     102: "a follower showed the ticket of a stored prompt",
+    1042: "a server that began to lead rejected groups by the tickets of before",
+    1044: "a ticket was issued again for a prompt whose group another server had stored",
+    1049: "groups that came during a takeover kept their tickets",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
 FINDING = {"deduplication": range(1), "use-count": range(1), "handover": range(20)}
