@@ -368,6 +368,16 @@ def test_the_oldest_deadline_of_each_adapter_is_the_same_after_a_restart() -> No
     assert restored.oldest_deadline_s("a") == 13.0
 
 
+def test_storage_replaces_a_ticket_that_it_has_a_newer_one_of_and_leaves_the_deadline_of_others() -> None:
+    """A follower reads the tickets of its leader again and again; its clock may be behind."""
+    book = TicketBook(ttl_s=10, max_attempts=2, supplies={})
+    kept, replaced = book.issue("", 2, 0, 4.0).issued
+    newer = replaced._replace(serial=2, attempt=2)
+    book.restore([(str(kept), 1.0), (str(newer), 5.0)], {}, 5.0)
+    assert (book.holds(kept), book.holds(replaced), book.holds(newer)) == (True, False, True)
+    assert book.oldest_deadline_s("") == 10.0
+
+
 def test_a_group_of_an_expired_ticket_completes_the_ticket_that_replaced_it() -> None:
     """Guarantee 9: one stored group per prompt index, from any attempt."""
     book = TicketBook(ttl_s=10, max_attempts=3, supplies={})

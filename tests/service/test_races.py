@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import pytest
 from starlette.requests import Request
 
-from replaybuf.errors import Fenced, InvalidGroups, NotLeader, RunFinished, ServiceUnavailable
+from replaybuf.errors import Fenced, InvalidGroups, NotFound, NotLeader, RunFinished, ServiceUnavailable
+from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.service import host as service
 from replaybuf.service import turns
 from replaybuf.service.host import Service
@@ -25,13 +26,13 @@ from replaybuf.service.run.append.group_commit import APPEND_CHUNK
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, PendingGroup, Store
-from replaybuf.wire.config import BatchSpec, RunConfig
+from replaybuf.wire.config import BatchSpec, RunConfig, TicketSpec
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
 from replaybuf.wire.group import Group, group_from_json
 from replaybuf.wire.ledger import CheckpointRecord
-from tests.builders import rollout, wire_group
+from tests.builders import arriving, rollout, wire_group
 from tests.led_run import LEASE_S, append, on_a_run, train
 from tests.waiting import until
 
@@ -192,6 +193,25 @@ def test_a_group_checked_before_a_rewind_does_not_survive_it(
     on_a_run(server, work)
 
 
+def test_a_rewind_reaches_a_group_that_another_server_has_just_stored(server: EmbeddedServer) -> None:
+    """The leader has not read it yet; Redis notes the newest group in the entry of the rewind."""
+
+    async def work(store: Store, run: Run) -> None:
+        epoch = (await run.session.attach(AttachRequest())).epoch
+        await append(run, "a", "b")
+        await train(run, epoch, range(2))
+        other = await Run.load(run.name, store)
+        assert other is not None
+        await append(other, "early", version=2)
+        assert run.state.stored == 2
+        await run.session.attach(AttachRequest(resume_step=1))
+        assert (run.state.stored, run.state.totals.evicted) == (3, {"lost_lineage": 1})
+        await other.arrivals.follow()
+        assert other.state.totals.evicted == {"lost_lineage": 1}
+
+    on_a_run(server, work)
+
+
 def test_a_direct_append_above_the_published_version_is_lost_lineage(
     server: EmbeddedServer,
 ) -> None:
@@ -263,6 +283,99 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_by_the_rules_of_t
         assert (leader.state.stored, run.state.entries) == (1, leader.state.entries)
 
     on_a_run(server, work)
+
+
+async def taking_over(
+    store: Store, run: str, held: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Run, Callable[[], Awaitable[None]]]:
+    """Load a run and take it over up to the call `held` of one of its parts; return it, and what lets it go on."""
+    successor = await Run.load(run, store)
+    assert successor is not None
+    part, _, name = held.partition(".")
+    reached, going = asyncio.Event(), asyncio.Event()
+    call = getattr(getattr(successor, part), name)
+
+    async def waiting() -> None:
+        reached.set()
+        await going.wait()
+        await call()
+
+    monkeypatch.setattr(getattr(successor, part), name, waiting)
+    token = str((await store.runs.take_lease(run, "successor", LEASE_S, force=True)).token)
+    leading = asyncio.create_task(successor.lead(token))
+    await reached.wait()
+
+    async def go_on() -> None:
+        going.set()
+        await leading
+
+    return successor, go_on
+
+
+def with_ticket(text: str) -> AsyncIterator[Incoming]:
+    """Return the group of a ticket, as it arrives."""
+    return arriving([Incoming(group_from_json(wire_group(rollout(), ticket=text)))])
+
+
+def test_a_server_that_takes_over_rejects_no_group_by_the_tickets_of_before(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the end of the takeover, which reads them, and checks again."""
+
+    async def work(store: Store, leader: Run) -> None:
+        successor, go_on = await taking_over(store, leader.name, "tickets.reload", monkeypatch)
+        with pytest.raises(NotLeader):
+            await leader.tickets.issue("me", 1, "", 0.0)
+        ticket = Ticket("", 0, 0, attempt=1, serial=1)
+        counts = {"next:": 1, "issued": 1}
+        await store.tickets.change(leader.name, successor.journal.token, deadlines_s={str(ticket): 1e12}, counts=counts)
+        appending = asyncio.create_task(successor.appends.append(with_ticket(str(ticket))))
+        await asyncio.wait({appending}, timeout=0.2)
+        await go_on()
+        assert [result.status for result in await appending] == ["stored"]
+
+    on_a_run(server, work)
+
+
+def test_groups_that_come_during_a_takeover_complete_their_tickets(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come after the tickets were compared with the stored groups, and before this server leads."""
+
+    async def work(store: Store, leader: Run) -> None:
+        (ticket,) = (await leader.tickets.issue("me", 1, "", 0.0)).tickets
+        successor, go_on = await taking_over(store, leader.name, "cursors.take_over", monkeypatch)
+        await successor.appends.append(with_ticket(ticket.ticket))
+        await go_on()
+        await successor.arrivals.settle()
+        assert successor.book.out == 0
+
+    on_a_run(server, work)
+
+
+@pytest.mark.parametrize("reason", ["shutdown", "engine_error"])
+def test_a_prompt_whose_group_another_server_stored_is_not_issued_again(server: EmbeddedServer, reason: str) -> None:
+    """The leader has not heard of the group when the ticket comes back; after a failure the prompt counts as stored."""
+
+    async def work(store: Store, leader: Run) -> None:
+        (ticket,) = (await leader.tickets.issue("me", 1, "", 0.0)).tickets
+        other = await Run.load(leader.name, store)
+        assert other is not None
+        if reason == "shutdown":
+            await leader.tickets.give_back(ticket.ticket, reason)
+        await other.appends.append(with_ticket(ticket.ticket))
+        if reason != "shutdown":
+            with pytest.raises(NotFound):
+                await leader.tickets.give_back(ticket.ticket, reason)
+        await leader.tickets.issue("me", 1, "", 0.0)
+        prompt = ("", 0)
+        assert (leader.state.stored, leader.book.awaits(prompt), prompt in leader.state.failed.prompts) == (
+            1,
+            False,
+            False,
+        )
+
+    on_a_run(server, work, tickets=TicketSpec(max_attempts=1))
 
 
 def test_a_write_that_arrives_after_the_next_read_only_delays(server: EmbeddedServer) -> None:

@@ -50,7 +50,7 @@ class EngineProcess:
 def engine_process(model: Path, name: str = "policy") -> Iterator[EngineProcess]:
     """Start an engine on a free port; kill it at the end."""
     command = ["engine", "--model", str(model), "--port", "0", "--name", name]
-    process = ForkedProcess("replaybuf", command, os.environ, sys.stderr, trainer=True)
+    process = ForkedProcess("replaybuf", command, os.environ, sys.__stderr__, trainer=True)
     try:
         line = process.stdout.readline()
         assert line.startswith("listening on "), line

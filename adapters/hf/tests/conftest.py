@@ -8,9 +8,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 import pytest
 
-from tests.conftest import connect, own_service, run, service
+from tests.conftest import connect, own_service, run, service, shared_service
 
-__all__ = ["connect", "own_service", "run", "service"]
+__all__ = ["connect", "own_service", "run", "service", "shared_service"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

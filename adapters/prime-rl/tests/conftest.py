@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from prime_source import SOURCE, load
 
-from tests.conftest import connect, own_service, run, service
+from tests.conftest import connect, own_service, run, service, shared_service
 
 # The process that sidecars are forked from knows its own modules only.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
-__all__ = ["connect", "own_service", "run", "service"]
+__all__ = ["connect", "own_service", "run", "service", "shared_service"]
 
 
 @pytest.fixture(scope="session")

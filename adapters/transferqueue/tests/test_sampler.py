@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from verl_training import PHASES, PROMPTS, SAMPLES, is_failing, tokens_of, train
 
 from replaybuf.client import Client
-from tests.conftest import RunClient, connect, own_service, run, service
+from tests.conftest import RunClient, connect, own_service, run, service, shared_service
 
-__all__ = ["connect", "own_service", "run", "service"]
+__all__ = ["connect", "own_service", "run", "service", "shared_service"]
 
 # The process that trainings are forked from imports verl once; it knows its own modules only.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

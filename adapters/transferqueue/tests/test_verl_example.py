@@ -13,9 +13,9 @@ import verl
 from hydra import compose, initialize_config_dir
 
 from replaybuf.client import Client
-from tests.conftest import RunClient, connect, own_service, run, service
+from tests.conftest import RunClient, connect, own_service, run, service, shared_service
 
-__all__ = ["connect", "own_service", "run", "service"]
+__all__ = ["connect", "own_service", "run", "service", "shared_service"]
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "verl" / "train.sh"
 STAND_IN = f"#!{sys.executable}\nimport json, os, sys\njson.dump(sys.argv[1:], open(os.environ['GIVEN'], 'w'))\n"

@@ -15,9 +15,9 @@ import torch
 from replaybuf_trainer import warm_start
 from replaybuf_trainer.models.tiny import character_tokenizer, new_model
 from replaybuf_trl import allow_cpu
-from tests.conftest import connect, own_service, run, service
+from tests.conftest import connect, own_service, run, service, shared_service
 
-__all__ = ["connect", "own_service", "run", "service"]
+__all__ = ["connect", "own_service", "run", "service", "shared_service"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

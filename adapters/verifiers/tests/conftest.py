@@ -10,9 +10,9 @@ os.environ |= {"HF_HUB_OFFLINE": "1"}
 
 import pytest
 
-from tests.conftest import connect, own_service, run, service
+from tests.conftest import connect, own_service, run, service, shared_service
 
-__all__ = ["connect", "own_service", "run", "service"]
+__all__ = ["connect", "own_service", "run", "service", "shared_service"]
 
 
 @pytest.fixture(scope="session")

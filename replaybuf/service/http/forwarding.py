@@ -71,8 +71,8 @@ class Forwarding:
         """Return the leader's answer; None if it cannot be reached, or may not be asked.
 
         `leads`: whether it is still the leader. `body`: what was read of the request; None = nothing yet. `instead`:
-        headers in place of the request's. Raises
-        `ServiceUnavailable` if the leader loses the lead or breaks off: what the call asked for may be done.
+        headers in place of the request's. Raises `ServiceUnavailable` if the leader loses the lead or breaks off: what
+        the call asked for may be done.
         """
         if FORWARDED in request.headers:
             return None

@@ -62,7 +62,7 @@ class SampleList(Answer, frozen=True, kw_only=True):
     samples: list[Sample]
     next: int | None
     steps: int
-    oldest: int | None
+    oldest: int | None = None
     samples_per_step: int
 
 
