@@ -10,10 +10,8 @@ from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 from cyclopts.validators import Number
 
 from replaybuf.cli.service import print_json, print_table
-from replaybuf.lab.sizing import Needs, RunShape, compute_needs
+from replaybuf.lab.sizing import BUSY, Needs, RunShape, compute_needs
 
-_BUSY = 0.7
-"""Largest load of a server that leaves time for bursts."""
 _SHARE = Parameter(validator=Number(gt=0, lt=1))
 
 
@@ -52,10 +50,10 @@ def size(options: Annotated[SizeOptions, Parameter(name="*")] = SizeOptions()) -
         print_json(dataclasses.asdict(needs))
         return
     print_table(("what", ">need", "from"), _rows(needs))
-    if needs.direct_load > 1:
-        print("One server leads a run, and cannot store that much: split the run, or shorten what is stored.")
-    elif needs.server_load > _BUSY:
-        print("Let the ranks read frames from Redis themselves (direct), so that the server has time to store.")
+    if needs.leader_load > BUSY and needs.servers > 1:
+        print("One server leads the run, and cannot decide about so many groups: let a group have more rollouts.")
+    elif needs.servers > 1:
+        print("Several servers share the work. Ranks that read frames from Redis themselves (direct) leave them less.")
 
 
 def _rows(needs: Needs) -> list[tuple[str, str, str]]:
@@ -63,8 +61,10 @@ def _rows(needs: Needs) -> list[tuple[str, str, str]]:
         ("tokens stored", f"{needs.tokens_per_s / 1e6:,.2f} M/s", "computed from the GPUs"),
         ("groups stored", f"{needs.groups_per_s:,.1f} /s", "computed"),
         ("ranks", f"{needs.ranks:,}", "computed"),
-        ("load of the server", f"{needs.server_load:.0%}", "measured: it stores 5.4 M tokens/s, delivers 11.9"),
+        ("load of one server", f"{needs.server_load:.0%}", "measured: it stores 5.4 M tokens/s, delivers 11.9"),
         ("load, direct reads", f"{needs.direct_load:.0%}", "measured: ranks read frames from Redis"),
+        ("servers", f"{needs.servers:,}", "computed: 1 up to 70 % load; several take twice the time"),
+        ("load of the leader", f"{needs.leader_load:.0%}", "measured: 1.5 ms per group that others store"),
         ("cores of the server", f"{needs.server_cores:,.1f}", "measured per token stored; delivery computed"),
         ("cores of Valkey", f"{needs.valkey_cores:,.2f}", "measured per token stored"),
         ("bodies of a step", f"{needs.deliver_s:,.1f} s", f"computed: {needs.deliver_share:.0%} of the step"),

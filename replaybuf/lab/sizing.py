@@ -7,6 +7,7 @@ the same machine. Smaller groups cost more per token; a faster core less.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 APPEND_CORES = 0.187e-6
 """Cores of the services per stored token/s: 2.8 for 15 million tokens/s."""
@@ -16,6 +17,12 @@ STORE_RATE = 5.4e6
 """Tokens/s that one service stores, with its clients on the same two cores."""
 DELIVER_RATE = 11.9e6
 """Tokens/s that one service delivers as bodies."""
+SHARED_COST = 2.0
+"""Processor time per group of several servers together, against one server (`benchmarks/servers.py`)."""
+LEADER_S = 1.5e-3
+"""Seconds of the leader for a group that other servers store and deliver, whatever its size."""
+BUSY = 0.7
+"""Largest load of a server that leaves time for bursts."""
 TOKEN_BYTES = 8
 """A token in a frame: id, log probability, and its share of masks and header; 131 kB for 16,384 tokens."""
 
@@ -40,9 +47,10 @@ class RunShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What the run needs. `server_load`: share of one server's time; a run has one server, which leads it.
+    """What the run needs. `server_load`: share of one server's time, if it does all alone.
 
-    `direct_load`: the same where ranks read frames from Redis themselves. `deliver_s`: seconds for a step's bodies.
+    `direct_load`: the same where ranks read frames from Redis themselves. `servers` share the work; `leader_load` is that
+    of the one that leads. `deliver_s`: seconds for a step's bodies.
     """
 
     tokens_per_s: float
@@ -50,6 +58,8 @@ class Needs:
     ranks: int
     server_load: float
     direct_load: float
+    servers: int
+    leader_load: float
     server_cores: float
     valkey_cores: float
     deliver_s: float
@@ -67,17 +77,23 @@ def compute_needs(shape: RunShape) -> Needs:
         stored = gpus * generating * tokens_per_s
         kept   = stored * step_s * (max_staleness + 1 + 2 * checkpoint_steps)      two checkpoints stay resumable
         load   = stored / STORE_RATE + stored / DELIVER_RATE, the second part without direct reads
+        servers = 1 up to BUSY, else SHARED_COST * load / BUSY
     """
     stored = shape.gpus * shape.generating * shape.tokens_per_s
     step_tokens = stored * shape.step_s
     deliver_s = step_tokens / DELIVER_RATE
     kept_steps = shape.max_staleness + 1 + 2 * shape.checkpoint_steps
+    groups_per_s = stored / (shape.group_size * shape.rollout_tokens)
+    load = stored / STORE_RATE + stored / DELIVER_RATE
+    servers = 1 if load <= BUSY else max(2, math.ceil(SHARED_COST * load / BUSY))
     return Needs(
         tokens_per_s=stored,
-        groups_per_s=stored / (shape.group_size * shape.rollout_tokens),
+        groups_per_s=groups_per_s,
         ranks=max(1, round(shape.gpus * (1 - shape.generating) / shape.gpus_per_rank)),
-        server_load=stored / STORE_RATE + stored / DELIVER_RATE,
+        server_load=load,
         direct_load=stored / STORE_RATE,
+        servers=servers,
+        leader_load=load if servers == 1 else groups_per_s * LEADER_S,
         server_cores=stored * APPEND_CORES + deliver_s / shape.step_s,
         valkey_cores=stored * VALKEY_CORES,
         deliver_s=deliver_s,

@@ -39,8 +39,9 @@ def test_the_measured_run_of_ten_thousand_gpus_has_its_figures() -> None:
 @steady
 def test_twice_the_gpus_need_twice_of_everything(times: int) -> None:
     small, large = (compute_needs(dataclasses.replace(SHAPE, gpus=gpus)) for gpus in (8000, 8000 * times))
-    for field in dataclasses.fields(Needs):
-        assert getattr(large, field.name) == pytest.approx(times * getattr(small, field.name)), field.name
+    for name in {field.name for field in dataclasses.fields(Needs)} - {"servers"}:
+        assert getattr(large, name) == pytest.approx(times * getattr(small, name)), name
+    assert times * (small.servers - 1) < large.servers <= times * small.servers
 
 
 def test_the_command_prints_json_and_refuses_a_share_of_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +53,20 @@ def test_the_command_prints_json_and_refuses_a_share_of_one(capsys: pytest.Captu
 
 
 def test_the_command_says_when_one_server_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    for gpus, advice in ((100, ""), (3000, "direct"), (10_000, "split the run")):
-        main(["size", "--gpus", str(gpus)])
+    """And when its leader is not, however many servers store: many small groups."""
+    shared, small = "Several servers", "have more rollouts"
+    for options, advice in (
+        ("100", set()),
+        ("10000", {shared}),
+        ("10000 --group-size 1 --rollout-tokens 512", {small}),
+    ):
+        main(["size", "--gpus", *options.split()])
         shown = capsys.readouterr().out
-        assert (advice in shown) and ("split the run" in shown) == (gpus == 10_000)
+        assert {text for text in (shared, small) if text in shown} == advice, options
+
+
+def test_servers_share_what_one_server_does_not_do_alone() -> None:
+    """Up to 70 % of its time one server does all; the leader of several has a fixed time per group."""
+    few, many = (compute_needs(dataclasses.replace(SHAPE, gpus=gpus)) for gpus in (1_700, 10_000))
+    assert (few.servers, few.leader_load) == (1, few.server_load)
+    assert many.servers == 12 and many.leader_load == pytest.approx(0.0015 * many.groups_per_s)
