@@ -49,8 +49,8 @@ class RunShape:
 class Needs:
     """What the run needs. `server_load`: share of one server's time, if it does all alone.
 
-    `direct_load`: the same where ranks read frames from Redis themselves. `servers` share the work; `leader_load` is that
-    of the one that leads. `deliver_s`: seconds for a step's bodies.
+    `direct_load`: the same where ranks read frames from Redis themselves. `servers` share the work; one of them leads,
+    with `leader_load`. `deliver_s`: seconds for a step's bodies.
     """
 
     tokens_per_s: float
