@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import itertools
 from collections.abc import Iterator
@@ -26,15 +25,6 @@ WITHIN_S = 30.0
 CONFIG: dict[str, Any] = {"batch": {"groups_per_batch": 4, "tokens_per_batch": None, "seq_len": 64}}
 LIVE_TOKENS = 2_000
 APPENDED_AT_ONCE = 8
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A Valkey that servers share."""
-    server = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
-    asyncio.run(server.start())
-    yield server
-    asyncio.run(server.stop())
 
 
 class Sides:
@@ -78,15 +68,15 @@ def wait_until_known(sides: Sides) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(valkey: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServeProcess]]:
+def pair(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServeProcess]]:
     """Two servers that know each other."""
     folder: Path = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
         servers = []
         for name in ("first", "second"):
-            server = ServeProcess(folder / name, "--redis-url", valkey.url)
-            stack.callback(server.end)
-            servers.append(server.start())
+            started = ServeProcess(folder / name, "--redis-url", server.url)
+            stack.callback(started.end)
+            servers.append(started.start())
         sides = Sides(servers, "known", CONFIG)
         wait_until_known(sides)
         sides.close()
@@ -176,14 +166,14 @@ def test_groups_of_a_run_that_spills_go_to_the_leader(pair: list[ServeProcess], 
     sides.close()
 
 
-def test_groups_for_a_leader_that_stands_alone_go_to_it(valkey: EmbeddedServer, tmp_path: Path) -> None:
+def test_groups_for_a_leader_that_stands_alone_go_to_it(server: EmbeddedServer, tmp_path: Path) -> None:
     """It does not announce itself: nobody knows whether it checks groups by the same rules."""
     with ExitStack() as stack:
         servers = []
         for number, options in enumerate((["--no-balance"], [])):
-            server = ServeProcess(tmp_path / f"server{number}", "--redis-url", valkey.url, *options)
-            stack.callback(server.end)
-            servers.append(server.start())
+            started = ServeProcess(tmp_path / f"server{number}", "--redis-url", server.url, *options)
+            stack.callback(started.end)
+            servers.append(started.start())
         sides = Sides(servers, "alone", CONFIG)
         stack.callback(sides.close)
         if sides.urls[0] == servers[0].url:
