@@ -48,7 +48,7 @@ export function openRollouts({ query }, run) {
       update(note, h("p", { class: "quiet" }, lookedAt(page, query), " Freed groups keep no text but that of ", h("a", { href: address(run, with_(query, { list: "samples", after: "" })) }, "their samples"), "."));
       update(found, previewTable(run, page.groups, `None of them has the text "${text}".`));
     } else {
-      update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are not in this order. ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "Their samples"), " are."));
+      update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are missing in this order. Look at ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "their samples"), " instead."));
       update(found, previewTable(run, page.groups, whyEmpty(query, page.next)));
     }
     update(pages, links(query, run, "after", page.next, text ? "Look further" : "Next page"));
