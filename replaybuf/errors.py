@@ -24,6 +24,7 @@
     │   ├── RequestTimeout  408  a request that arrives too slowly; send it again
     │   ├── NotDurable      503  written, but not confirmed in time; send it again
     │   ├── NotLeader       503  another server leads; ask that server, or retry after its lease
+    │   ├── CheckOutdated   503  the rules of a run changed while groups were stored; send them again
     │   ├── LedgerGap       503  entries of a stream are missing; the service reads the run again
     │   ├── SpillAway       503  the spill folder of a run cannot be read or written; retry later
     │   └── UnsupportedServer    a Redis that is too old or lacks a needed feature
@@ -258,7 +259,9 @@ class NotLeader(ServiceUnavailable):
 
 
 class CheckOutdated(ServiceUnavailable):
-    """What groups are checked against has changed before they were stored; nothing is stored."""
+    """What groups are checked against has changed before they were stored, again and again; nothing is stored."""
+
+    slug, title = "check-outdated", "The rules have changed"
 
 
 class LedgerGap(ServiceUnavailable):

@@ -143,7 +143,7 @@ def test_a_change_is_previewed_before_it_is_made(run: RunClient, open_page: Open
     editor = json_of(page, "#change")
     editor.fill(editor.input_value().replace('"max_staleness": 1', '"max_staleness": 7'))
     page.get_by_role("button", name="Preview the change").click()
-    page.get_by_text("strategy.options.max_staleness: 1 → 7").wait_for()
+    page.get_by_role("dialog").get_by_text("strategy.options.max_staleness: 1 → 7").wait_for()
     page.get_by_role("button", name="Cancel").click()
     assert run.state()["strategy"]["options"]["max_staleness"] == 1
     editor.fill(editor.input_value().replace('"max_staleness": 1', '"max_staleness": 7'))
