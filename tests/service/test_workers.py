@@ -74,19 +74,20 @@ def leader_of(server: ServeProcess, run: str) -> str | None:
     return leaders.get(run)
 
 
-def train(url: str, run: str, steps: range) -> None:
-    """Append a group and train a step of it, each call on a connection of its own."""
-    for step in steps:
+def train(url: str, run: str, until: int) -> None:
+    """Go on from the newest step: append a group and train a step of it, each call on a connection of its own."""
+    with Client(url, run) as client:
+        attached = client.attach(dp_world_size=1)
+        if attached.published_version < attached.step:  # an earlier call was cut between ack and publish
+            client.publish_policy(attached.step, attached.epoch)
+    for step in range(attached.step, until):
         with Client(url, run) as producer:
             producer.append([group(group_id=f"g{step}", policy_version=step)])
         with Client(url, run) as client:
-            if step == steps[0]:
-                epoch = client.attach(dp_world_size=1, resume_step=step).epoch
+            assert isinstance(client.fetch_batch(step, attached.epoch, wait_ms=20_000), bytes)
         with Client(url, run) as client:
-            assert isinstance(client.fetch_batch(step, epoch, wait_ms=20_000), bytes)
-        with Client(url, run) as client:
-            client.ack(step, epoch)
-            client.publish_policy(step + 1, epoch)
+            client.ack(step, attached.epoch)
+            client.publish_policy(step + 1, attached.epoch)
 
 
 def append_once(url: str, run: str, one: Group) -> None:
@@ -102,7 +103,7 @@ def test_every_worker_takes_every_call(served: ServeProcess) -> None:
     addresses = own_addresses(served)
     assert len(addresses) == WORKERS
     for turn, address in enumerate([*addresses, served.url]):
-        train(address, "many", range(2 * turn, 2 * turn + 2))
+        train(address, "many", 2 * turn + 2)
     with Client(served.url, "many") as client, ThreadPoolExecutor(16) as threads:
         sent = [group(group_id=f"many{n}", policy_version=8) for n in range(64)]
         list(threads.map(functools.partial(append_once, served.url, "many"), sent))
@@ -112,13 +113,13 @@ def test_every_worker_takes_every_call(served: ServeProcess) -> None:
 def test_a_killed_worker_costs_nothing_and_starts_again(served: ServeProcess) -> None:
     with Client(served.url, "r") as client:
         client.put_run({"batch": {"tokens_per_batch": None, "groups_per_batch": 1, "seq_len": 64}})
-    train(served.url, "r", range(2))
+    train(served.url, "r", 2)
     before = own_addresses(served)
     os.kill(before[str(eventually(lambda: leader_of(served, "r"), WITHIN_S))], signal.SIGKILL)
 
     def goes_on() -> bool:
         try:
-            train(served.url, "r", range(2, 4))
+            train(served.url, "r", 4)
         except (ReplaybufError, httpx.HTTPError):
             return False
         return True
