@@ -20,7 +20,7 @@ DELIVER_RATE = 11.9e6
 SHARED_COST = 2.0
 """Processor time per group of several servers together, against one server (`benchmarks/servers.py`)."""
 LEADER_S = 1.5e-3
-"""Seconds of the leader for a group that other servers store and deliver, whatever its size."""
+"""Seconds of the leader for a group of any size that other servers store and deliver."""
 BUSY = 0.7
 """Largest load of a server that leaves time for bursts."""
 TOKEN_BYTES = 8

@@ -247,11 +247,6 @@ class TicketBook:
         """Return whether the ticket of a prompt is out or due again."""
         return prompt in self._out or prompt in self._due
 
-    @property
-    def any_due(self) -> bool:
-        """Whether the ticket of any prompt is due again."""
-        return bool(self._due)
-
     def used_up(self, adapter: str) -> bool:
         """Return whether no prompt can be issued now; a ticket that is out may still become due again."""
         supply = self.supplies.get(adapter)

@@ -256,7 +256,8 @@ class Tickets:
         """Bring the book up to Redis and to all stored groups. Called within a decision."""
         if self._side_state.must_reload:
             await self.reload()
-        if taking_back or self._book.any_due or self._book.may_expire(self._journal.clock.monotonic()):
+        due = any(self._book.due_of(name) for name in self._journal.config.kept_adapters)
+        if taking_back or due or self._book.may_expire(self._journal.clock.monotonic()):
             # Other servers store groups: their prompts must neither fail nor be issued again.
             await self._journal.pull()
         # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.

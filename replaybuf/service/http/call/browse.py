@@ -143,12 +143,12 @@ async def _find_groups(run: Run, query: GroupQuery, after: int | None, limit: in
     if query.contains is None:
         numbers, following = await find_page(run, query, after, limit)
         return GroupPage(groups=await _summaries(run, numbers), next=following)
-    found = await search_groups(run, query, after, limit)
+    page = await search_groups(run, query, after, limit)
     groups = [
-        msgspec.structs.replace(group, match=found.matches[group.number])
-        for group in await _summaries(run, [*found.matches])
+        msgspec.structs.replace(group, match=page.matches[group.number])
+        for group in await _summaries(run, [*page.matches])
     ]
-    return GroupPage(groups=groups, next=found.next, searched=found.searched)
+    return GroupPage(groups=groups, next=page.next, searched=page.searched)
 
 
 async def describe_dead_letters(run: Run, after: int, limit: int) -> DeadLetters:

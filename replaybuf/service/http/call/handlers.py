@@ -188,8 +188,7 @@ async def get_producers(request: Request) -> Response:
 
 async def post_groups(request: Request) -> Response:
     """Append groups."""
-    service: Service = request.app.state.service
-    run = await service.storing(request.path_params["run"])
+    run = await _service(request).storing(request.path_params["run"])
     run.journal.presence.record_producer()
     groups = read_groups(request, run.journal.config.limits.max_group_bytes, request.app.state.decoders)
     return json_response(AppendResults(results=await run.appends.append(groups)))
