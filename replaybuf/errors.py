@@ -382,24 +382,3 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _tree(cls: type[ReplaybufError]) -> list[type[ReplaybufError]]:
-    return [cls, *(error for child in cls.__subclasses__() for error in _tree(child))]
-
-
-def from_problem(status: int, document: dict[str, Any], retry_after_s: float | None = None) -> ReplaybufError:
-    """Rebuild the error of a problem document, as the nearest known class."""
-    slug = str(document.get("type", "")).rpartition(":")[2]
-    detail = str(document.get("detail") or document.get("title") or f"HTTP status {status}")
-    local = (MissingExtra, BatchOverdue, GroupRejected, GenerationFault)  # these never cross HTTP
-    known = [cls for cls in _tree(ReplaybufError) if not issubclass(cls, local)]
-    by_slug = {cls.slug: cls for cls in reversed(known)}
-    by_status = {cls.status: cls for cls in reversed(known)}
-    cls = by_slug.get(slug) or by_status.get(status, ReplaybufError)
-    fields = {key: document.get(key) for key in ("name", "value", "bound")}
-    if cls is DataLost:
-        fields |= {key: document.get(key) for key in ("entries", "groups")}
-    if cls is InvalidGroups:
-        return InvalidGroups(detail, list(document.get("results") or []), **fields)
-    return cls(detail, retry_after_s=retry_after_s, **fields)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from replaybuf import errors
+from replaybuf.client.replies import from_problem
 from replaybuf.errors import (
     BatchOverdue,
     BrokenFrame,
@@ -36,7 +37,6 @@ from replaybuf.errors import (
     RunFinished,
     ServiceUnavailable,
     WrongStep,
-    from_problem,
 )
 
 LOCAL: set[type[ReplaybufError]] = {

@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 from replaybuf.client.client import Client
-from replaybuf.errors import from_problem
+from replaybuf.client.replies import from_problem
 from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.wire.contract import AppendResult
 from replaybuf.wire.group import Group, group_to_json

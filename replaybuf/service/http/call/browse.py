@@ -8,23 +8,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from msgspec import UNSET
 
-from replaybuf.errors import BrokenFrame, Gone, NotFound
+from replaybuf.errors import BrokenFrame, Gone, NotFound, SpillAway
 from replaybuf.kernel.rows.column_table import SCORES
 from replaybuf.kernel.state.group_life import describe_life
 from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.kernel.state.queries import find_group_state, list_dead_letters, steps_by_group
+from replaybuf.service.bodies.assembly import FetchedGroups, fetch_groups
+from replaybuf.service.bodies.shown_rollout import PREVIEW, show_rollout
 from replaybuf.service.http.call.group_pages import find_page
-from replaybuf.service.http.call.previews import preview_groups
 from replaybuf.service.http.call.text_search import search_groups
+from replaybuf.service.run.samples import Samples
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import IndexEntry
 from replaybuf.store.keys import late_column
 from replaybuf.wire.answer.browse import DeadLetters, FailedPrompt, FailedPrompts, GroupPage, GroupSummary, LifeMoment
+from replaybuf.wire.answer.samples import ShownRollout
 from replaybuf.wire.column.metadata import readable
 from replaybuf.wire.decoding import prepared
 from replaybuf.wire.frame import decode_frame
-from replaybuf.wire.group import split_rollouts
+from replaybuf.wire.group import Group, split_rollouts
 from replaybuf.wire.plan import decode_late
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
@@ -32,6 +37,8 @@ MOST_PIECES = 2_000
 """Tokens of a completion that are shown one by one."""
 LONGEST_TEXT_TOKENS = 1 << 17
 """Longer sequences have no text: the tokenizer would hold the event loop."""
+MOST_PREVIEW_TOKENS = 1 << 20
+"""Tokens of the groups that one page reads: about 10 MB. The groups behind them have no preview."""
 
 
 async def describe_group(
@@ -133,10 +140,48 @@ async def list_groups(
     """Return a page of groups that match a query; with `preview`, one rollout of each."""
     page = await _find_groups(run, query, after, limit)
     if preview:
-        shown = await preview_groups(run, page.groups, query)
+        shown = await _preview_groups(run, page.groups, query)
         groups = [msgspec.structs.replace(group, preview=shown.get(group.number)) for group in page.groups]
         page = msgspec.structs.replace(page, groups=groups)
     return page
+
+
+async def _preview_groups(run: Run, groups: Sequence[GroupSummary], query: GroupQuery) -> dict[int, ShownRollout]:
+    """Return one rollout of each group by its number, for those that have bytes or a sample."""
+    stored: list[int] = []
+    left = MOST_PREVIEW_TOKENS
+    for group in groups:
+        left -= group.tokens
+        if group.state != "retired" and left >= 0:
+            stored.append(group.number)
+    try:
+        fetched = await fetch_groups(run.journal.store, run.name, stored, run.state.pool.columns)
+    except SpillAway:  # the page shows what it can
+        fetched = FetchedGroups([], {}, {})
+    matches = {group.number: group.match.place for group in groups if group.match is not UNSET}
+    shown = await asyncio.to_thread(_show, fetched, query, run.samples, matches)
+    others = [group for group in groups if group.number not in shown]
+    samples = await run.samples.of_groups([step for group in others for step in group.batches])
+    return shown | {group.number: samples[group.group_id][0] for group in others if group.group_id in samples}
+
+
+def _show(
+    fetched: FetchedGroups, query: GroupQuery, samples: Samples, matches: Mapping[int, int]
+) -> dict[int, ShownRollout]:
+    return {
+        number: show_rollout(group, matches.get(number, _place(group, query)), samples.tokenizer, PREVIEW)
+        for number, group in fetched.groups.items()
+    }
+
+
+def _place(group: Group, query: GroupQuery) -> int:
+    """Return the place of the rollout that people look for in this order; the first one where any will do."""
+    match query.order:
+        case "reward":
+            return int(np.argmax(group.rewards) if query.desc else np.argmin(group.rewards))
+        case "longest_tokens":
+            return int(np.argmax(group.lengths))
+    return 0
 
 
 async def _find_groups(run: Run, query: GroupQuery, after: int | None, limit: int) -> GroupPage:
