@@ -12,7 +12,6 @@ import numpy as np
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
 from replaybuf.wire.group import TokenIds
-from replaybuf.wire.text.byte_level import ByteLevel, is_byte_level
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,7 +34,6 @@ class Tokenizer:
         self._config = _read_json(folder / "tokenizer_config.json")
         # Not the number of tokens: vocabularies have gaps.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._byte_level = ByteLevel(self._tokenizer, self.vocab_size) if is_byte_level(self._tokenizer) else None
         self.model_vocab_size = _vocab_size(_read_json(folder / "config.json"))
         self.eos_token_ids = self._find_eos(_read_json(folder / "generation_config.json"))
 
@@ -50,8 +48,6 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[TokenIds], *, special_tokens: bool = False) -> list[str]:
         """Decode sequences of token ids, with or without `special_tokens`."""
-        if self._byte_level is not None and not special_tokens:
-            return [self._byte_level.decode(ids) for ids in token_ids]
         # One by one: for the few sequences of a group the library's batching costs more than it saves.
         lists = [ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in token_ids]
         return [self._tokenizer.decode(ids, skip_special_tokens=not special_tokens) for ids in lists]
