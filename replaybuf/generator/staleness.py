@@ -1,6 +1,6 @@
 """Staleness of groups in flight: the run's bound, and groups that are aborted because they are too old for every batch.
 
-The bound is read again while generating: an operator may change the run's strategy.
+The bound is read again while generating: an operator may change the strategy.
 
 An engine does not report the version of a token before its request ends. But when no request waits in any engine, each
 one sent before has begun, by weights that are not newer than the engine's now. That version bounds the oldest token.
@@ -46,17 +46,17 @@ class StalenessBound:
     """Follower that sets `Fleet.max_staleness`; `facts` are those of the start, whose bound is already set."""
 
     def __init__(self, facts: RunFacts) -> None:
-        self._strategy = facts.strategy
+        self._rules = facts.strategy, facts.on_stale
 
     async def follow(self, inflight: InFlight, fleet: Fleet, published: Callable[[], int | None]) -> None:
-        """Loop: read the run and apply a changed strategy. Ends at a stop; raises as `InFlight.retry`."""
+        """Loop: read the run, and apply a changed strategy or policy. Ends at a stop; raises as `InFlight.retry`."""
         while not await inflight.until(lambda: inflight.stopping, READ_EVERY_S):
             status = await inflight.retry("run", inflight.client.get_run)
             if status is None:
                 return
             facts = status.facts()
-            if facts.strategy != self._strategy:
-                self._strategy, fleet.max_staleness = facts.strategy, max_staleness(facts)
+            if (facts.strategy, facts.on_stale) != self._rules:
+                self._rules, fleet.max_staleness = (facts.strategy, facts.on_stale), max_staleness(facts)
                 logger.info("the run's strategy is now %s; max_staleness %s", facts.strategy.name, fleet.max_staleness)
 
 

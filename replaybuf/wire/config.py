@@ -57,6 +57,9 @@ StalePolicy = Literal["drop", "reissue", "mask"]
 EVERY_OTHER_SOURCE = "*"
 MOST_REISSUES = 16
 """Each round has a bitmap of prompts in the state."""
+ReissueCount = Annotated[
+    int, Meta(ge=0, le=MOST_REISSUES, description="Most times that a prompt is issued again by on_stale = reissue.")
+]
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -230,6 +233,15 @@ class AdapterSpec(Spec, frozen=True):
     removed: Annotated[bool, _about("The adapter is removed for good; its live groups are evicted.")] = False
 
 
+OnStale = Annotated[
+    StalePolicy | Annotated[dict[Name, StalePolicy], Meta(max_length=64)],
+    _about(
+        "A group that is too stale and was never used: drop it, reissue its prompt, or mask its old tokens while "
+        'others are young enough. An object has policies by source; "*" is for the rest, drop by default.'
+    ),
+]
+
+
 class RunConfig(Spec, frozen=True):
     """Configuration of one run. `check_run_config` checks what the types cannot."""
 
@@ -257,17 +269,8 @@ class RunConfig(Spec, frozen=True):
         NonNegative | None,
         _about("Tokens that are more than so many versions older than the batch leave its loss mask. Default: none."),
     ] = None
-    on_stale: Annotated[
-        StalePolicy | Annotated[dict[Name, StalePolicy], Meta(max_length=64)],
-        _about(
-            "A group that is too stale and was never used: drop it, reissue its prompt, or mask its old tokens while "
-            'others are young enough. An object has policies by source; "*" is for the rest, drop by default.'
-        ),
-    ] = "drop"
-    max_reissues: Annotated[
-        int,
-        Meta(ge=0, le=MOST_REISSUES, description="Most times that a prompt is issued again by on_stale = reissue."),
-    ] = 1
+    on_stale: OnStale = "drop"
+    max_reissues: ReissueCount = 1
     seed: Annotated[NonNegative, _about("Seed of the selection of groups.")] = 0
     advantage: Annotated[
         Name, _about("Estimator for groups without advantages: grpo, dr-grpo, rloo, rloo-length, process.")

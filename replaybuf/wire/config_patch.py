@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, g
 import msgspec
 from msgspec import NODEFAULT, UNSET, Meta, UnsetType, field
 
-from replaybuf.wire.config import MOST_ADAPTERS, AdapterSpec, Admissions, BatchSpec, Filters, Limits, RunConfig, Spec
+from replaybuf.wire.config import (
+    MOST_ADAPTERS,
+    AdapterSpec,
+    Admissions,
+    BatchSpec,
+    Filters,
+    Limits,
+    OnStale,
+    ReissueCount,
+    RunConfig,
+    Spec,
+)
 from replaybuf.wire.names import Name
 
 S = TypeVar("S", bound=Spec)
@@ -76,6 +87,8 @@ class ConfigPatch(Spec, frozen=True):
     batch: Annotated[
         BatchChange | None, Meta(description="New budgets and rules of batches, from the next unassembled step on.")
     ] = None
+    on_stale: OnStale | None = None
+    max_reissues: ReissueCount | None = None
     state: Literal["running", "paused", "finished"] | None = None
     adapters: (
         Annotated[

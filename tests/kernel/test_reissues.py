@@ -8,6 +8,7 @@ import pytest
 
 from replaybuf.kernel.decide.records import decide_rewind
 from replaybuf.kernel.decide.tickets import decide_tickets
+from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state import reissues
 from replaybuf.kernel.state.tickets import Ticket, TicketBook
 from replaybuf.lab.simulate.virtual import VirtualRun
@@ -120,6 +121,23 @@ def test_a_rewind_brings_no_group_back_whose_prompt_was_issued_again() -> None:
         run.state.apply(run.state.entries + 1, rewind)
         assert +run.state.totals.evicted == evicted
         assert list(run.state.reissues.waiting) == [("", 0)] * (on_stale == "reissue")
+
+
+def test_a_prompt_whose_group_was_trained_once_is_not_issued_again() -> None:
+    """The group could have been used a second time, but is too stale now."""
+    run = start(strategy=StrategySpec("replay", {"max_staleness": 0, "max_uses": 2}))
+    append(run, take(run), version=0)
+    assert train(run) == 0
+    assert (run.state.count(LIVE), run.state.count(IN_BATCHES)) == (0, 1)
+    assert not run.state.reissues.waiting
+
+
+def test_two_groups_of_a_prompt_bring_it_back_once() -> None:
+    """Two attempts at the prompt brought a group each, both too late."""
+    run = start()
+    slow = fall_behind(run)
+    append(run, slow, slow, version=0)
+    assert (run.state.totals.evicted, run.state.reissues.total) == ({"too_stale": 2}, 1)
 
 
 def test_a_list_that_is_full_drops_the_prompts_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ EXAMPLES: dict[str, Any] = {
             "timeout_s": 1.0,
             "min_groups": 1,
         },
+        "on_stale": {"math": "mask"},
+        "max_reissues": 2,
         "state": "running",
         "adapters": {"a": {"groups_per_batch": 1, "prompts": 1, "steps_per_publish": 1, "paused": False}},
     },

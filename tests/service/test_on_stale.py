@@ -102,3 +102,24 @@ def test_a_dropped_prompt_is_issued_again_once_whenever_the_server_is_killed(
     assert (groups["live"], groups["evicted"]) == (1, {"lost_lineage": 1, "too_stale": 1})
     coverage = run.state()["coverage"]
     assert (coverage["issued"], "awaiting_reissue" in run.state()["tickets"]) == (5, False)
+
+
+def test_an_operator_changes_the_policy_of_a_live_run(run: RunClient) -> None:
+    """Groups that the old policy kept are evicted; those that become too stale later are issued again."""
+    epoch = start(run, on_stale="mask")
+    run.append(half_old("kept", "code"), half_old("waits", "code"))
+    assert run.batch(TRAINED, epoch).status_code == 200
+    refused = run.http.patch(run.path, json={"on_stale": "reissue"})
+    assert (refused.status_code, refused.json()["name"]) == (409, "max_staleness"), (
+        "a batch with old tokens is not acked"
+    )
+    assert run.ack(TRAINED, epoch).is_success
+    changed = run.http.patch(run.path, json={"on_stale": "reissue", "max_reissues": 3})
+    assert changed.status_code == 200, changed.text
+    config = changed.json()["config"]
+    assert (config["on_stale"], config["max_reissues"]) == ("reissue", 3)
+    assert run.state()["groups"]["evicted"] == {"too_stale": 1}
+    slow = take_ticket(run)
+    run.append(made(slow, 0))
+    assert run.state()["tickets"]["awaiting_reissue"] == 1
+    assert take_ticket(run)["reissue"] == 1

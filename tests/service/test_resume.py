@@ -212,6 +212,20 @@ def test_a_rewind_of_a_finished_run_resumes_it(run: RunClient) -> None:
     assert run.batch(0, epoch).content == bodies[0]
 
 
+def test_a_resume_at_the_next_step_chooses_a_prefetched_batch_anew(run: RunClient) -> None:
+    """No step is trained again, but with `resample` no batch that nobody trained stays."""
+    epoch = ready(run)
+    run.train(epoch, range(1))
+    bodies = [run.batch(step, epoch).content for step in (1, 2)]
+    run.ack(1, epoch)
+    epoch = run.attach(resume_step=2)
+    assert run.batch(2, epoch).content == bodies[1]
+    generation = run.state()["generation"]
+    run.attach(resume_step=2, on_resume="resample")
+    state = run.state()
+    assert (state["step"], state["generation"]) == (2, generation + 1)
+
+
 def test_a_follower_serves_no_batch_that_the_rewind_of_its_attach_takes_back(server: EmbeddedServer) -> None:
     """Two ranks at two servers would train different batches: ATTACH reaches a follower before REWIND does."""
 

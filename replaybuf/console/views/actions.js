@@ -7,7 +7,7 @@ import { counted } from "../format.js";
 import { runView } from "./frame.js";
 
 // Parts of the configuration that a live run can change.
-const CHANGEABLE = ["strategy", "filters", "limits", "batch"];
+const CHANGEABLE = ["strategy", "filters", "limits", "batch", "on_stale", "max_reissues"];
 // After the last key the page asks the service what the change would do.
 const PAUSE_MS = 400;
 
@@ -81,7 +81,7 @@ export function openActions({ refreshNow }, run) {
     const budgets = Object.keys(known.schemas.BatchChange.properties); // other fields of a batch are fixed
     values.batch = Object.fromEntries(budgets.map((name) => [name, stored.batch[name]]));
     if (editor) return editor.set(values);
-    const parts = [["Batch", "batch", false, budgets], ["Limits", "limits", true], ["Filters", "filters"]];
+    const parts = [["Batch", "batch", false, budgets], ["Limits", "limits", true], ["Groups that are too stale", "", false, ["on_stale", "max_reissues"]], ["Filters", "filters"]];
     editor = configForm(known, parts, values, { id: "change", label: "Change of the run", changed: () => (clearTimeout(timer), (timer = setTimeout(foresee, PAUSE_MS))) });
     place.replaceWith(editor.node);
   }

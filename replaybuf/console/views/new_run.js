@@ -10,6 +10,7 @@ const RUN = ["group_size", "min_group_size", "max_steps", "steps_per_publish", "
 const PARTS = [
   ["Batch", "batch", true],
   ["Groups and steps", "", true, RUN],
+  ["Groups that are too stale", "", false, ["on_stale", "max_reissues"]],
   ["Tickets", "tickets", false],
   ["Limits", "limits", false],
   ["Samples", "history", false],

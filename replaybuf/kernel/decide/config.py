@@ -62,7 +62,7 @@ def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[An
 
 
 def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRecord | None:
-    """Decide a change of plug-ins, limits, batches, adapters or status. Raises `Conflict` and `Invalid`."""
+    """Decide a change of what `PATCH` takes. Raises `Conflict` and `Invalid`."""
     config, max_uses = config_of(state), state.max_uses
     changed = _patched(config, patch)
     if changed != config or patch.state == "running":  # else a run whose plug-in is missing could not be paused
@@ -72,8 +72,8 @@ def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRec
         if changed.batch != config.batch:
             _check_not_fixed(state, config.batch, changed.batch)
             check_live_groups(state, changed, ranks)
-        if patch.strategy:
-            _check_unacked_batches(state, bounds)
+        if patch.strategy or changed.on_stale != config.on_stale:
+            _check_unacked_batches(state, changed, bounds)
     status: Any = patch.state or state.config_state
     if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
         raise Conflict(
@@ -115,17 +115,17 @@ def check_deletable(state: RunState, run: str) -> None:
 
 def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
     fields: dict[str, Any] = {}
-    if patch.filters is not None:
-        fields["filters"] = patch.filters
-    if patch.admissions is not None:
-        fields["admissions"] = patch.admissions
+    for name in ("filters", "admissions", "on_stale", "max_reissues"):
+        value = getattr(patch, name)
+        if value is not None:
+            fields[name] = value
     if patch.limits:
         fields["limits"] = patch.limits.of(config.limits)
     if patch.batch:
         fields["batch"] = patch.batch.of(config.batch)
     if patch.strategy:
-        name = patch.strategy.name or config.strategy.name
-        fields["strategy"] = StrategySpec(name=name, options=patch.strategy.options)
+        named = patch.strategy.name or config.strategy.name
+        fields["strategy"] = StrategySpec(name=named, options=patch.strategy.options)
     changed = msgspec.structs.replace(config, **fields)
     return change_adapters(changed, patch.adapters) if patch.adapters else changed
 
@@ -161,13 +161,13 @@ def _check_not_fixed(state: RunState, before: BatchSpec, after: BatchSpec) -> No
     )
 
 
-def _check_unacked_batches(state: RunState, bounds: Bounds) -> None:
+def _check_unacked_batches(state: RunState, config: RunConfig, bounds: Bounds) -> None:
     """Raise `Conflict` for bounds that a batch in training breaks."""
     for step, batch in state.batches.items():
         if batch.acked:
             continue
         rows = state.index.rows_of(batch.numbers)
-        ages = state.versions_at(step, rows) - bounded_versions(config_of(state), state.index, rows)
+        ages = state.versions_at(step, rows) - bounded_versions(config, state.index, rows)
         for name, bound, largest in (
             ("max_staleness", bounds.max_staleness, int(ages.max())),
             ("max_uses", bounds.max_uses, int(state.index["times_sampled"][rows].max())),
