@@ -112,16 +112,16 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
     """Draw a JSON group that is valid in a run without limits; each optional field is drawn too."""
     version = draw(st.integers(0, 5))
     size = draw(st.integers(1, 4))
-    given = {name: draw(st.booleans()) for name in (*DRAWN, "prompt")}
+    drawn = {name: draw(st.booleans()) for name in (*DRAWN, "prompt")}
     parts = draw(st.lists(NAMES, max_size=2, unique=True))
     prompts = [draw(st.lists(TOKENS, min_size=1, max_size=longest)) for _ in range(size)]
-    trained = draw(trained_prompts(prompts)) if given["prompt"] else [{} for _ in prompts]
+    trained = draw(trained_prompts(prompts)) if drawn["prompt"] else [{} for _ in prompts]
     rollouts = []
     for prompt_ids, prompt in zip(prompts, trained, strict=True):
         tokens = draw(st.integers(1, longest))
 
         def per_token(values: st.SearchStrategy[Any], name: str | None = None, n: int = tokens) -> Any:
-            return draw(st.lists(values, min_size=n, max_size=n)) if name is None or given[name] else None
+            return draw(st.lists(values, min_size=n, max_size=n)) if name is None or drawn[name] else None
 
         rollouts.append(
             RolloutJson(
@@ -136,11 +136,11 @@ def wire_groups(draw: st.DrawFn, longest: int = 6) -> GroupJson:
                 token_advantages=per_token(st.floats(-1e6, 1e6, width=32), "by_token"),
                 reward=draw(SCORES),
                 rewards={name: draw(SCORES) for name in parts},
-                advantage=draw(SCORES) if given["advantage"] else None,
-                version_spans=draw(version_spans(tokens, version)) if given["spans"] else None,
+                advantage=draw(SCORES) if drawn["advantage"] else None,
+                version_spans=draw(version_spans(tokens, version)) if drawn["spans"] else None,
                 finish_reason=draw(FINISH_REASONS),
                 temperature=draw(st.floats(0, 4, width=32)),
-                proof=draw(st.binary(max_size=8)) if given["proof"] else None,
+                proof=draw(st.binary(max_size=8)) if drawn["proof"] else None,
             )
         )
     return GroupJson(
@@ -198,11 +198,11 @@ def assert_same_group(left: Group, right: Group) -> None:
     assert left.reward_parts.keys() == right.reward_parts.keys()
     pairs = [(name, getattr(left, name), getattr(right, name)) for name in COLUMNS]
     pairs += [(f"rewards.{name}", left.reward_parts[name], right.reward_parts[name]) for name in left.reward_parts]
-    for name, one, other in pairs:
-        assert (one is None) == (other is None), name
-        if one is not None:
-            assert one.dtype == other.dtype and one.shape == other.shape, name
-            np.testing.assert_array_equal(one, other, err_msg=name)
+    for name, first, other in pairs:
+        assert (first is None) == (other is None), name
+        if first is not None:
+            assert first.dtype == other.dtype and first.shape == other.shape, name
+            np.testing.assert_array_equal(first, other, err_msg=name)
 
 
 # ---------------------------------------------------------------------- configuration, index, ledger
@@ -225,7 +225,7 @@ def entry(**values: float) -> npt.NDArray[Any]:
 
 def entries(*values: Mapping[str, float]) -> npt.NDArray[Any]:
     """Build several index entries."""
-    return np.concatenate([entry(**one) for one in values]) if values else np.zeros(0, ENTRY)
+    return np.concatenate([entry(**values_of) for values_of in values]) if values else np.zeros(0, ENTRY)
 
 
 def batch_entry(number: int, *, version: int = 0, staleness: int = 0, times_sampled: int = 1) -> BatchEntry:

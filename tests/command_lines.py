@@ -15,11 +15,11 @@ from replaybuf.cli.main import main
 
 def calls(text: str) -> Iterator[tuple[str, set[str]]]:
     """Yield each `replaybuf COMMAND` of a text with its options, including those set by environment variables."""
-    for found in re.finditer(r"\breplaybuf ((?:[a-z][a-z-]* ?)+)[^\n;&|>)]*", text):
-        command = found[1].strip()
+    for match in re.finditer(r"\breplaybuf ((?:[a-z][a-z-]* ?)+)[^\n;&|>)]*", text):
+        command = match[1].strip()
         prefix = f"REPLAYBUF_{command.replace('-', '_').upper()}_"
         by_environment = {f"--{name.lower().replace('_', '-')}" for name in re.findall(rf"\b{prefix}(\w+)=", text)}
-        yield command, set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", found[0])) | by_environment
+        yield command, set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", match[0])) | by_environment
 
 
 @functools.cache

@@ -102,9 +102,9 @@ class ServeProcess:
         assert self._process.stdout is not None
         self._groups.append(self._process.pid)
         for line in self._process.stdout:
-            found = re.match(self.address, line)
-            if found:
-                self.url = found[1]
+            match = re.match(self.address, line)
+            if match:
+                self.url = match[1]
                 return self
         raise AssertionError(f"serve ended with {self._process.wait(START_TIMEOUT_S)}: {self.log()}")
 

@@ -43,13 +43,13 @@ def store(client: Client, groups: Sequence[Group]) -> None:
 
 def compare(pairs: int, sides: Mapping[str, Callable[[int], float]]) -> None:
     """Measure two sides in turns; print the median and the spread of each, in milliseconds, and of their ratio."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for pair in range(pairs):
         for name in sorted(sides, reverse=pair % 2 == 1):
-            found[name].append(1000 * sides[name](pair))
-    for name, values in found.items():
+            seconds[name].append(1000 * sides[name](pair))
+    for name, values in seconds.items():
         print(f"{name}: median {statistics.median(values):.1f} ms, {min(values):.1f} to {max(values):.1f}")
-    ratios = [one / other for one, other in zip(*found.values(), strict=True)]
+    ratios = [first / other for first, other in zip(*seconds.values(), strict=True)]
     print(f"ratio: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}, {pairs} pairs")
 
 

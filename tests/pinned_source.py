@@ -29,8 +29,8 @@ class PinnedSource:
 
     def checkout(self) -> Path:
         """Return the folder of a checkout; git gets it into the environment once. Raises `NoSource`."""
-        if given := os.environ.get(f"{self._variable}_SOURCE"):
-            return Path(given)
+        if source := os.environ.get(f"{self._variable}_SOURCE"):
+            return Path(source)
         repository = os.environ.get(f"{self._variable}_REPOSITORY", self.repository)
         folder = Path(sys.prefix) / f"{self.name}-source"
         if not (folder / ".complete").exists():

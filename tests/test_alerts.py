@@ -84,9 +84,9 @@ def fired(tmp_path: Path, series: dict[str, str]) -> list[str]:
     path = tmp_path / "alerts.test.yml"
     path.write_text(json.dumps({"rule_files": [str(ALERTS)], "tests": [test]}))
     done = subprocess.run([promtool, "test", "rules", path], capture_output=True, text=True, timeout=60)
-    found = re.findall(r'alertname=\\?"(\w+)', done.stdout + done.stderr)
-    assert (done.returncode != 0) == bool(found), done.stdout + done.stderr
-    return found
+    matches = re.findall(r'alertname=\\?"(\w+)', done.stdout + done.stderr)
+    assert (done.returncode != 0) == bool(matches), done.stdout + done.stderr
+    return matches
 
 
 def test_no_alert_fires_for_a_healthy_run(tmp_path: Path) -> None:

@@ -127,6 +127,6 @@ def test_a_line_of_a_state_file_is_bounded(tmp_path: Path) -> None:
         file.write(b"x" * (2 * LONGEST_LINE_BYTES + 7))
         assert reader.new_lines() == []
         file.write(b"\n" + line + b"\n" + line)
-        assert [found.live for found in reader.new_lines()] == [3]
+        assert [record.live for record in reader.new_lines()] == [3]
         file.write(b"\n")
-        assert [found.live for found in reader.new_lines()] == [3]
+        assert [record.live for record in reader.new_lines()] == [3]

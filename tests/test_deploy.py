@@ -126,12 +126,12 @@ def test_serve_is_ready_when_it_can_serve_and_answers_to_its_names() -> None:
     (deployment,) = of_kind("Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
-    given = dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:])
-    names = HostNames(ServeOptions(host=given["host"], allowed_hosts=(given["allowed-host"],)))
+    options = dict(word.removeprefix("--").split("=", 1) for word in container["args"][1:])
+    names = HostNames(ServeOptions(host=options["host"], allowed_hosts=(options["allowed-host"],)))
     (service,) = (service for service in of_kind("Service") if service["metadata"]["name"] == "replaybuf")
-    assert names.accept(f"{service['metadata']['name']}:{given['port']}")
-    assert names.accept(f"10.1.2.3:{given['port']}"), "the address of a leader's pod"
-    assert PORTS["http"] == int(given["port"])
+    assert names.accept(f"{service['metadata']['name']}:{options['port']}")
+    assert names.accept(f"10.1.2.3:{options['port']}"), "the address of a leader's pod"
+    assert PORTS["http"] == int(options["port"])
 
 
 def test_the_url_names_each_pod_and_the_primary_that_sentinel_watches() -> None:
@@ -159,9 +159,9 @@ def scripts() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "text"), list(scripts()))
 def test_every_option_exists_in_the_command_line(name: str, text: str) -> None:
-    found = [(command, used) for command, used in calls(text) if used]
-    assert found or "valkey" in name
-    for command, used in found:
+    commands = [(command, used) for command, used in calls(text) if used]
+    assert commands or "valkey" in name
+    for command, used in commands:
         assert used <= options_of(command), (command, used - options_of(command))
 
 
@@ -220,8 +220,8 @@ class Pod:
 
 
 def replica_of(settings: str) -> str | None:
-    found = re.search(r"^replicaof (\S+) 6379$", settings, re.MULTILINE)
-    return found and found[1]
+    match = re.search(r"^replicaof (\S+) 6379$", settings, re.MULTILINE)
+    return match and match[1]
 
 
 def test_a_pod_follows_the_primary_that_is_known_best(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def test_without_a_profile_compose_brings_up_what_needs_no_gpu() -> None:
 def test_serve_has_every_name_under_which_compose_reaches_it() -> None:
     """Containers use the name of the service, users the published port, the health check loopback."""
     command = words(SERVICES["serve"]["command"])
-    given = {name: command[command.index(f"--{name}") + 1] for name in ("host", "allowed-host")}
-    names = HostNames(ServeOptions(host=given["host"], allowed_hosts=(given["allowed-host"],)))
+    options = {name: command[command.index(f"--{name}") + 1] for name in ("host", "allowed-host")}
+    names = HostNames(ServeOptions(host=options["host"], allowed_hosts=(options["allowed-host"],)))
     scraped = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"][0]["static_configs"][0]
     called = [*re.findall(r"--url http://(\S+)", COMPOSE_TEXT), *scraped["targets"]]
     assert len(called) == 3
@@ -80,9 +80,9 @@ def test_every_option_in_compose_exists_in_the_command_line(name: str) -> None:
         script = (DOCKER / "init.sh").read_text() if "/init.sh" in script else script.replace("\n", " ")
     else:
         script = shlex.join(["replaybuf", *words(service["command"])])
-    found = list(calls(script))
-    assert found
-    for command, used in found:
+    commands = list(calls(script))
+    assert commands
+    for command, used in commands:
         assert used
         assert used <= options_of(command), (command, used - options_of(command))
 
@@ -273,7 +273,7 @@ def test_every_query_names_metrics_and_labels_that_exist(exposed: dict[str, set[
         for metric, matchers in metrics:
             assert metric in exposed, (title, metric)
             assert set(re.findall(r"(\w+)[=!]~?=?\"", matchers)) <= exposed[metric] | {"job"}, (title, query)
-        grouped = {name for found in re.findall(r"by \(([^)]*)\)", query) for name in re.findall(r"\w+", found)}
+        grouped = {name for labels in re.findall(r"by \(([^)]*)\)", query) for name in re.findall(r"\w+", labels)}
         assert grouped <= {"instance"}.union(*(exposed[metric] for metric, _ in metrics)), (title, query)
         assert not re.search(
             r"\b(?:rate|increase)\((?!(?:replaybuf|process)_\w+_(?:total|bucket|sum|count)\b)", query
@@ -300,9 +300,9 @@ def test_no_query_takes_the_greatest_adapter_for_the_run(exposed: dict[str, set[
 
 def test_a_quantile_is_taken_over_buckets_that_keep_their_edges() -> None:
     """Prometheus needs buckets and the label `le`."""
-    found = [query for _, query in queries() if "histogram_quantile" in query]
-    assert found
-    for query in found:
+    quantiles = [query for _, query in queries() if "histogram_quantile" in query]
+    assert quantiles
+    for query in quantiles:
         assert re.search(r"histogram_quantile\(0\.\d+, sum by \([^)]*\ble\) \(rate\(replaybuf_\w+_bucket\b", query), (
             query
         )
@@ -389,7 +389,7 @@ def test_an_image_copies_what_exists_and_what_its_context_lets_through(dockerfil
 
 def extras_of(dockerfile: Path) -> set[str]:
     """Return the extras that an image installs."""
-    return {extra for found in re.findall(r"'\.\[([\w,]+)\]'", dockerfile.read_text()) for extra in found.split(",")}
+    return {extra for extras in re.findall(r"'\.\[([\w,]+)\]'", dockerfile.read_text()) for extra in extras.split(",")}
 
 
 def test_the_core_image_has_no_torch() -> None:
@@ -397,15 +397,18 @@ def test_the_core_image_has_no_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = extras_of(DOCKER / "Dockerfile")
     assert "server" in extras
-    wanted = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    wanted = [
+        *project["dependencies"],
+        *(dependency for extra in extras for dependency in project["optional-dependencies"][extra]),
+    ]
     assert not [name for name in wanted if name.startswith(("torch", "transformers", "replaybuf"))]
 
 
 def test_the_health_check_of_the_image_tells_a_service_from_none(service: ServeProcess) -> None:
     """The test runs the command of the Dockerfile."""
-    found = re.search(r"^HEALTHCHECK [^\n]*\\\n\s*CMD (\[.*\])$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
-    assert found
-    _, *arguments = json.loads(found[1])
+    match = re.search(r"^HEALTHCHECK [^\n]*\\\n\s*CMD (\[.*\])$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    assert match
+    _, *arguments = json.loads(match[1])
 
     def check(port: int) -> int:
         environment = os.environ | {"REPLAYBUF_SERVE_PORT": str(port)}

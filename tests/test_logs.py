@@ -67,13 +67,13 @@ def test_a_problem_names_its_request_and_the_log_has_the_same_id(tmp_path: Path)
     server = ServeProcess(tmp_path / "data", "--log-format", "json", "--log-level", "debug").start()
     try:
         run = RunClient(server.url, "absent")
-        given = run.http.get(run.path, headers={"x-request-id": "job-7"})
+        answer = run.http.get(run.path, headers={"x-request-id": "job-7"})
         made = run.http.get(run.path, headers={"x-request-id": "no word"})
         run.http.close()
         log = server.log()
     finally:
         server.end()
-    assert given.headers["x-request-id"] == "job-7"
+    assert answer.headers["x-request-id"] == "job-7"
     lines = [msgspec.json.decode(line) for line in log.splitlines() if line]
     requests = {line.get("request"): line for line in lines if "/v1/runs/absent" in line["message"]}
     assert requests.keys() == {"job-7", made.headers["x-request-id"]}

@@ -182,7 +182,7 @@ def test_every_query_finds_data_of_a_demo_and_a_run_with_all_rules(
         of_steps: dict[str, str | float] = {"query": "replaybuf_trainer_step_seconds_bucket", "start": 0}
         of_steps["end"] = time.time() + 60
         buckets = prometheus.get("/api/v1/query_exemplars", params=of_steps).json()["data"]
-        assert {int(one["labels"]["step"]) for bucket in buckets for one in bucket["exemplars"]}
+        assert {int(exemplar["labels"]["step"]) for bucket in buckets for exemplar in bucket["exemplars"]}
         assert len(without_data(prometheus, set(ONLY_WHEN))) == len(ONLY_WHEN)
         groups = prometheus.get("/api/v1/rules").json()["data"]["groups"]
         assert {rule["health"] for rule in groups[0]["rules"]} == {"ok"}
@@ -244,8 +244,8 @@ def test_prometheus_calls_when_the_trainer_dies(tmp_path: Path) -> None:
 def wait_for_alerts(prometheus: httpx.Client, runs: set[str]) -> None:
     """Wait until the alert on trainers fires for these runs."""
     until_s = time.monotonic() + DATA_TIMEOUT_S
-    while (found := firing(prometheus, "ReplaybufTrainerGone")) != runs:
-        assert time.monotonic() < until_s, found
+    while (alerts := firing(prometheus, "ReplaybufTrainerGone")) != runs:
+        assert time.monotonic() < until_s, alerts
         time.sleep(0.2)
 
 

@@ -29,11 +29,11 @@ def numbered_group(ticket: Ticket, version: int) -> Group:
 
 def recorded_rows(run: RunClient, steps: int) -> list[Rows]:
     """Return the tokens of each step of the surviving history, as the ledger and `numbered_group` have them."""
-    found: list[Rows] = []
+    rows: list[Rows] = []
     for step in range(steps):
         groups = [group["prompt_index"] for group in run.get(f"batches/{step}/record").json()["groups"]]
-        found.append(sorted(row for index in groups for row in ((7, 8, 100 + index, 5), (7, 8, 100 + index, 6, 9))))
-    return found
+        rows.append(sorted(row for index in groups for row in ((7, 8, 100 + index, 5), (7, 8, 100 + index, 6, 9))))
+    return rows
 
 
 class TicketProducer(threading.Thread):

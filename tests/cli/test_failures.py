@@ -30,7 +30,11 @@ def test_the_traceback_of_a_reward_reaches_everybody_who_waits_and_its_secret_no
 
     def reported() -> bool:
         known = run.get("producers").json()["producers"]
-        return len(known) == 2 and all(one["failure"] for one in known) and run.get("failed-prompts").json()["failed"]
+        return (
+            len(known) == 2
+            and all(producer["failure"] for producer in known)
+            and run.get("failed-prompts").json()["failed"]
+        )
 
     def start(processes: int, engine: str) -> AbstractAsyncContextManager[object]:
         options = {"environment": REWARD, "reward-processes": str(processes), "producer": f"gen-{processes}"}
@@ -41,7 +45,7 @@ def test_the_traceback_of_a_reward_reaches_everybody_who_waits_and_its_secret_no
             await until(reported, 60.0)
 
     bounded(main())
-    failures = {one["name"]: one["failure"] for one in run.get("producers").json()["producers"]}
+    failures = {producer["name"]: producer["failure"] for producer in run.get("producers").json()["producers"]}
     for failure in failures.values():
         assert (failure["reason"], failure["lasts"]) == ("reward_raised", True)
         assert 'reward_functions.py", line' in failure["traceback"] and "in leaking" in failure["traceback"]
@@ -59,8 +63,8 @@ def test_the_traceback_of_a_reward_reaches_everybody_who_waits_and_its_secret_no
             ("status", run.run),
         )
     )
-    assert {name: one["traceback"] for name, one in json.loads(listed).items()} == {
-        name: one["traceback"] for name, one in failures.items()
+    assert {name: failure["traceback"] for name, failure in json.loads(listed).items()} == {
+        name: failure["traceback"] for name, failure in failures.items()
     }
     assert all(name in shown for name in failures) and shown.count("in leaking") == 2
     assert " fails, " in status and "the judge refused $JUDGE_KEY" in status

@@ -121,8 +121,8 @@ def test_a_run_trains_groups_that_lost_rollouts_to_faults_of_the_engine(tmp_path
     groups, tickets = run.state()["groups"], run.state()["tickets"]
     assert (groups["stored"], groups["partial"], groups["rejected"]) == (6, 6, {})
     assert (tickets["returned"], tickets["failed"], tickets["out"]) == (0, 0, 0)
-    one = run.get("groups/p0").json()
-    assert len(one["rollouts"]) == 3 and one["metadata"]["lost_rollouts"] == {"engine_refused": 1}
+    stored = run.get("groups/p0").json()
+    assert len(stored["rollouts"]) == 3 and stored["metadata"]["lost_rollouts"] == {"engine_refused": 1}
 
 
 def test_a_finite_supply_is_generated_and_trained_and_the_exit_code_is_0(tmp_path: Path, run: RunClient) -> None:

@@ -67,7 +67,7 @@ def test_a_run_is_created_from_a_file_changed_and_deleted(
     assert "only a finished run can be deleted" in terminal.refused("runs", "delete", run.run, "--yes")
     assert "is finished" in terminal("runs", "finish", run.run)
     assert terminal.json("runs", "delete", run.run, "--yes") == {"run": run.run, "deleted": True}
-    assert run.run not in [one["run"] for one in terminal.json("runs", "list")]
+    assert run.run not in [known["run"] for known in terminal.json("runs", "list")]
 
 
 def test_a_run_is_not_deleted_unless_its_name_is_typed(
@@ -111,7 +111,7 @@ def test_results_on_held_out_prompts_are_listed_newest_first(terminal: Terminal,
         assert post(run, result(version, standard_error=error, failed=1)).status_code == 200
     lines = [line.split() for line in terminal("evals", run.run).splitlines() if "held-out" in line]
     assert lines == [["held-out", "4", "0.500", "0.125", "4", "1"], ["held-out", "0", "0.500", "-", "4", "1"]]
-    assert [one["version"] for one in terminal.json("evals", run.run)] == [4, 0]
+    assert [evaluation["version"] for evaluation in terminal.json("evals", run.run)] == [4, 0]
 
 
 def test_a_held_out_set_has_the_same_name_in_list_status_and_report(
@@ -137,7 +137,7 @@ def test_groups_are_listed_by_condition_and_shown_with_their_rollouts(terminal: 
     first = terminal("groups", "list", run.run, "--limit", 1)
     after = re.search(r"--after (\d+)", first)
     assert after and "high" in first, "the newest"
-    assert [one["group_id"] for one in terminal.json("groups", "list", run.run, "--after", after[1])["groups"]] == [
+    assert [group["group_id"] for group in terminal.json("groups", "list", run.run, "--after", after[1])["groups"]] == [
         "low"
     ]
     shown = terminal("groups", "show", run.run, "low")

@@ -86,11 +86,11 @@ def stages(tmp_path: Path, service: ServeProcess, run: RunClient) -> Iterator[St
 
 
 def lacking(run: RunClient, column: str = "ref_logprobs") -> list[str]:
-    return [found["group_id"] for found in run.get("groups", lacks=column).json()["groups"]]
+    return [group["group_id"] for group in run.get("groups", lacks=column).json()["groups"]]
 
 
 def records(run: RunClient) -> list[dict[str, Any]]:
-    return [one for one in run.get("ledger", limit=1000).json()["records"] if one["type"] == "COLUMNS"]
+    return [record for record in run.get("ledger", limit=1000).json()["records"] if record["type"] == "COLUMNS"]
 
 
 def stop(process: ForkedProcess) -> str:
@@ -141,12 +141,12 @@ def test_several_stages_of_one_column_are_harmless(run: RunClient, stages: Stage
     names = [f"g{number}" for number in range(40)]
     start(run, *names)
     several = [stages.start("ref") for _ in range(3)]
-    for one in several:  # a process that has not begun yet would die by the signal
-        assert one.stdout is not None and one.stdout.readline().startswith("stage adds")
+    for process in several:  # a process that has not begun yet would die by the signal
+        assert process.stdout is not None and process.stdout.readline().startswith("stage adds")
     eventually(lambda: lacking(run) == [], WITHIN_S)
-    added = [int(re.search(r"added (\d+), passed \d+, failed 0", stop(one))[1]) for one in several]  # type: ignore[index]
+    added = [int(re.search(r"added (\d+), passed \d+, failed 0", stop(process))[1]) for process in several]  # type: ignore[index]
     assert 40 - len(several) <= sum(added) <= 40  # an answer on its way is not counted after the signal
-    assert sorted(one["number"] for record in records(run) for one in record["groups"]) == list(range(1, 41))
+    assert sorted(group["number"] for record in records(run) for group in record["groups"]) == list(range(1, 41))
 
 
 @pytest.mark.parametrize("function", ["raises", "short"])

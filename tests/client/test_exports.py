@@ -40,7 +40,7 @@ def trained(run: RunClient) -> RunClient:
             "finish_reason": "stop",
             "proof": "AP8=",
         }
-    assert {one["status"] for one in run.append(spans, group("d", 1, tokens=10), group("e", 1, tokens=10))} == {
+    assert {result["status"] for result in run.append(spans, group("d", 1, tokens=10), group("e", 1, tokens=10))} == {
         "stored"
     }
     run.train(epoch, range(1, 2))
@@ -55,7 +55,7 @@ def command(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, int]:
 
 
 def used(run: RunClient) -> list[list[str]]:
-    return [[one["group_id"] for one in run.get(f"batches/{step}/record").json()["groups"]] for step in range(2)]
+    return [[group["group_id"] for group in run.get(f"batches/{step}/record").json()["groups"]] for step in range(2)]
 
 
 def test_duckdb_and_pandas_read_what_was_stored(
@@ -119,12 +119,14 @@ def test_a_warm_start_keeps_ids_rewards_and_the_recorded_version(
     assert command(capsys, "import", name, "--from", folder, "--url", service.url) == {"stored": 6}
     with Client(service.url, name) as client:
         groups = client.list_groups().groups
-        assert [one.group_id for one in groups] == ["long", "a", "b", "c", "d", "e"]
-        assert {one.policy_version for one in groups} == {0}
+        assert [group.group_id for group in groups] == ["long", "a", "b", "c", "d", "e"]
+        assert {group.policy_version for group in groups} == {0}
         imported, original = client.get_group("c"), trained.get("groups/c").json()
         assert imported.metadata == {"imported": {"run": trained.run, "policy_version": 1, "policy_version_max": 1}}
-        assert [one.reward for one in imported.rollouts or ()] == [one["reward"] for one in original["rollouts"]]
-        assert [one.proof for one in imported.rollouts or ()] == [b"\x00\xff"] * 2
+        assert [rollout.reward for rollout in imported.rollouts or ()] == [
+            rollout["reward"] for rollout in original["rollouts"]
+        ]
+        assert [rollout.proof for rollout in imported.rollouts or ()] == [b"\x00\xff"] * 2
         assert client.get_group("a").metadata == {"env": "math"}
 
 
@@ -168,7 +170,7 @@ def reading(run: RunClient, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def cursors(run: RunClient) -> list[str]:
-    return [one["name"] for one in run.get("cursors").json()["cursors"]]
+    return [cursor["name"] for cursor in run.get("cursors").json()["cursors"]]
 
 
 def test_a_killed_export_is_removed_by_the_next_one_to_the_same_folder(
@@ -183,8 +185,8 @@ def test_a_killed_export_is_removed_by_the_next_one_to_the_same_folder(
     assert cursors(trained) == [left]
     assert command(capsys, "export", trained.run, "--to", folder, "--url", service.url)["groups"] == 6
     assert cursors(trained) == []
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["ou", "out"]
-    assert sorted(one.name for one in folder.iterdir()) == ["groups", "ledger", MANIFEST, "rollouts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ou", "out"]
+    assert sorted(path.name for path in folder.iterdir()) == ["groups", "ledger", MANIFEST, "rollouts"]
 
 
 def test_an_export_that_still_runs_keeps_its_cursor(
@@ -199,7 +201,7 @@ def test_an_export_that_still_runs_keeps_its_cursor(
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(30) == 0
-    assert cursors(trained) == [] and sorted(one.name for one in tmp_path.iterdir()) == ["first", "out"]
+    assert cursors(trained) == [] and sorted(path.name for path in tmp_path.iterdir()) == ["first", "out"]
 
 
 def test_killed_exports_to_other_folders_do_not_use_up_the_cursors(

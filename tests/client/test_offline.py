@@ -40,12 +40,12 @@ def put(run: RunClient, **config: Any) -> None:
 def with_columns(name: str, version: int, tokens: int) -> dict[str, Any]:
     """A group whose rollouts have all optional columns, spans of two versions and masked tokens."""
     made = group(name, version, tokens=tokens)
-    for one in made["rollouts"]:
-        count = len(one["completion_ids"])
-        one["completion_mask"] = [1] * (count - 1) + [0]
+    for fields in made["rollouts"]:
+        count = len(fields["completion_ids"])
+        fields["completion_mask"] = [1] * (count - 1) + [0]
         for column in ("ref_logprobs", "old_logprobs", "teacher_logprobs", "token_advantages"):
-            one[column] = np.linspace(-1.1, -0.1, count).tolist()
-        one |= {"version_spans": [[version, 0, 2], [version + 1, 2, count]], "reward": 0.1, "temperature": 0.7}
+            fields[column] = np.linspace(-1.1, -0.1, count).tolist()
+        fields |= {"version_spans": [[version, 0, 2], [version + 1, 2, count]], "reward": 0.1, "temperature": 0.7}
     return made
 
 
@@ -102,9 +102,9 @@ def test_all_stored_groups_make_batches_of_the_configured_size(
     put(run)
     run.append(*(group(f"g{number}") for number in range(5)))
     reader = exported(service, run, tmp_path / "out")
-    found = [read_batch(body).meta for body in stored_batches(reader)]
-    assert [meta.group_ids for meta in found] == [["g0", "g1"], ["g2", "g3"], ["g4"]]
-    assert [meta.step for meta in found] == [0, 1, 2]
+    metas = [read_batch(body).meta for body in stored_batches(reader)]
+    assert [meta.group_ids for meta in metas] == [["g0", "g1"], ["g2", "g3"], ["g4"]]
+    assert [meta.step for meta in metas] == [0, 1, 2]
     halves = [read_batch(body).meta for body in stored_batches(reader, 1, 2)]
     assert [meta.batch_rollouts for meta in halves] == [4, 4, 2] and {meta.dp_rank for meta in halves} == {1}
 
@@ -112,8 +112,8 @@ def test_all_stored_groups_make_batches_of_the_configured_size(
 def test_a_token_budget_cuts_stored_groups_into_batches(service: ServeProcess, run: RunClient, tmp_path: Path) -> None:
     put(run, batch={"tokens_per_batch": 45, "seq_len": 64})
     run.append(group("a", tokens=10), group("b", tokens=10), group("c", tokens=20), group("d", tokens=5))
-    found = [read_batch(body).meta.group_ids for body in stored_batches(exported(service, run, tmp_path / "out"))]
-    assert found == [["a", "b"], ["c"], ["d"]]
+    ids = [read_batch(body).meta.group_ids for body in stored_batches(exported(service, run, tmp_path / "out"))]
+    assert ids == [["a", "b"], ["c"], ["d"]]
 
 
 def test_groups_without_a_ledger_make_a_batch() -> None:
@@ -122,6 +122,6 @@ def test_groups_without_a_ledger_make_a_batch() -> None:
     layout = Layout(seq_len=8, dp_world_size=2, pad_to_multiple_of=4)
     ranks = [read_batch(batch_of_groups("r", groups, layout, step=5, version=5, dp_rank=rank)) for rank in range(2)]
     assert [batch.meta.batch_loss_tokens for batch in ranks] == [12, 12]
-    assert sorted(int(one) for batch in ranks for row in batch.micro_batches for one in row.staleness) == [0, 0, 2, 2]
+    assert sorted(int(age) for batch in ranks for row in batch.micro_batches for age in row.staleness) == [0, 0, 2, 2]
     assert {len(row.input_ids) % 4 for batch in ranks for row in batch.micro_batches} == {0}
     assert ranks[0].meta.step == 5

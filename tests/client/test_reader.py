@@ -368,8 +368,8 @@ def test_a_batch_packed_for_another_number_of_ranks_is_rejected(run: RunClient, 
         for options in (ReaderOptions(), ReaderOptions(dp_world_size=1), ReaderOptions(dp_rank=1, dp_world_size=3)):
             expected = rf"reader is {options.dp_world_size}; batch 0 is packed for 2\. Attach with"
             rejected = pytest.raises(Conflict, match=expected)
-            with BatchReader(client, attached.epoch, 0, options) as one, rejected:
-                next(one)
+            with BatchReader(client, attached.epoch, 0, options) as reader, rejected:
+                next(reader)
         with BatchReader(client, attached.epoch, 0, ReaderOptions(dp_world_size=2)) as two:
             assert next(two).meta.dp_world_size == 2
 
@@ -378,7 +378,7 @@ def test_a_body_may_be_any_bytes_like_object() -> None:
     """Direct mode builds memory views."""
     reader = BatchReader(cast(Client, ScriptedClient()), EPOCH, 0)
     bodies: list[Body] = [body(0), memoryview(body(0))]
-    assert [reader.read(one).meta.step for one in bodies] == [0, 0]
+    assert [reader.read(body).meta.step for body in bodies] == [0, 0]
 
 
 @pytest.mark.parametrize(

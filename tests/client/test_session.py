@@ -118,7 +118,7 @@ def test_a_session_with_a_successor_is_fenced(client: Client) -> None:
 def test_another_rank_joins_the_session_that_attached(client: Client) -> None:
     """It reads its own part of each batch, and starts no trainer of its own."""
     options = [ReaderOptions(poll_s=0.05, dp_rank=rank, dp_world_size=2) for rank in range(2)]
-    first, second = (client.trainer(reader=one) for one in options)
+    first, second = (client.trainer(reader=option) for option in options)
     attached = first.attach()
     second.join(attached.epoch, attached.step)
     with first, second:

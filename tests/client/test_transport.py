@@ -79,8 +79,8 @@ class Scripted:
     def _request(self, connection: socket.socket) -> bytes:
         """Read the headers and a short body."""
         request = connection.recv(4096)
-        found = re.search(rb"content-length: (\d)\r\n", request)
-        return request if request.endswith(b"sent") or not found else request + connection.recv(int(found[1]))
+        match = re.search(rb"content-length: (\d)\r\n", request)
+        return request if request.endswith(b"sent") or not match else request + connection.recv(int(match[1]))
 
 
 def answer_with(body: bytes, *headers: bytes) -> bytes:

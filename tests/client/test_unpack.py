@@ -79,23 +79,23 @@ def test_unpacked_values_equal_the_packed_values(
         for number, group in enumerate(groups)
         for k in range(group.rollouts)
     }
-    found: dict[Tokens, dict[tuple[str, int], list[float]]] = {"all": {}, "completion": {}, "sampled": {}}
+    columns: dict[Tokens, dict[tuple[str, int], list[float]]] = {"all": {}, "completion": {}, "sampled": {}}
     for batch in packed(groups, ranks, multiple=multiple):
         for row in batch.micro_batches:
             names = [(batch.meta.group_ids[key.group_index], key.rollout_index) for key in rollout_keys(row)]
             padding = len(row.input_ids) - sum(len(originals[name]) for name in names)
             values = np.concatenate([*(originals[name] for name in names), np.full(padding, np.nan)])
-            for tokens, cut in found.items():
+            for tokens, cut in columns.items():
                 for name, (key, part) in zip(names, per_rollout(row, values, tokens).items(), strict=True):
                     assert key.rollout_index == name[1] and name not in cut
                     cut[name] = part.tolist()
-    assert found["all"] == {name: values.tolist() for name, values in originals.items()}
+    assert columns["all"] == {name: values.tolist() for name, values in originals.items()}
     for (group_id, k), values in originals.items():
         group = groups[int(group_id[1:])]
         prompt, completion = int(group.prompt_lengths[k]), int(group.completion_lengths[k])
-        assert found["completion"][group_id, k] == values[prompt:].tolist()
+        assert columns["completion"][group_id, k] == values[prompt:].tolist()
         mask = [t % 3 != 2 for t in range(completion)]
-        assert found["sampled"][group_id, k] == values[prompt:][mask].tolist()
+        assert columns["sampled"][group_id, k] == values[prompt:][mask].tolist()
 
 
 @steady

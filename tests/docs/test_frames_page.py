@@ -21,10 +21,10 @@ def test_the_code_on_the_page_reads_a_frame(tmp_path: Path, monkeypatch: pytest.
     made = group_of_lengths([3, 5, 4])
     Path("group.frame").write_bytes(encode_frame(made))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(code, found)
-    assert [ids.tolist() for ids in found["completions"]] == [[2] * 2, [2] * 4, [2] * 3]
-    assert found["columns"]["prompt_ids"].tolist() == made.prompt_ids.tolist()
+    columns: dict[str, Any] = {}
+    exec(code, columns)
+    assert [ids.tolist() for ids in columns["completions"]] == [[2] * 2, [2] * 4, [2] * 3]
+    assert columns["columns"]["prompt_ids"].tolist() == made.prompt_ids.tolist()
 
 
 def test_every_column_field_and_limit_is_on_the_page() -> None:

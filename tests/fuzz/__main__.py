@@ -38,15 +38,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="for all targets together")
     parser.add_argument("--target", choices=NAMES, action="append", help="repeat for several; all by default")
     parser.add_argument("--within", choices=NAMES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.within:
-        fuzz(given.within, given.seconds)
+    args = parser.parse_args()
+    if args.within:
+        fuzz(args.within, args.seconds)
         return
-    names = given.target or NAMES
-    broken = [name for name in names if not report(name, max(1, given.seconds // len(names)))]
+    names = args.target or NAMES
+    broken = [name for name in names if not report(name, max(1, args.seconds // len(names)))]
     if broken:
         sys.exit(f"BAD: {', '.join(broken)} broke; the inputs are in {KEPT}/")
-    print(f"GOOD: {len(names)} targets, {given.seconds} s, nothing broke")
+    print(f"GOOD: {len(names)} targets, {args.seconds} s, nothing broke")
 
 
 def report(name: str, seconds: int) -> bool:

@@ -49,13 +49,13 @@ def raw_frame(data: bytes) -> None:
 def body(data: bytes) -> None:
     """Cut a body into frames and decode each."""
     with contextlib.suppress(Malformed):
-        for one in split_frames(data):
-            check_frame(bytes(one))
+        for frame in split_frames(data):
+            check_frame(bytes(frame))
     stream = FrameStream(LARGEST_BYTES)
     with contextlib.suppress(Malformed):
         for half in (data[: len(data) // 2], data[len(data) // 2 :]):
-            for found in stream.feed(half):
-                assert isinstance(found, int) or decode_incoming(found, LARGEST_BYTES)
+            for part in stream.feed(half):
+                assert isinstance(part, int) or decode_incoming(part, LARGEST_BYTES)
         stream.end()
 
 
@@ -179,8 +179,8 @@ def _seed_entry() -> bytes:
 
 
 def _seed_json() -> list[bytes]:
-    one = msgspec.json.encode(group_to_json(sample()))
-    return [one, b'{"groups":[' + one + b"," + msgspec.json.encode(wire_group()) + b"]}"]
+    body = msgspec.json.encode(group_to_json(sample()))
+    return [body, b'{"groups":[' + body + b"," + msgspec.json.encode(wire_group()) + b"]}"]
 
 
 class Target(NamedTuple):

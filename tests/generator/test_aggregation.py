@@ -106,7 +106,7 @@ def test_held_samples_stay_below_the_bound(sizes: list[int], batches: list[list[
     aggregator: Aggregator[int, int] = Aggregator(sizes)
     for batch in batches:
         aggregator.add(0, batch)
-        divide = all(math.lcm(*sizes) % max(1, len(one)) == 0 for one in batches)
+        divide = all(math.lcm(*sizes) % max(1, len(batch)) == 0 for batch in batches)
         assert aggregator.window == math.lcm(*sizes)
         assert (
             0

@@ -22,8 +22,8 @@ from tests.generator.turn_environments import Scripted
 
 def held_out(scorer: Scorer | Episodes, texts: list[str], folder: Path, **options: Any) -> HeldOut:
     prompts = [make_prompt(text) for text in texts]
-    given: dict[str, Any] = {"max_tokens": 8} | options
-    return HeldOut(name="words", prompts=prompts, scorer=scorer, tokenizer=make_tokenizer(folder), **given)
+    sampling: dict[str, Any] = {"max_tokens": 8} | options
+    return HeldOut(name="words", prompts=prompts, scorer=scorer, tokenizer=make_tokenizer(folder), **sampling)
 
 
 def run(

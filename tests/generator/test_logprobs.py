@@ -66,8 +66,8 @@ def test_each_completion_token_gets_its_own_logprob_after_the_tokens_before_it()
                 [given_logprob(1, 4), given_logprob(4, 1), given_logprob(1, 5)],
                 [given_logprob(9, 2), given_logprob(2, 6)],
             ]
-            for found, wanted in zip(values, expected, strict=True):
-                assert found.tolist() == pytest.approx(wanted)
+            for computed, wanted in zip(values, expected, strict=True):
+                assert computed.tolist() == pytest.approx(wanted)
             (request,) = engine.requests
             assert request["prompt"] == [[3, 1, 4, 1, 5], [9, 2, 6]]
             assert (request["max_tokens"], request["prompt_logprobs"]) == (1, 0)
@@ -125,9 +125,9 @@ def test_tokens_that_were_not_sampled_need_no_logprob() -> None:
 
 def test_another_server_takes_over_if_one_fails() -> None:
     async def main() -> None:
-        async with EngineDouble().up() as one, EngineDouble().up() as other, AsyncExitStack() as stack:
-            stage = await opened(stack, ref_engine=f"{one.url}, {other.url}")
-            one.always = fail(500)
+        async with EngineDouble().up() as first, EngineDouble().up() as other, AsyncExitStack() as stack:
+            stage = await opened(stack, ref_engine=f"{first.url}, {other.url}")
+            first.always = fail(500)
             for _ in range(4):
                 assert len((await stage.compute(ROLLOUTS)).values) == 2
             assert len(other.requests) == 4
@@ -455,7 +455,7 @@ class Counting:
         self.running -= 1
         if self.error is not None:
             raise self.error
-        return [np.full(len(one.completion_ids), -len(one), np.float32) for one in rollouts]
+        return [np.full(len(rollout.completion_ids), -len(rollout), np.float32) for rollout in rollouts]
 
 
 @pytest.fixture
@@ -475,8 +475,8 @@ def test_a_model_computes_in_one_thread_of_its_own(models: list[Counting]) -> No
     async def main() -> None:
         async with AsyncExitStack() as stack:
             stage = await opened(stack, ref_model=Path("folder"), ref_micro_batch=2)
-            one, other = await asyncio.gather(stage.compute(ROLLOUTS), stage.compute(ROLLOUTS[:1]))
-            assert [values.tolist() for values in one.values] == [[-5.0] * 3, [-3.0] * 2]
+            first, other = await asyncio.gather(stage.compute(ROLLOUTS), stage.compute(ROLLOUTS[:1]))
+            assert [values.tolist() for values in first.values] == [[-5.0] * 3, [-3.0] * 2]
             assert [values.tolist() for values in other.values] == [[-5.0] * 3]
             assert len(models[0].threads) == 1 and threading.get_ident() not in models[0].threads
             assert (stage.max_tokens, stage.record()) == (32, {"model": "folder"})

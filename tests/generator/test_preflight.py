@@ -24,8 +24,8 @@ def facts(**config: Any) -> RunFacts:
 
 
 def fit(run: RunFacts, *texts: str, **options: Any) -> None:
-    given: dict[str, Any] = {"group_size": 2, "max_tokens": 10, "longest": {}}
-    check_fit(run, [make_prompt(text) for text in texts], **given | options)
+    arguments: dict[str, Any] = {"group_size": 2, "max_tokens": 10, "longest": {}}
+    check_fit(run, [make_prompt(text) for text in texts], **arguments | options)
 
 
 def test_it_waits_for_a_run_that_comes_late(caplog: pytest.LogCaptureFixture) -> None:

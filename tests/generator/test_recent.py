@@ -53,7 +53,7 @@ def test_the_means_are_metrics_and_in_the_status_line(tmp_path: Path, caplog: py
     lines = exposition("r", w.daemon).decode().splitlines()
     shown = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if "_mean{" in line}
     assert shown["replaybuf_generator_reward_mean"] == 1.0
-    lengths = np.concatenate([one.completion_lengths for one in w.service.groups])
+    lengths = np.concatenate([group.completion_lengths for group in w.service.groups])
     assert shown["replaybuf_generator_completion_tokens_mean"] == pytest.approx(lengths.mean())
     assert shown["replaybuf_generator_kl_mean"] >= 0.0
     assert "last 3 groups: reward 1.000, length 3.0, KL to ref " in caplog.text

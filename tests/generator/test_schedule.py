@@ -75,7 +75,7 @@ def test_it_evaluates_at_the_start_and_once_per_turn_of_versions(tmp_path: Path)
                 await publish(engine, service, version)
                 await service.until(lambda: version in {group.policy_version for group in service.groups})  # noqa: B023
                 await service.until(lambda: len(service.evaluations) == 1 + version // 10)  # noqa: B023
-            assert [one["version"] for one in service.evaluations] == [0, 11, 20]
+            assert [evaluation["version"] for evaluation in service.evaluations] == [0, 11, 20]
             first = service.evaluations[0]
             assert (first["name"], first["reward_mean"], first["rollouts"], first["samples"]) == ("words", 1.0, 3, 1)
             assert (first["temperature"], first["producer"], first["adapter"]) == (0.0, "me", "")

@@ -143,7 +143,7 @@ def test_a_failed_micro_batch_costs_only_its_groups() -> None:
     teacher = Sums("teacher_logprobs", 2)
     done = run_all([reference, teacher], [make_group(n) for n in (10, 20, 30, 40)])
     # Micro-batches of the reference, by group: 10 10 20 | 20 30 30 | 40 40; the first fails.
-    reasons = [one.reason if isinstance(one, EngineFault) else "whole" for one in done]
+    reasons = [outcome.reason if isinstance(outcome, EngineFault) else "whole" for outcome in done]
     assert reasons == ["ref_engine_timeout", "ref_engine_timeout", "whole", "whole"]
     assert isinstance(done[0], EngineFault)
     assert (done[0].detail, done[0].value) == (fault.detail, "http://e")
@@ -217,7 +217,7 @@ def test_micro_batches_of_an_older_version_are_repeated() -> None:
 def test_weights_that_keep_changing_cost_the_groups_of_older_versions() -> None:
     old = Sums("old_logprobs", 2, versions=[1, 2, 3, 4])
     done = run_all([old, Sums("teacher_logprobs", 4)], [make_group(10), make_group(20)])
-    assert [one.reason if isinstance(one, EngineFault) else "whole" for one in done] == [
+    assert [outcome.reason if isinstance(outcome, EngineFault) else "whole" for outcome in done] == [
         "old_engine_version_changed",
         "whole",
     ]

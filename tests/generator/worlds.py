@@ -93,7 +93,7 @@ async def world(
 ) -> AsyncIterator[World]:
     """Serve engine and service, and build the generator; `options` are those of `DaemonOptions`."""
     sampling = Sampling(n=service.config["group_size"], max_tokens=8)
-    given: dict[str, Any] = {"producer": "me", "sampling": sampling, "poll_wait_ms": 100}
+    settings: dict[str, Any] = {"producer": "me", "sampling": sampling, "poll_wait_ms": 100}
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(engine.up())
         if serve:
@@ -111,7 +111,7 @@ async def world(
             else Episodes(turns, tokenizer, max_turns=2, timeout_s=reward_timeout_s),
             prompts or Prompts([make_prompt(word) for word in WORDS], shuffle=False),
             tokenizer,
-            DaemonOptions(**given | options),
+            DaemonOptions(**settings | options),
             stages,
             followers,
         )

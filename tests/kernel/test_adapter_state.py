@@ -82,8 +82,8 @@ class Run:
 
     def live(self, adapter: str) -> list[int]:
         index = self.state.index
-        its = (index["state"] == LIVE) & (index["adapter"] == hash_name(adapter))
-        numbers: list[int] = index["number"][its].tolist()
+        own_rows = (index["state"] == LIVE) & (index["adapter"] == hash_name(adapter))
+        numbers: list[int] = index["number"][own_rows].tolist()
         return numbers
 
     def batch(self) -> None:
@@ -100,22 +100,22 @@ class Run:
         if not shares:
             return
         step, state = self.state.next_step, self.state
-        given = {name: share.rows.tolist() for name, share in shares.items()}
+        rows_by_name = {name: share.rows.tolist() for name, share in shares.items()}
         parts = {}
-        for name, numbers in given.items():
+        for name, numbers in rows_by_name.items():
             own = state.progress_at(step, name)
             done = own.groups + len(numbers) == SIZES[name]
             parts[name] = AdapterStep(own.steps, state.version_at(step, name), len(numbers), done)
         held = [
             msgspec.structs.replace(batch_entry(number), adapter=name)
-            for name, numbers in given.items()
+            for name, numbers in rows_by_name.items()
             for number in numbers
         ]
         record = batch_record(step, held, generation=state.generation)
         self.write(msgspec.structs.replace(record, adapters=parts, turn=following))
         del self.history[step:], self.rotation[step + 1 :]
-        self.history.append(given)
-        self.made.append(given)
+        self.history.append(rows_by_name)
+        self.made.append(rows_by_name)
         self.rotation.append(self.state.rotation)
 
     def ack(self) -> None:

@@ -173,17 +173,17 @@ def test_a_token_gets_the_sum_of_the_normalised_process_rewards_that_end_at_or_a
         for taken, length in rollouts
         for token in range(length)
     ]
-    found = process_advantages([taken for taken, _ in rollouts], lengths)
-    assert found.dtype == np.float32
-    assert found == pytest.approx(np.array(expected), rel=1e-4, abs=1e-4)
+    advantages = process_advantages([taken for taken, _ in rollouts], lengths)
+    assert advantages.dtype == np.float32
+    assert advantages == pytest.approx(np.array(expected), rel=1e-4, abs=1e-4)
 
 
 @given(REWARDS)
 def test_one_process_reward_at_the_end_of_every_rollout_is_grpo(rewards: Float64s) -> None:
     lengths = np.arange(1, len(rewards) + 1, dtype=np.int32)
-    given = [[(int(length), float(reward))] for length, reward in zip(lengths, rewards, strict=True)]
+    rewards_at = [[(int(length), float(reward))] for length, reward in zip(lengths, rewards, strict=True)]
     expected = np.repeat(advantages("grpo", rewards), lengths)
-    assert process_advantages(given, lengths) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert process_advantages(rewards_at, lengths) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("end", [0, 4, -1])

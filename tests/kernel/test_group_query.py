@@ -61,9 +61,9 @@ def test_pages_hold_the_groups_that_a_comparison_one_by_one_finds(
     given_values = {name: SCALES.get(name, float)(value) for name, value in conditions.items()}
     with patch.object(group_query, "WINDOW", 7):
         pages, after = list[int](), 0
-        while found := list_numbers(state, None, after, limit, desc=desc, **given_values):
-            pages += found
-            after = found[-1]
+        while page := list_numbers(state, None, after, limit, desc=desc, **given_values):
+            pages += page
+            after = page[-1]
     assert pages == expected
 
 

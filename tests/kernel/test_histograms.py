@@ -121,13 +121,15 @@ def test_prompts_are_counted_by_source_and_the_first_sources_apart() -> None:
     run.evict(2)
     coverage = run.state.totals.histograms.coverage(0, 0, names)
     assert list(coverage.sources) == [f"s{n}" for n in range(MOST_SOURCES)] + ["*"]
-    assert [(one.stored, one.trained, one.dropped, one.share) for one in coverage.sources.values()][:3] == [
+    assert [(source.stored, source.trained, source.dropped, source.share) for source in coverage.sources.values()][
+        :3
+    ] == [
         (1, 1, 0, 1.0),
         (1, 0, 1, 0.0),
         (1, 0, 0, 0.0),
     ]
     assert coverage.sources["*"].stored == 3
-    assert sum(one.stored for one in coverage.sources.values()) == coverage.stored == len(sources)
+    assert sum(source.stored for source in coverage.sources.values()) == coverage.stored == len(sources)
     run.rewind(0, "resample")
     coverage = run.state.totals.histograms.coverage(0, 0)
     unnamed = coverage.sources[f"#{hash_name('s0'):08x}"]

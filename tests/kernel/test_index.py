@@ -81,8 +81,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 99))
     def rows_of_returns_rows_in_the_order_of_the_numbers(self, seed: int) -> None:
         numbers = self.some(seed, 0.3)
-        found = self.index["number"][self.index.rows_of(numbers)].tolist()
-        assert found == [number for number in numbers.tolist() if number in self.rows]
+        stored = self.index["number"][self.index.rows_of(numbers)].tolist()
+        assert stored == [number for number in numbers.tolist() if number in self.rows]
 
     @invariant()
     def the_columns_equal_the_dict(self) -> None:
@@ -172,10 +172,10 @@ def test_a_group_takes_at_most_160_bytes_in_chunks_of_any_size(count: int) -> No
 def test_inserting_groups_one_by_one_rarely_copies_the_columns() -> None:
     """The number of copies grows with the logarithm of the groups."""
     index = Index()
-    one = random_entries(1, seed=0)
+    row = random_entries(1, seed=0)
     sizes = set()
     for number in range(1, 20_001):
-        index.insert(np.array([number]), one)
+        index.insert(np.array([number]), row)
         sizes.add(index.nbytes)
     assert len(sizes) <= 10
 

@@ -46,7 +46,7 @@ def test_no_batch_holds_a_group_without_its_required_columns(
     index = Index()
     index.insert(np.arange(1, len(held) + 1), entries(*({"tokens": 2} for _ in held)))
     index["columns"][:] = [bits_of(names, PARTS) for names in held]
-    rule = UsabilityRule("needs columns", ("columns",), lambda found: have_all(found, bits), "missing_columns")
+    rule = UsabilityRule("needs columns", ("columns",), lambda columns: have_all(columns, bits), "missing_columns")
     unknown = bits >= UNKNOWN_BIT
     complete = [number for number, names in enumerate(held, 1) if required <= names and not unknown]
     budget = Budget(None, len(held), 64)

@@ -31,13 +31,13 @@ def test_groups_enter_within_the_bounds_or_if_the_next_batch_needs_them(
 
 def within(held: Load, coming: list[Load], limits: Limits) -> list[Load]:
     """List the first groups that fit into the bounds."""
-    found = []
+    rooms = []
     for load in coming:
         held += load
         if load.groups and held.over(limits):
             break
-        found += [load] if load.groups else []
-    return found
+        rooms += [load] if load.groups else []
+    return rooms
 
 
 def test_a_full_buffer_accepts_a_duplicate() -> None:

@@ -35,7 +35,7 @@ def test_a_producer_that_stops_its_heartbeats_is_gone_once() -> None:
     assert server.work(14.75) == []
     assert server.work(0.25) == ["a"]
     assert server.work(60.0) == []
-    assert [one.name for one in server.producers.list_gone()] == ["a"]
+    assert [producer.name for producer in server.producers.list_gone()] == ["a"]
 
 
 def test_any_call_of_a_producer_keeps_it_alive_and_brings_it_back() -> None:

@@ -49,8 +49,8 @@ def batch(
         queues.remove(name, share)
     parts = {}
     for name, share in shares.items():
-        given = turns.progress(name).groups + len(share.rows)
-        parts[name] = AdapterStep(turns.progress(name).steps, 0, len(share.rows), given == sizes[name])
+        groups = turns.progress(name).groups + len(share.rows)
+        parts[name] = AdapterStep(turns.progress(name).steps, 0, len(share.rows), groups == sizes[name])
     return shares, turns.after(parts, following)
 
 

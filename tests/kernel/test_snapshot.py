@@ -43,7 +43,7 @@ def restarted(state: RunState, stream: np.ndarray[Any, Any], raw: bytes) -> RunS
 
 
 def records_of(state: RunState) -> dict[int, Any]:
-    return {step: (one.entry, one.generation, one.numbers.tolist()) for step, one in state.records.items()}
+    return {step: (record.entry, record.generation, record.numbers.tolist()) for step, record in state.records.items()}
 
 
 def kept_story_of(state: RunState) -> dict[str, Any]:

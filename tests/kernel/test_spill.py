@@ -24,8 +24,8 @@ def state_of(*sizes: int, versions: list[int] | None = None) -> RunState:
     state = RunState()
     state.apply(1, config_record())
     versions = versions or [0] * len(sizes)
-    found = zip(sizes, versions, strict=True)
-    values = [{"frame_bytes": size, "policy_version": v, "policy_version_max": v} for size, v in found]
+    files = zip(sizes, versions, strict=True)
+    values = [{"frame_bytes": size, "policy_version": v, "policy_version_max": v} for size, v in files]
     state.store(np.arange(1, len(sizes) + 1), entries(*values))
     return state
 

@@ -84,8 +84,8 @@ class Run:
         )
 
     def places(self) -> list[str]:
-        found = [find_group_state(self.state, number) for number in range(1, self.state.stored + 1)]
-        return [place if reason is None else f"{place}: {reason}" for place, reason in found]
+        states = [find_group_state(self.state, number) for number in range(1, self.state.stored + 1)]
+        return [place if reason is None else f"{place}: {reason}" for place, reason in states]
 
 
 def test_a_rewind_evicts_groups_of_lost_versions_unless_a_current_batch_holds_them() -> None:
@@ -135,6 +135,21 @@ def test_a_group_of_a_lost_version_never_comes_back_from_a_batch_voided_later() 
     run.rewind(2, "resample")
     assert run.places() == ["in_batches", "in_batches", "evicted: lost_lineage"]
     assert run.state.totals.evicted == {LOST_LINEAGE: 1}
+
+
+def test_a_group_of_a_lost_version_never_comes_back_from_an_eviction_after_the_step() -> None:
+    """A rewind that keeps the batches keeps the eviction too, but not for work of a lost version."""
+    run = Run()
+    run.store(0, 1)
+    run.train(1)
+    run.train(2)
+    run.store(2)
+    run.evict(3, reason="overlong")
+    run.rewind(1, "redeliver")
+    assert run.places()[2] == "evicted: lost_lineage"
+    run.apply(AckRecord(step=1, epoch=2))
+    run.rewind(2, "resample")
+    assert run.places() == ["in_batches", "in_batches", "evicted: lost_lineage"]
 
 
 def test_groups_stored_after_a_rewind_are_not_of_a_lost_version() -> None:
@@ -211,6 +226,21 @@ def test_older_checkpoints_stay_resumable_as_long_as_they_are_kept() -> None:
     assert run.checkpoint(3, keep=2) == []
     assert run.state.checkpoints == [1, 3]
     assert sorted(run.checkpoint(3, keep=1)) == [2, 3]
+
+
+def test_a_rewind_forgets_checkpoints_of_steps_that_are_trained_again() -> None:
+    """They hold weights of the lost history, and would free what the new one needs."""
+    run = Run()
+    run.store(0, 0, 0)
+    for number in (1, 2, 3):
+        run.train(number)
+    run.checkpoint(1, keep=2)
+    run.checkpoint(3, keep=2)
+    run.rewind(1, "redeliver")
+    assert run.state.checkpoints == [1]
+    run.apply(AckRecord(step=1, epoch=2))
+    run.checkpoint(2, keep=2)
+    assert run.state.checkpoints == [1, 2]
 
 
 def test_a_live_group_is_never_freed_by_a_checkpoint() -> None:

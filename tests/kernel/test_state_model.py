@@ -215,7 +215,9 @@ class Model:
             },
             "reuse": Counter(times for _, times, _ in self.all_uses),
             "age_at_use": in_buckets(AGE_MS, [1000 * max(0, at_s - g.arrival_s) for g, _, at_s in self.all_uses]),
-            "drop_ages": {r: (in_buckets(VERSIONS, one), in_buckets(AGE_MS, two)) for r, (one, two) in ages.items()},
+            "drop_ages": {
+                r: (in_buckets(VERSIONS, versions), in_buckets(AGE_MS, two)) for r, (versions, two) in ages.items()
+            },
             "prompts": (
                 len(prompts),
                 sum(1 for group in prompts if group.uses),
@@ -224,12 +226,12 @@ class Model:
         }
 
     def batch_of(self, step: int, generation: int) -> int | None:
-        found = [
+        tallied = [
             b
             for b in self.made
             if b.step == step and b.born <= generation and (b.void_from is None or generation < b.void_from)
         ]
-        kept = [b for b in found if b.void_from is None or not b.freed]
+        kept = [b for b in tallied if b.void_from is None or not b.freed]
         return kept[0].entry if kept and generation <= self.generation else None
 
 
@@ -246,7 +248,7 @@ def counts_of(tallies: GroupHistograms) -> dict[str, Any]:
         return {edge: count for edge, count in counts if count}, histogram.sum
 
     return {
-        "lengths": {kind: (shown(one.mean), shown(one.longest)) for kind, one in tallies.lengths.items()},
+        "lengths": {kind: (shown(lengths.mean), shown(lengths.longest)) for kind, lengths in tallies.lengths.items()},
         "reuse": tallies.reuse,
         "age_at_use": shown(tallies.age_at_use),
         "drop_ages": {r: (shown(a.versions), shown(a.ms)) for r, a in tallies.drop_ages.items() if a.versions.count},

@@ -291,8 +291,8 @@ def test_capacity_equals_a_count_over_the_open_batches(
         tickets_out=tickets,
     )
     flow = Flow(now_s=0.0, tokens_per_group=tokens_per_group)
-    found = window_capacity(buffer, flow, max_staleness, look_ahead)
-    assert found == count_capacity(buffer, flow, max_staleness, look_ahead)
+    capacity = window_capacity(buffer, flow, max_staleness, look_ahead)
+    assert capacity == count_capacity(buffer, flow, max_staleness, look_ahead)
 
 
 def test_capacity_is_closed_until_a_publication_opens_the_window() -> None:

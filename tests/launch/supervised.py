@@ -26,9 +26,9 @@ async def main(logs: Path) -> int:
 
 
 async def _tell_pids() -> None:
-    while len(found := psutil.Process().children(recursive=True)) < PROCESSES:  # noqa: ASYNC110 - other processes appear
+    while len(children := psutil.Process().children(recursive=True)) < PROCESSES:  # noqa: ASYNC110 - other processes appear
         await asyncio.sleep(0.02)
-    print(*(child.pid for child in found), flush=True)
+    print(*(child.pid for child in children), flush=True)
     await asyncio.Event().wait()
 
 

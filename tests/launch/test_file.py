@@ -124,16 +124,16 @@ def test_a_contradiction_between_sections_is_one_line(tmp_path: Path, sections: 
 def test_sections_with_wrong_keys_do_not_hide_the_problems_of_others(tmp_path: Path) -> None:
     """The names of a section with a wrong key are known, so a correct reference to it is no problem."""
     engines = [{"name": "a", "url": "http://x", "prot": 1}]
-    found = problems(tmp_path, engines=engines, generator=GENERATOR | {"engines": ["a"], "prompts": "no.jsonl"})
-    assert [problem.partition(" ")[0] for problem in found] == ["engines[1].prot", "generator.prompts"]
-    found = problems(tmp_path, engines=engines, generator=GENERATOR | {"engines": ["x"]})
-    assert ["is no name in [[engines]]" in problem for problem in found] == [False, True]
+    lines = problems(tmp_path, engines=engines, generator=GENERATOR | {"engines": ["a"], "prompts": "no.jsonl"})
+    assert [problem.partition(" ")[0] for problem in lines] == ["engines[1].prot", "generator.prompts"]
+    lines = problems(tmp_path, engines=engines, generator=GENERATOR | {"engines": ["x"]})
+    assert ["is no name in [[engines]]" in problem for problem in lines] == [False, True]
 
 
 def test_a_run_without_a_usable_name_is_one_problem(tmp_path: Path) -> None:
     """The generator gets the name from [run], so it lacks nothing of its own."""
-    found = problems(tmp_path, run=RUN | {"name": "Bad Name"})
-    assert [problem.partition(" ")[0] for problem in found] == ["run.name"]
+    lines = problems(tmp_path, run=RUN | {"name": "Bad Name"})
+    assert [problem.partition(" ")[0] for problem in lines] == ["run.name"]
 
 
 def test_ports_in_use_and_shared_ports_are_named(tmp_path: Path) -> None:

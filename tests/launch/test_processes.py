@@ -26,7 +26,7 @@ def test_a_process_is_described_with_its_memory_and_its_children() -> None:
         assert own.peak_bytes >= own.memory_bytes > 1_000_000
         assert own.cpu_s is not None
         assert 0.0 < own.cpu_s <= time.process_time() + 0.1
-        assert child.pid in [found.pid for found in children]
+        assert child.pid in [process.pid for process in children]
 
 
 def test_a_process_that_is_gone_is_not_described() -> None:

@@ -60,7 +60,7 @@ def test_accuracy_after_needs_a_greedy_evaluation_at_the_end() -> None:
     assert (progress.before, progress.after) == (evaluation(0, 0.2, 0.8), None)
     progress.add_evaluation(evaluation(10, 0.6, 0.9))
     assert progress.after == evaluation(10, 0.6, 0.9)
-    assert [one.sampled for one in progress.evaluations] == [0.2, 0.5, 0.6]
+    assert [evaluation.sampled for evaluation in progress.evaluations] == [0.2, 0.5, 0.6]
 
 
 def test_time_left_comes_from_the_recent_steps_of_this_session() -> None:

@@ -75,8 +75,8 @@ class Run:
         """Wait for the newest process of a name that is not `than`; return its pid."""
 
         def newest() -> int:
-            found = re.findall(rf"started name={name} pid=(\d+)", (self.logs / "up.log").read_text())
-            return int(found[-1]) if found else 0
+            matches = re.findall(rf"started name={name} pid=(\d+)", (self.logs / "up.log").read_text())
+            return int(matches[-1]) if matches else 0
 
         return eventually(newest, WITHIN_S, lambda pid: pid not in (0, than))
 
@@ -90,7 +90,7 @@ def ended(session: ForkedProcess) -> tuple[int | None, str]:
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that still run after the guard's time."""
     alive = psutil.wait_procs(processes, timeout=10)[1]
-    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class Pushed(NamedTuple):
     def samples(self) -> dict[str, float]:
         """Return the samples of a text by name and labels."""
         families = text_string_to_metric_families(self.body.decode())
-        return {_named(one.name, one.labels): one.value for family in families for one in family.samples}
+        return {_named(sample.name, sample.labels): sample.value for family in families for sample in family.samples}
 
     def request(self) -> Any:
         """Decode an export."""
@@ -83,8 +83,8 @@ def points(pushed: list[Pushed]) -> dict[str, Any]:
     """Return the points of exports by name and labels, the newest of each."""
     return {
         _named(metric.name, {pair.key: pair.value.string_value for pair in point.attributes}): point
-        for one in pushed
-        for resource in one.request().resource_metrics
+        for push in pushed
+        for resource in push.request().resource_metrics
         for scope in resource.scope_metrics
         for metric in scope.metrics
         for point in getattr(metric, metric.WhichOneof("data")).data_points

@@ -49,26 +49,26 @@ def test_a_pushgateway_gets_the_text_as_the_group_of_job_and_instance(receiver: 
     """By PUT, which replaces the group; with the user of the URL."""
     read = text()
     pushed_once(f"http://me:p%40ss@{receiver.address}{prefix}/", read)
-    (one,) = receiver.came
-    assert (one.method, one.path) == ("PUT", f"{prefix}/metrics/job/replaybuf/instance/host%2Fa%3A8900")
-    assert one.authorization == "Basic bWU6cEBzcw=="
-    assert (one.body, one.samples()["groups_total,run=r"]) == (read, 3.0)
+    (push,) = receiver.came
+    assert (push.method, push.path) == ("PUT", f"{prefix}/metrics/job/replaybuf/instance/host%2Fa%3A8900")
+    assert push.authorization == "Basic bWU6cEBzcw=="
+    assert (push.body, push.samples()["groups_total,run=r"]) == (read, 3.0)
 
 
 def test_a_collector_gets_sums_gauges_and_histograms(receiver: Receiver) -> None:
     """With the name of the service and the instance; buckets are counted each."""
     pushed_once(f"otlp+http://{receiver.address}", text())
-    (one,) = receiver.came
-    assert (one.method, one.path) == ("POST", "/v1/metrics")
-    (resource,) = one.request().resource_metrics
+    (push,) = receiver.came
+    assert (push.method, push.path) == ("POST", "/v1/metrics")
+    (resource,) = push.request().resource_metrics
     named = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
     assert (named["service.name"], named["service.instance.id"]) == ME
     kinds = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
     assert kinds["groups"].sum.is_monotonic and kinds["groups"].sum.aggregation_temporality == 2
     assert kinds["step"].description == "Newest\nstep"
-    found = points([one])
-    assert (found["groups,run=r"].as_double, found["step"].as_double) == (3.0, 7.5)
-    times = found["seconds,run=r"]
+    lines = points([push])
+    assert (lines["groups,run=r"].as_double, lines["step"].as_double) == (3.0, 7.5)
+    times = lines["seconds,run=r"]
     assert (times.count, times.sum) == (4, pytest.approx(11.6))
     assert (list(times.explicit_bounds), list(times.bucket_counts)) == ([0.5, 2.0], [1, 2, 1])
     assert not times.HasField("min")
@@ -79,7 +79,7 @@ def test_many_points_go_to_a_collector_in_several_requests(receiver: Receiver, m
     monkeypatch.setattr(otlp, "MOST_POINTS", 4)
     rows = b"".join(b'a{n="%d"} %d\n' % (n, n) for n in range(9))
     pushed_once(f"otlp+http://{receiver.address}/", b"# TYPE a gauge\n" + rows + b"# TYPE b gauge\nb 1\n")
-    sizes = [len(points([one])) for one in receiver.came]
+    sizes = [len(points([push])) for push in receiver.came]
     assert sizes == [4, 4, 2] and len(points(receiver.came)) == 10
 
 

@@ -287,8 +287,8 @@ def test_with_more_ranks_than_rows_each_has_one_and_a_filler_only_where_rollouts
 
 def test_the_cost_of_a_rollout_grows_faster_than_its_length() -> None:
     """a·L + b·L²; at 12288 tokens attention costs as much as the dense layers."""
-    one, long = rollout_costs(np.array([1, 12288], np.int32)).tolist()
-    assert long == pytest.approx(2 * 12288) and long > 12288 * one
+    short, long = rollout_costs(np.array([1, 12288], np.int32)).tolist()
+    assert long == pytest.approx(2 * 12288) and long > 12288 * short
 
 
 @pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1, 10**9])

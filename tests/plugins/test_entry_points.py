@@ -59,15 +59,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_what_is_installed_while_the_process_runs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is installed is read once; a name that is not among it is looked for anew."""
-    found: list[EntryPoint] = []
-    monkeypatch.setattr(plugins, "entry_points", lambda **selection: EntryPoints(found).select(**selection))
+    entry_points: list[EntryPoint] = []
+    monkeypatch.setattr(plugins, "entry_points", lambda **selection: EntryPoints(entry_points).select(**selection))
     plugins.installed.cache_clear()
     try:
         with pytest.raises(Invalid, match="installed: none"):
             find(STRATEGIES, "mine")
-        found.append(EntryPoint("mine", "tests.plugins.test_entry_points:Mine", STRATEGIES))
+        entry_points.append(EntryPoint("mine", "tests.plugins.test_entry_points:Mine", STRATEGIES))
         assert load(STRATEGIES, "mine") is Mine
-        found.clear()
+        entry_points.clear()
         assert names(STRATEGIES) == ["mine"]
     finally:
         plugins.installed.cache_clear()
@@ -135,8 +135,8 @@ def test_an_import_that_ends_the_process_or_does_not_end_is_refused(
 ) -> None:
     (tmp_path / "own_import.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = EntryPoints([EntryPoint("own", "own_import:X", STRATEGIES)])
-    monkeypatch.setattr(plugins, "installed", lambda group: found.select(group=group))
+    entry_points = EntryPoints([EntryPoint("own", "own_import:X", STRATEGIES)])
+    monkeypatch.setattr(plugins, "installed", lambda group: entry_points.select(group=group))
     monkeypatch.setattr(plugin_set, "IMPORT_LIMIT_S", 0.2)
     with pytest.raises(Invalid, match=message):
         build_strategy("own", {})

@@ -33,9 +33,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--environment", type=Path, default=Path(".venv-schema"), help="of Schemathesis")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="schema-") as folder:
-        code = check(Path(folder), given.environment.absolute(), given.seconds, given.seed)
+        code = check(Path(folder), args.environment.absolute(), args.seconds, args.seed)
     print("GOOD: every answer matches /openapi.json" if code == 0 else "BAD: see the failures above")
     sys.exit(min(code, 1))
 

@@ -47,7 +47,7 @@ def after_call(context: Any, case: Any, response: Any) -> None:
         return
     answer = json.loads(response.content)
     parts = [answer.get(name) for name in ("tickets", "results", "groups")]
-    for part in [answer, *(part for found in parts if isinstance(found, list) for part in found)]:
+    for part in [answer, *(part for group in parts if isinstance(group, list) for part in group)]:
         known |= {name: part[name] for name in known if part.get(name) is not None}
 
 

@@ -284,7 +284,7 @@ def test_a_full_server_keeps_no_payload_of_a_rejected_group(tmp_path: Path) -> N
         stored = (await store.streams.read_end("full")).group
         assert 0 < stored < len(big)
         assert [server.client.ttl(key) for key in server.client.scan_iter("rb:p:*")] == [-1] * stored
-        repeats = await store.groups.find_repeats("full", [one.names for one in big])
+        repeats = await store.groups.find_repeats("full", [group.names for group in big])
         assert [repeat.number if repeat else 0 for repeat in repeats][:stored] == list(range(1, stored + 1))
         assert not any(repeats[stored:])
         await store.counters.add("full", {"rejected:too_large": 2})

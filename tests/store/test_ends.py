@@ -108,8 +108,8 @@ def test_no_function_changes_a_redis_that_holds_less_than_is_known(server: Embed
             lease = await store.runs.take_lease(run, "one", 5.0)
             assert lease.token is None, "nobody leads on such a Redis"
             assert client.get(keys.fence(run)) == token.encode()
-        (found,) = await store.streams.read_ends([run])
-        assert isinstance(found, DataLost)
+        (ends,) = await store.streams.read_ends([run])
+        assert isinstance(ends, DataLost)
 
     with_store(server, work)
 
@@ -169,8 +169,8 @@ def test_a_follower_behind_the_trimming_is_not_taken_for_a_loss(server: Embedded
             await store.groups.append("behind", [to_append("b"), to_append("c")], {"": 0}, time.time(), 0)
             await store.snapshots.write("behind", token, b"snap" + b"%020d" % 0, 4, 1, {})
             assert [entry.number for entry in await store.groups.read_entries("behind", [1, 2, 3])] == [3]
-            for one in (store, follower):
-                assert (await one.streams.read_end("behind")).group == 3
+            for reader in (store, follower):
+                assert (await reader.streams.read_end("behind")).group == 3
         finally:
             await follower.close()
 

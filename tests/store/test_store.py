@@ -57,9 +57,9 @@ def test_a_stored_payload_has_no_ttl_and_a_duplicates_payload_is_deleted(server:
 
     with_store(server, work)
     with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
-        found = list(client.scan_iter("rb:p:{ttl:*"))
-        assert len(found) == 2
-        assert {client.ttl(key) for key in found} == {-1}
+        payloads = list(client.scan_iter("rb:p:{ttl:*"))
+        assert len(payloads) == 2
+        assert {client.ttl(key) for key in payloads} == {-1}
 
 
 def test_names_in_redis_that_are_no_names_of_runs_are_left_out(
@@ -92,9 +92,9 @@ def test_entries_come_in_the_requested_order(server: EmbeddedServer) -> None:
         names = [f"g{number}" for number in range(1, 8)]
         await store.groups.append("order", [to_append(name) for name in names], {"": 0}, time.time())
         for asked in ([1, 2, 3, 4, 5, 6, 7], [7, 2, 3, 1, 6], [5, 9, 6, 0, 7, 8], [4, 4, 3]):
-            found = await store.groups.read_entries("order", asked)
-            assert [entry.number for entry in found] == [number for number in asked if 1 <= number <= 7]
-            assert all(entry.strings.group_id == f"g{entry.number}" for entry in found)
+            entries = await store.groups.read_entries("order", asked)
+            assert [entry.number for entry in entries] == [number for number in asked if 1 <= number <= 7]
+            assert all(entry.strings.group_id == f"g{entry.number}" for entry in entries)
 
     with_store(server, work)
 
@@ -211,7 +211,7 @@ def test_servers_that_fall_silent_are_forgotten(server: EmbeddedServer) -> None:
         servers, client = store.servers, store.connection.client
         first_s = time.monotonic()
         await servers.announce("a", "1.0", 60.0)
-        assert [one.holder for one in await servers.announce("b", "1.1", 60.0)] == ["b", "a"]
+        assert [server.holder for server in await servers.announce("b", "1.1", 60.0)] == ["b", "a"]
         await client.hset(keys.SERVERS, mapping={"strange": "value", "old": "1 2 1.0"})
         await asyncio.sleep(0.05)
         own, other = await servers.announce("a", "1.0", 60.0)
@@ -219,7 +219,7 @@ def test_servers_that_fall_silent_are_forgotten(server: EmbeddedServer) -> None:
         assert 0.05 <= own.alive_s <= time.monotonic() - first_s + 1.0 and other.silent_s >= 0.05
         assert set(await client.hkeys(keys.SERVERS)) == {b"a", b"b"}
         await asyncio.sleep(0.05)
-        assert [tuple(one) for one in await servers.announce("b", "1.1", 0.02)] == [("b", "1.1", 0.0, 0.0)]
+        assert [tuple(server) for server in await servers.announce("b", "1.1", 0.02)] == [("b", "1.1", 0.0, 0.0)]
         await servers.withdraw("b")
         assert not await client.exists(keys.SERVERS)
 

@@ -46,9 +46,9 @@ def test_reads_of_several_runs_name_the_strange_one_and_answer_for_the_others(se
         await client.set(keys.counts("type"), "x")
         await client.hset(keys.counts("word"), "issued", "many")
         fine, *strange = await store.tickets.read(runs)
-        assert not isinstance(fine, Unreadable) and all(isinstance(one, Unreadable) for one in strange)
+        assert not isinstance(fine, Unreadable) and all(isinstance(values, Unreadable) for values in strange)
         ends = await store.streams.read_ends(runs)
-        assert [isinstance(one, Unreadable) for one in ends] == [False, True, False]
+        assert [isinstance(end, Unreadable) for end in ends] == [False, True, False]
         await client.hset(keys.lead("type"), "x", "y")
         assert (await store.runs.take_lease("fine", "me", 1.0)).token
         assert [lease and lease.holder for lease in await store.runs.hold_leases(runs, "me", 1.0)] == ["me", "", ""]

@@ -47,14 +47,14 @@ def test_adaptive_admission_only_narrows_the_window(
         "tokens_live": 100 * live,
         "tickets_out": out,
     }
-    found = admitted(flow, max_staleness=max_staleness, **view)
-    assert 0 <= found <= admitted(flow, adaptive=False, max_staleness=max_staleness, **view)
+    room = admitted(flow, max_staleness=max_staleness, **view)
+    assert 0 <= room <= admitted(flow, adaptive=False, max_staleness=max_staleness, **view)
     fuller: dict[str, Any] = {"groups_live": live + 1, "tokens_live": 100 * (live + 1)}
-    assert admitted(flow, max_staleness=max_staleness, **(view | fuller)) <= found
-    assert admitted(flow, max_staleness=max_staleness, **(view | {"tickets_out": out + 1})) <= found
+    assert admitted(flow, max_staleness=max_staleness, **(view | fuller)) <= room
+    assert admitted(flow, max_staleness=max_staleness, **(view | {"tickets_out": out + 1})) <= room
     if flow.group_s and flow.step_s:
         slower = dataclasses.replace(flow, group_s=2 * flow.group_s)
-        assert admitted(slower, max_staleness=max_staleness, **view) >= found
+        assert admitted(slower, max_staleness=max_staleness, **view) >= room
 
 
 @given(FLOWS, BUDGETS, st.integers(0, 3), st.integers(0, 20))
@@ -68,9 +68,9 @@ def test_an_empty_buffer_always_gets_the_next_batch(flow: Flow, budget: Budget, 
         "published_version": step,
         "steps_done": step,
     }
-    found = admitted(flow, max_staleness=max_staleness, **view)
+    room = admitted(flow, max_staleness=max_staleness, **view)
     enough = admitted(flow, adaptive=False, max_staleness=0, **view)
-    assert found >= enough
+    assert room >= enough
 
 
 def test_the_whole_window_is_open_until_speeds_are_measured() -> None:

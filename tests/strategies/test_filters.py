@@ -23,12 +23,12 @@ def shown(count: int, **columns: Any) -> Groups:
 
 def dropped(groups: Groups, *filters: tuple[str, dict[str, Any]]) -> dict[int, str]:
     """Apply filters in order, each to the groups that are left; return the reason of each dropped row."""
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for name, options in filters:
-        left = groups.take(~np.isin(groups.row, list(found)))
+        left = groups.take(~np.isin(groups.row, list(reasons)))
         evictions = build_filter(name, options).drop(left, buffer_view())
-        found |= dict(zip(evictions.rows, evictions.reasons, strict=True))
-    return found
+        reasons |= dict(zip(evictions.rows, evictions.reasons, strict=True))
+    return reasons
 
 
 def test_groups_with_equal_rewards_are_dropped() -> None:
@@ -81,10 +81,10 @@ def test_long_and_truncated_groups_are_dropped_once() -> None:
 
 def test_the_first_filter_that_drops_a_group_names_the_reason() -> None:
     groups = shown(2, reward_std=[0, 0], longest_tokens=[99, 9])
-    one: tuple[str, dict[str, Any]] = ("zero-variance", {})
+    spec: tuple[str, dict[str, Any]] = ("zero-variance", {})
     other: tuple[str, dict[str, Any]] = ("overlong", {"max_tokens": 50})
-    assert dropped(groups, one, other) == {1: "zero_variance", 2: "zero_variance"}
-    assert dropped(groups, other, one) == {1: "overlong_rollout", 2: "zero_variance"}
+    assert dropped(groups, spec, other) == {1: "zero_variance", 2: "zero_variance"}
+    assert dropped(groups, other, spec) == {1: "overlong_rollout", 2: "zero_variance"}
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,9 @@ def test_waiting_reports_the_usable_groups() -> None:
 
     def waiting(groups: Groups, strategy: Strategy[Any], **fields: Any) -> Waiting:
         view = view_of(groups, **fields)
-        found = strategy.select(groups, view, view.budget, np.random.default_rng(0))
-        assert isinstance(found, Waiting)
-        return found
+        selection = strategy.select(groups, view, view.budget, np.random.default_rng(0))
+        assert isinstance(selection, Waiting)
+        return selection
 
     resting = shown(5, last_step=[9, 9, 9, 5, 5], times_sampled=1, tokens=3)
     assert waiting(resting, replay(cooldown=2)) == Waiting("reuse_exhausted", 2, 6)
@@ -198,8 +198,8 @@ def test_ascending_is_a_stable_sort_by_columns(rows: list[tuple[int, int]]) -> N
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)] or [np.empty(0, np.int32)] * 2
     whole = np.concatenate([*ascending(*columns), np.empty(0, np.int64)]).tolist()
     assert whole == sorted(range(len(rows)), key=lambda at: rows[at])
-    one = np.concatenate([*ascending(columns[0]), np.empty(0, np.int64)]).tolist()
-    assert one == sorted(range(len(rows)), key=lambda at: rows[at][0])
+    order = np.concatenate([*ascending(columns[0]), np.empty(0, np.int64)]).tolist()
+    assert order == sorted(range(len(rows)), key=lambda at: rows[at][0])
 
 
 def test_newest_takes_the_last_stored_groups() -> None:
@@ -305,11 +305,11 @@ CLASSES = 4
 
 def class_sequences(groups: Groups, may: Callable[[Groups], Any], propensity: Propensity | None) -> Counter[Any]:
     """Draw two groups 6,000 times; count their classes (position modulo 4)."""
-    found: Counter[Any] = Counter()
+    draws: Counter[Any] = Counter()
     for seed in range(6000):
         first = next(iter(drawn(groups, may, propensity, np.random.default_rng(seed), 2)))[:2]
-        found[tuple((first % CLASSES).tolist())] += 1
-    return found
+        draws[tuple((first % CLASSES).tolist())] += 1
+    return draws
 
 
 @pytest.mark.parametrize("may", [all_usable, some])
@@ -324,13 +324,13 @@ def test_groups_are_drawn_in_proportion_to_their_priority(may: Callable[[Groups]
     groups = shown(count, advantage_abs_mean=1.0 + np.arange(count) % CLASSES)
     propensity = None if exponent is None else Propensity("advantage_abs_mean", exponent)
     seen = class_sequences(groups, may, propensity)
-    one = (1.0 + np.arange(CLASSES)) ** (exponent or 0.0)
-    mass = one * np.bincount(np.flatnonzero(may(groups)) % CLASSES, minlength=CLASSES)
+    weights = (1.0 + np.arange(CLASSES)) ** (exponent or 0.0)
+    mass = weights * np.bincount(np.flatnonzero(may(groups)) % CLASSES, minlength=CLASSES)
     expected, counted = [], []
     for a in range(CLASSES):
         for b in range(CLASSES):
-            left = mass[b] - (one[b] if a == b else 0.0)
-            expected.append(6000 * mass[a] / mass.sum() * left / (mass.sum() - one[a]))
+            left = mass[b] - (weights[b] if a == b else 0.0)
+            expected.append(6000 * mass[a] / mass.sum() * left / (mass.sum() - weights[a]))
             counted.append(seen[a, b])
     assert chi_square(np.array(counted), np.array(expected)) < chi_square_bound(CLASSES**2 - 1)
 
@@ -513,7 +513,7 @@ def test_prompts_come_in_the_order_of_their_first_group(data: st.DataObject) -> 
     groups = shown(count, prompt_index=prompts, tokens=sizes)
     budget = Budget(room, most, 64)
     with mock.patch("replaybuf_strategies.prompts._FIRST_PIECE", 2):
-        found = by_prompt(groups, lambda some: may_use[some.row - 1], iter(pieces), budget)
+        selection = by_prompt(groups, lambda some: may_use[some.row - 1], iter(pieces), budget)
 
     together: dict[int, list[int]] = {}
     for at in order:
@@ -529,7 +529,7 @@ def test_prompts_come_in_the_order_of_their_first_group(data: st.DataObject) -> 
         elif not fits(members) and not chosen:
             chosen = next(members[:n] for n in range(len(members), -1, -1) if fits(members[:n]))
             break
-    assert found.positions.tolist() == chosen
+    assert selection.positions.tolist() == chosen
 
 
 # ---------------------------------------------------------------------- token budget
@@ -587,8 +587,8 @@ def test_sources_get_their_shares_within_one_group(budget: Budget, order: str) -
     sources = np.random.default_rng(0).choice([A, B, C, 0], 1000, p=[0.6, 0.2, 0.1, 0.1])
     chosen = select(replay(order=order, mix={"a": 0.25, "b": 0.5}), shown(1000, source=sources), budget=budget)
     assert len(chosen) == 64
-    found = Counter(sources[row - 1] for row in chosen if isinstance(row, int))
-    assert abs(found[A] - 16) < 1 and abs(found[B] - 32) < 1
+    counts = Counter(sources[row - 1] for row in chosen if isinstance(row, int))
+    assert abs(counts[A] - 16) < 1 and abs(counts[B] - 32) < 1
 
 
 def test_a_short_source_gives_its_places_to_the_others() -> None:
@@ -597,8 +597,8 @@ def test_a_short_source_gives_its_places_to_the_others() -> None:
     chosen = select(
         replay(mix={"a": 0.25, "b": 0.5, "c": 0.25}), shown(41, source=sources), budget=Budget(None, 17, 64)
     )
-    found = Counter(sources[row - 1] for row in chosen if isinstance(row, int))
-    assert found[B] == 1 and abs(found[A] - found[C]) <= 2
+    counts = Counter(sources[row - 1] for row in chosen if isinstance(row, int))
+    assert counts[B] == 1 and abs(counts[A] - counts[C]) <= 2
 
 
 def test_groups_of_other_sources_are_evicted_if_the_shares_sum_to_1() -> None:
@@ -660,7 +660,7 @@ def test_fresh_groups_come_no_earlier_than_their_share_needs(data: st.DataObject
         usable = [at for at in order if is_fresh[at] or not fresh]
         return (np.array(usable[at : at + length], np.int64) for at in range(0, len(usable), length))
 
-    found = with_fresh(groups, opened, budget, fraction)
+    selection = with_fresh(groups, opened, budget, fraction)
 
     left, full, lacks = list(order), False, False
     chosen: list[int] = []
@@ -677,8 +677,10 @@ def test_fresh_groups_come_no_earlier_than_their_share_needs(data: st.DataObject
         chosen.append(following)
         left.remove(following)
         full = len(chosen) == budget.groups or sum(sizes[at] for at in chosen) == budget.tokens
-    assert found.positions.tolist() == chosen
-    assert found.full == (full and bool(chosen)) and (found.full or not chosen or found.lacks_fresh == lacks)
+    assert selection.positions.tolist() == chosen
+    assert selection.full == (full and bool(chosen)) and (
+        selection.full or not chosen or selection.lacks_fresh == lacks
+    )
 
 
 @given(st.data())
@@ -689,14 +691,14 @@ def test_groups_after_the_first_of_their_prompt_are_left_out(data: st.DataObject
     most, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 50))
     order = data.draw(st.permutations(range(len(prompts))))
     pieces = (np.array(order[at : at + length], np.int64) for at in range(0, len(order), length))
-    found = np.concatenate(list(limit_prompts(shown(len(prompts), prompt_index=prompts), pieces, most)))
+    limited = np.concatenate(list(limit_prompts(shown(len(prompts), prompt_index=prompts), pieces, most)))
     seen = Counter[int]()
     expected: list[int] = []
     for at in order:
         if prompts[at] < 0 or seen[prompts[at]] < most:
             expected.append(at)
             seen[prompts[at]] += 1
-    assert found.tolist() == expected
+    assert limited.tolist() == expected
 
 
 @pytest.mark.parametrize("order", ["uniform", "fifo", "newest", "prioritized"])

@@ -197,8 +197,8 @@ class Sound(Strategy[StrategyOptions]):
 
 class Twice(Sound):
     def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
-        found = fill(groups, np.arange(len(groups)), budget)
-        return Selection(np.repeat(found.rows, 2)) if isinstance(found, Selection) else found
+        rows = fill(groups, np.arange(len(groups)), budget)
+        return Selection(np.repeat(rows.rows, 2)) if isinstance(rows, Selection) else rows
 
 
 class Greedy(Sound):
@@ -223,8 +223,8 @@ class Talkative(Sound):
 
 class Weightless(Sound):
     def select(self, groups: Groups, buffer: BufferView, budget: Budget, rng: Any) -> Selection | Waiting:
-        found = fill(groups, np.arange(len(groups)), budget)
-        return Selection(found.rows, np.zeros(len(found.rows), "f4")) if isinstance(found, Selection) else found
+        rows = fill(groups, np.arange(len(groups)), budget)
+        return Selection(rows.rows, np.zeros(len(rows.rows), "f4")) if isinstance(rows, Selection) else rows
 
 
 class Remembering(Sound):

@@ -54,13 +54,13 @@ class Collector:
 
     def one(self, name: str, **attributes: Any) -> Received:
         """Return the only such span."""
-        (found,) = self.named(name, **attributes)
-        return found
+        (span,) = self.named(name, **attributes)
+        return span
 
     def at(self, trace: bytes, span: bytes) -> Received:
         """Return the span with these ids."""
-        (found,) = [one for one in self.spans if (one.trace, one.span) == (trace, span)]
-        return found
+        (match,) = [candidate for candidate in self.spans if (candidate.trace, candidate.span) == (trace, span)]
+        return match
 
 
 def _received(span: Any, resource: dict[str, Any]) -> Received:

@@ -40,8 +40,8 @@ TIMEOUT_S = 200.0
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with collecting() as one:
-        yield one
+    with collecting() as came:
+        yield came
 
 
 @contextlib.contextmanager
@@ -111,11 +111,11 @@ def test_a_group_can_be_followed_by_links_from_its_ticket_to_the_publication(tra
     answered = came.at(*stored.links[0])
     requested = came.at(answered.trace, answered.parent)
     appended = came.at(requested.trace, requested.parent)
-    assert [one.name for one in (answered, requested, appended)] == ["POST /groups", "POST /groups", "append"]
-    assert [one.process for one in (answered, requested)] == ["replaybuf-serve", "replaybuf-generate"]
+    assert [span.name for span in (answered, requested, appended)] == ["POST /groups", "POST /groups", "append"]
+    assert [span.process for span in (answered, requested)] == ["replaybuf-serve", "replaybuf-generate"]
     assert (generated.trace, generated.span) in appended.links
 
-    (assembled,) = [one for one in came.named("batch assemble") if (stored.trace, stored.span) in one.links]
+    (assembled,) = [span for span in came.named("batch assemble") if (stored.trace, stored.span) in span.links]
     step = assembled.attributes["replaybuf.step"]
     for name, call in (
         ("deliver", "GET /batches/{step}"),
@@ -159,7 +159,7 @@ def traced(folder: Path, environment: dict[str, str], groups: int) -> None:
     folder.mkdir(exist_ok=True)
     with serving(folder, environment) as server, client(server.url) as run:
         assert run.put(batch={"groups_per_batch": groups, "tokens_per_batch": 65536}).status_code == 201
-        assert {one["status"] for one in run.append(*(group(f"g{n}") for n in range(groups)))} == {"stored"}
+        assert {result["status"] for result in run.append(*(group(f"g{n}") for n in range(groups)))} == {"stored"}
         run.train(run.attach(), range(1))
         assert server.stop() == 0
 

@@ -53,10 +53,10 @@ class ModelContract(abc.ABC):
             rollouts += [rollout_of(np.concatenate([shared, self.ids(random, 30)]), 120) for _ in range(4)]
             expected = PackedLogprobs(self.folder).logprobs(rollouts)
             for _ in range(2):
-                found = (await stage.compute(rollouts)).values
-                assert [len(values) for values in found] == [len(one.completion_ids) for one in rollouts]
-                assert largest_difference(found, expected) < BOUND
-            assert largest_difference(found, PackedLogprobs(self.other).logprobs(rollouts)) > 10 * BOUND
+                by_rollout = (await stage.compute(rollouts)).values
+                assert [len(values) for values in by_rollout] == [len(rollout.completion_ids) for rollout in rollouts]
+                assert largest_difference(by_rollout, expected) < BOUND
+            assert largest_difference(by_rollout, PackedLogprobs(self.other).logprobs(rollouts)) > 10 * BOUND
 
         self.run(main)
 
@@ -132,6 +132,6 @@ def rollout_of(ids: Int32s, prompt_tokens: int) -> Rollout:
     return Rollout(ids[:prompt_tokens], ids[prompt_tokens:], np.ones(len(ids) - prompt_tokens, np.bool_))
 
 
-def largest_difference(found: Sequence[Float32s], expected: Sequence[Float32s]) -> float:
+def largest_difference(computed: Sequence[Float32s], expected: Sequence[Float32s]) -> float:
     """Return the largest difference of any token, in nats."""
-    return max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+    return max(float(np.abs(left - other).max()) for left, other in zip(computed, expected, strict=True))

@@ -38,8 +38,8 @@ def oracle(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list
     ids = torch.tensor([[*prompt, *completion]])
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1)
-    found: list[float] = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
-    return found
+    sampled: list[float] = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
+    return sampled
 
 
 class ServedEngine:

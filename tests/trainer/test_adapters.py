@@ -79,10 +79,10 @@ def adapters_of(folder: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
     return {path.name: load_file(path / "adapter_model.safetensors") for path in root.iterdir()}
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
+def same(first: dict[str, Any], other: dict[str, Any]) -> bool:
+    return first.keys() == other.keys() and all(
         same(value, other[name]) if isinstance(value, dict) else torch.equal(value, other[name])
-        for name, value in one.items()
+        for name, value in first.items()
     )
 
 
@@ -98,24 +98,24 @@ def test_own_steps_span_batches_and_survive_a_checkpoint_between_them(
     """Digit for digit: curve, weights, and the versions that are announced; each adapter has its own."""
     url = str(run.http.base_url)
     folders = tmp_path / "whole", tmp_path / "parts"
-    for folder, one in zip(folders, (run, connect(url, f"{run.run}-parts")), strict=True):
+    for folder, client in zip(folders, (run, connect(url, f"{run.run}-parts")), strict=True):
         folder.mkdir()
-        fill(one, ADAPTERS, 12)
-        made = [options(one, folder, models / "a")]
+        fill(client, ADAPTERS, 12)
+        made = [options(client, folder, models / "a")]
         if folder == folders[1]:
-            made = [options(one, folder, models / "a", steps=step) for step in range(1, STEPS)] + made
+            made = [options(client, folder, models / "a", steps=step) for step in range(1, STEPS)] + made
         assert [train(part) for part in made][-1] == STEPS
-        records = [one.get(f"batches/{step}/record").json() for step in range(STEPS)]
+        records = [client.get(f"batches/{step}/record").json() for step in range(STEPS)]
         shares = {name: [record["adapters"].get(name, {}).get("completed") for record in records] for name in ADAPTERS}
         assert False in shares["math"] and True in shares["math"], "some batch ends within an own step"
-        policies = [line for line in one.get("ledger", limit=1000).json()["records"] if line["type"] == "POLICY"]
+        policies = [line for line in client.get("ledger", limit=1000).json()["records"] if line["type"] == "POLICY"]
         for name in ADAPTERS:
             done = shares[name].count(True)
             assert [line["version"] for line in policies if line["adapter"] == name] == list(range(1, done + 1))
             assert (folder / "weights" / name / f"v{done:06d}" / "adapter_config.json").is_file()
     assert curve(folders[0]) == curve(folders[1])
-    found, expected = (adapters_of(folder, STEPS) for folder in folders)
-    assert found.keys() == ADAPTERS.keys() and same(found, expected)
+    in_parts, expected = (adapters_of(folder, STEPS) for folder in folders)
+    assert in_parts.keys() == ADAPTERS.keys() and same(in_parts, expected)
 
 
 def test_a_run_without_adapters_publishes_merged_weights(run: RunClient, tmp_path: Path, models: Path) -> None:

@@ -86,8 +86,8 @@ def test_tokens_are_drawn_in_proportion_to_their_probability(shared_engine: Serv
     with torch.inference_mode():
         logits = shared_engine.model(input_ids=torch.tensor([WORD])).logits[0, -1]
     expected = torch.softmax(logits, -1) * len(draws)
-    found = torch.bincount(torch.tensor(draws), minlength=98)
-    assert float(((found - expected) ** 2 / expected).sum()) < 160.0  # exceeded once in 20,000 by chance
+    counts = torch.bincount(torch.tensor(draws), minlength=98)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 160.0  # exceeded once in 20,000 by chance
 
 
 def test_the_same_seed_gives_the_same_completions_in_any_batch(shared_engine: ServedEngine) -> None:
@@ -393,9 +393,9 @@ def test_the_command_prints_its_address_and_ends_on_sigterm(models: Path, tmp_pa
     with log.open("w") as errors, ForkedProcess("replaybuf", command, os.environ, errors, trainer=True) as process:
         try:
             line = process.stdout.readline()
-            found = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", line)
-            assert found, line + log.read_text()
-            with httpx.Client(base_url=found[1], timeout=TIMEOUT_S) as http:
+            match = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", line)
+            assert match, line + log.read_text()
+            with httpx.Client(base_url=match[1], timeout=TIMEOUT_S) as http:
                 assert http.get("/health").status_code == 200
                 answer = http.post("/v1/completions", json={"prompt": WORD, "max_tokens": 2})
                 assert answer.status_code == 200

@@ -130,8 +130,8 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
 
     folders = (tmp_path / "killed", whole(**fields))
     assert curve(folders[0]) == curve(folders[1])
-    found, expected = (load_model(folder / "weights" / f"v{STEPS:06d}").state_dict() for folder in folders)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    resumed, expected = (load_model(folder / "weights" / f"v{STEPS:06d}").state_dict() for folder in folders)
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
     assert run.state()["checkpoints"] == [2, STEPS]
 
 

@@ -300,8 +300,8 @@ FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
         (400, "no linear layer", edited(target_modules=["lm_head"])),
         (400, "regular expression", edited(target_modules="(")),
         (400, "unknown", edited(target_modules=["q_proj"])),
-        (400, "missing", tensors(lambda found: {name: found[name] for name in found if name != FIRST})),
-        (400, "NaN", tensors(lambda found: found | {FIRST: found[FIRST] * float("nan")})),
+        (400, "missing", tensors(lambda parts: {name: parts[name] for name in parts if name != FIRST})),
+        (400, "NaN", tensors(lambda parts: parts | {FIRST: parts[FIRST] * float("nan")})),
     ],
 )
 def test_a_broken_adapter_is_rejected_and_the_old_one_stays(

@@ -50,8 +50,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedService
     """A scripted service, and engines that write into the same events."""
     made = ScriptedService(tmp_path / "checkpoints")
 
-    def opened(given: TrainOptions, _: NeededVersions) -> ScriptedEngines:
-        return ScriptedEngines(made, PublisherSetup(weights_dir=given.weights_dir))
+    def opened(options: TrainOptions, _: NeededVersions) -> ScriptedEngines:
+        return ScriptedEngines(made, PublisherSetup(weights_dir=options.weights_dir))
 
     monkeypatch.setattr(trainer_module, "open_publisher", opened)
     return made
@@ -91,8 +91,8 @@ def lines(path: Path) -> list[TrainerLine]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Parameters of a model folder by name."""
-    found: dict[str, torch.Tensor] = load_model(folder).state_dict()
-    return found
+    weights_by_name: dict[str, torch.Tensor] = load_model(folder).state_dict()
+    return weights_by_name
 
 
 # ---------------------------------------------------------------------- the order of a step
@@ -173,7 +173,9 @@ def test_training_changes_the_weights_and_records_metrics(
     recorded = lines(tmp_path / "train.jsonl")
     assert [line.step for line in recorded] == list(range(STEPS))
     for line in recorded:
-        assert line.tokens == sum(len(one.prompt_ids) + len(one.completion_ids) for one in rollouts(4, seed=line.step))
+        assert line.tokens == sum(
+            len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts(4, seed=line.step)
+        )
         assert line.reward_mean == pytest.approx(0.5)
         assert line.grad_norm > 0
         assert (line.staleness_mean, line.staleness_max) == (1.0, 1)
@@ -201,8 +203,8 @@ def test_several_epochs_take_a_step_each_and_are_acked_and_published_once(
     again = ScriptedService(apart / "checkpoints")
     again.fetch_batch = lambda step, *_, **__: body_of(0, step)  # type: ignore[method-assign]
     trainer_of(again, options(apart, models, steps=3, warm_up_steps=0, **lora)).train()
-    found, expected = weights(tmp_path / "weights" / "v000001"), weights(apart / "weights" / "v000003")
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    published, expected = weights(tmp_path / "weights" / "v000001"), weights(apart / "weights" / "v000003")
+    assert all(torch.equal(published[name], expected[name]) for name in expected)
 
 
 def body_of(number: int, step: int) -> bytes:
@@ -345,7 +347,7 @@ def broken_step_one(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def body(step: int) -> bytes:
         if step not in broken:
             return read(step)
-        members = [dataclasses.replace(one, advantage=3e38) for one in rollouts(4, seed=step)]
+        members = [dataclasses.replace(rollout, advantage=3e38) for rollout in rollouts(4, seed=step)]
         return packed_body(members, [[0, 1], [2, 3]], step=step)
 
     monkeypatch.setattr(scripted_module, "body", body)
@@ -395,7 +397,7 @@ def test_a_batch_without_loss_tokens_changes_no_weight(
         if step != 2:
             return read(step)
         members = rollouts(4, seed=step)
-        masked = [dataclasses.replace(one, completion_mask=[0] * len(one.completion_mask)) for one in members]
+        masked = [dataclasses.replace(member, completion_mask=[0] * len(member.completion_mask)) for member in members]
         return packed_body(masked, [[0, 1], [2, 3]], step=step)
 
     monkeypatch.setattr(scripted_module, "body", body)
@@ -441,7 +443,7 @@ def test_a_token_outside_the_vocabulary_names_the_batch(
     scripted: ScriptedService, tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a vocab_size in the run, the batch is the first to show it."""
-    members = [dataclasses.replace(one, prompt_ids=[3, 98]) for one in rollouts(4, seed=0)]
+    members = [dataclasses.replace(rollout, prompt_ids=[3, 98]) for rollout in rollouts(4, seed=0)]
     monkeypatch.setattr(scripted_module, "body", lambda step: packed_body(members, [[0, 1], [2, 3]], step=step))
     with pytest.raises(Invalid, match=r"batch \S+ has the token id 98; the vocabulary of the model has 98"):
         trainer_of(scripted, options(tmp_path, models)).train()
@@ -648,7 +650,7 @@ def test_a_run_with_adapters_is_rejected_before_the_trainer_attaches(
 def trainer_process(run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path) -> Iterator[ForkedProcess]:
     """Run `replaybuf train` on a run without groups, wait until it logs that it waits, and kill it at the end."""
     run.put(batch={"groups_per_batch": 1, "seq_len": 64})
-    given = {
+    options = {
         "--url": str(run.http.base_url),
         "--run": run.run,
         "--model": str(models / "a"),
@@ -656,7 +658,7 @@ def trainer_process(run: RunClient, engine: ServedEngine, tmp_path: Path, models
         "--checkpoint-dir": str(tmp_path / "checkpoints"),
         "--weights-dir": str(tmp_path / "weights"),
     }
-    words = ["train", *(word for pair in given.items() for word in pair)]
+    words = ["train", *(word for pair in options.items() for word in pair)]
     log = tmp_path / "train.log"
     with log.open("w") as errors, ForkedProcess("replaybuf", words, os.environ, errors, trainer=True) as process:
         try:

@@ -147,7 +147,7 @@ def check_sampled(versions: Versions, group: dict[str, Any]) -> int | None:
     prompt, ids = rollout["prompt_ids"], rollout["completion_ids"][:end]
     sampled = pytest.approx(rollout["inference_logprobs"][:end], abs=TOLERANCE)
     assert oracle(versions.reference(name, version), prompt, ids) == sampled, (name, version)
-    other = next(one for one in ADAPTERS if one != name)
+    other = next(tenant for tenant in ADAPTERS if tenant != name)
     for wrong in ((other, version), (name, version - 2)):
         if version > 2 and versions.has(*wrong):
             assert oracle(versions.reference(*wrong), prompt, ids) != sampled, (name, version, "fits too", wrong)
@@ -222,7 +222,7 @@ def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_remov
     assert state["adapters"]["code"]["groups"]["live"] == 0
     under_way = {"unknown_adapter", "run_finished"}
     assert state["groups"]["rejected"].keys() <= under_way, "only groups under way at the removal or at the end"
-    policies = [one for one in run.get("ledger", limit=1000).json()["records"] if one["type"] == "POLICY"]
+    policies = [record for record in run.get("ledger", limit=1000).json()["records"] if record["type"] == "POLICY"]
     for name in (*ADAPTERS, ADDED):
-        announced = [one["version"] for one in policies if one["adapter"] == name]
+        announced = [policy["version"] for policy in policies if policy["adapter"] == name]
         assert announced == list(range(1, len(announced) + 1)) and announced, name

@@ -49,8 +49,8 @@ def test_tensors_are_taken_as_they_come_from_a_forward_pass(batch: TensorBatch, 
     for tensors, host, values, known in zip(moved.micro_batches, batch.host.micro_batches, made, plain, strict=True):
         wanted = unpack.per_rollout(host, known, "sampled")
         for row in (tensors, host):
-            found = per_rollout(row, values, "sampled")
-            assert {key: part.tolist() for key, part in found.items()} == {k: v.tolist() for k, v in wanted.items()}
+            sampled = per_rollout(row, values, "sampled")
+            assert {key: part.tolist() for key, part in sampled.items()} == {k: v.tolist() for k, v in wanted.items()}
 
 
 def test_float64_keeps_its_digits_and_more_dimensions_are_kept(batch: TensorBatch) -> None:

@@ -110,35 +110,35 @@ def expected_row(row: list[Segment], multiple: int, present: set[str]) -> Tensor
     ends = [0]
     for segment in row:
         wire = group_to_json(segment.group.group)
-        one = wire.rollouts[segment.rollout]
-        prompt, length = len(one.prompt_ids), len(one.prompt_ids) + len(one.completion_ids)
-        mask = (one.prompt_mask or [0] * prompt) + list(one.completion_mask or [])
-        tokens["input_ids"] += one.prompt_ids + one.completion_ids
+        rollout = wire.rollouts[segment.rollout]
+        prompt, length = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout.completion_ids)
+        mask = (rollout.prompt_mask or [0] * prompt) + list(rollout.completion_mask or [])
+        tokens["input_ids"] += rollout.prompt_ids + rollout.completion_ids
         tokens["position_ids"] += range(length)
         tokens["loss_mask"] += mask
-        advantage = float(np.float32(0.0 if one.advantage is None else one.advantage))
-        by_token = [0.0 if one.prompt_mask is None else advantage] * prompt + (
-            one.token_advantages or [advantage] * len(one.completion_ids)
+        advantage = float(np.float32(0.0 if rollout.advantage is None else rollout.advantage))
+        by_token = [0.0 if rollout.prompt_mask is None else advantage] * prompt + (
+            rollout.token_advantages or [advantage] * len(rollout.completion_ids)
         )
         tokens["advantages"] += [bit * value for bit, value in zip(mask, by_token, strict=True)]
         for name in ("inference_logprobs", *COMPUTED):
-            own = getattr(one, name)
-            values = [0.0] * length if own is None else (one.prompt_logprobs or [0.0] * prompt) + own
+            own = getattr(rollout, name)
+            values = [0.0] * length if own is None else (rollout.prompt_logprobs or [0.0] * prompt) + own
             tokens[name] += [bit * value for bit, value in zip(mask, values, strict=True)]
-        by_position = [version for version, start, end in one.version_spans or [] for _ in range(start, end)]
-        sampled = zip(one.completion_mask or [], by_position, strict=True)
+        by_position = [version for version, start, end in rollout.version_spans or [] for _ in range(start, end)]
+        sampled = zip(rollout.completion_mask or [], by_position, strict=True)
         tokens["token_versions"] += [-1] * prompt + [version if bit else -1 for bit, version in sampled]
         ends.append(ends[-1] + length)
         entry = segment.group
         rollouts["prompt_lengths"].append(prompt)
-        rollouts["completion_lengths"].append(len(one.completion_ids))
-        rollouts["rewards"].append(one.reward)
+        rollouts["completion_lengths"].append(len(rollout.completion_ids))
+        rollouts["rewards"].append(rollout.reward)
         rollouts["policy_versions"].append(wire.policy_version)
         rollouts["staleness"].append(entry.staleness)
         rollouts["times_sampled"].append(entry.times_sampled)
         rollouts["group_index"].append(entry.index)
         rollouts["rollout_index"].append(segment.rollout)
-        rollouts["temperatures"].append(one.temperature)
+        rollouts["temperatures"].append(rollout.temperature)
         rollouts["sampling_weights"].append(1.0 if entry.sampling_weight is None else entry.sampling_weight)
     padding = -ends[-1] % multiple or (multiple if not row else 0)
     for name, values in tokens.items():

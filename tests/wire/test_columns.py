@@ -41,9 +41,11 @@ def columns_of(frame: bytes) -> dict[str, list[Any]]:
     return columns
 
 
-def frame_with(given: Group, contents: dict[str, bytes], change: Change = lambda columns: None, **fields: Any) -> bytes:
+def frame_with(
+    source: Group, contents: dict[str, bytes], change: Change = lambda columns: None, **fields: Any
+) -> bytes:
     """Write a frame by hand: `contents` replaces columns, `change` edits the table of columns."""
-    frame = encode_frame(given)
+    frame = encode_frame(source)
     header = header_of(frame) | fields
     start = offset = 8192
     tail = bytearray()

@@ -37,13 +37,13 @@ def unguarded(source: str) -> Iterator[tuple[int, str]]:
     for function in ast.walk(guarded):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        ready = {one.args[0].id for one in _calls(function, "prepared") if isinstance(one.args[0], ast.Name)}
+        ready = {call.args[0].id for call in _calls(function, "prepared") if isinstance(call.args[0], ast.Name)}
         for name, place in DECODERS.items():
             for call in _calls(function, name):
                 shape = _shape(call, place)
                 if shape is None or (isinstance(shape, ast.Name) and shape.id in ready):
                     continue
-                names = {one.id for one in ast.walk(shape) if isinstance(one, ast.Name)} - {"msgspec"}
+                names = {name.id for name in ast.walk(shape) if isinstance(name, ast.Name)} - {"msgspec"}
                 if "prepared" not in names and not names <= NO_STRUCTS:
                     yield call.lineno, ast.unparse(shape)
 
@@ -67,12 +67,12 @@ def _shape(call: ast.Call, place: int) -> ast.expr | None:
 
 
 def test_every_struct_that_several_threads_may_decode_first_is_prepared() -> None:
-    found = []
+    missing = []
     for path in sorted(path for folder in FOLDERS for path in (TOP / folder).rglob("*.py")):
         name = path.relative_to(TOP).as_posix()
         if not name.startswith(tuple(ONE_THREAD)) and "/tests/" not in name:
-            found += [f"{name}:{line} {shape}" for line, shape in unguarded(path.read_text())]
-    assert not found, "wrap the shape in replaybuf.wire.decoding.prepared:\n" + "\n".join(found)
+            missing += [f"{name}:{line} {shape}" for line, shape in unguarded(path.read_text())]
+    assert not missing, "wrap the shape in replaybuf.wire.decoding.prepared:\n" + "\n".join(missing)
 
 
 def test_the_parts_of_one_thread_are_there() -> None:

@@ -103,8 +103,8 @@ def test_a_body_may_hold_several_frames(several: list[Group]) -> None:
     body = b"".join(encode_frame(made) for made in several)
     read = [decode_frame(frame) for frame in split_frames(body)]
     assert len(read) == len(several)
-    for one, other in zip(read, several, strict=True):
-        assert_same_group(one, other)
+    for first, other in zip(read, several, strict=True):
+        assert_same_group(first, other)
 
 
 @pytest.mark.parametrize(

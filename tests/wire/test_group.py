@@ -41,14 +41,14 @@ def reason_of(made: Group, **bounds: Any) -> str | None:
 def test_a_group_round_trips_from_json_to_columns(wire: GroupJson) -> None:
     """Missing fields come back as their defaults."""
     back = group_to_json(group_from_json(wire))
-    for given_, found in zip(wire.rollouts, back.rollouts, strict=True):
-        length = len(given_.completion_ids)
+    for sent, received in zip(wire.rollouts, back.rollouts, strict=True):
+        length = len(sent.completion_ids)
         expected = msgspec.structs.replace(
-            given_,
-            completion_mask=given_.completion_mask if given_.completion_mask is not None else [1] * length,
-            version_spans=given_.version_spans or [(wire.policy_version, 0, length)],
+            sent,
+            completion_mask=sent.completion_mask if sent.completion_mask is not None else [1] * length,
+            version_spans=sent.version_spans or [(wire.policy_version, 0, length)],
         )
-        assert msgspec.to_builtins(found) == msgspec.to_builtins(expected)
+        assert msgspec.to_builtins(received) == msgspec.to_builtins(expected)
     assert msgspec.structs.replace(back, rollouts=[]) == msgspec.structs.replace(wire, rollouts=[])
 
 
@@ -118,7 +118,7 @@ def test_lists_of_wrong_length_are_rejected_by_name(name: str, length: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("reason", "one", "other"),
+    ("reason", "first", "other"),
     [
         ("partial_advantages", {"advantage": 0.5}, {}),
         ("length_mismatch", {"ref_logprobs": [-1.0] * 3}, {}),
@@ -135,10 +135,10 @@ def test_lists_of_wrong_length_are_rejected_by_name(name: str, length: int) -> N
     ],
 )
 def test_one_rollout_that_does_not_fit_columns_rejects_the_group(
-    reason: str, one: dict[str, Any], other: dict[str, Any]
+    reason: str, first: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """Optional values are given for all rollouts or none; numbers fit their column."""
-    for rollouts in ([rollout(**one), rollout(**other)], [rollout(**other), rollout(**one)]):
+    for rollouts in ([rollout(**first), rollout(**other)], [rollout(**other), rollout(**first)]):
         with pytest.raises(GroupRejected) as caught:
             group(*rollouts)
         assert caught.value.reason == reason
@@ -317,14 +317,14 @@ def test_a_truncated_group_is_consistent_and_as_long_as_possible(made: Group, se
     assert cut.lengths.tolist() == expected.tolist()
     assert cut.prompt_ids is made.prompt_ids
     before, after = group_to_json(made).rollouts, group_to_json(cut).rollouts
-    for one, other in zip(before, after, strict=True):
+    for first, other in zip(before, after, strict=True):
         kept = len(other.completion_ids)
         for name in ("completion_ids", *FIELDS_PER_TOKEN):
-            whole = getattr(one, name)
+            whole = getattr(first, name)
             assert getattr(other, name) == (None if whole is None else whole[:kept])
-        assert (other.reward, other.advantage, other.temperature) == (one.reward, one.advantage, one.temperature)
-        assert other.finish_reason == (one.finish_reason if kept == len(one.completion_ids) else "length")
-        assert other.version_spans == [(v, a, min(b, kept)) for v, a, b in one.version_spans or [] if a < kept]
+        assert (other.reward, other.advantage, other.temperature) == (first.reward, first.advantage, first.temperature)
+        assert other.finish_reason == (first.finish_reason if kept == len(first.completion_ids) else "length")
+        assert other.version_spans == [(v, a, min(b, kept)) for v, a, b in first.version_spans or [] if a < kept]
 
 
 def test_a_short_group_is_not_copied() -> None:

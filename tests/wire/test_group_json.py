@@ -28,8 +28,10 @@ def decode(body: bytes, max_group_bytes: int = 64 * MIB) -> Any:
     """Return the frame, or the rejection, of each group; or the error of the body."""
     try:
         return [
-            encode_frame(one.group) if one.group else (one.rejection and one.rejection.reason, str(one.rejection))
-            for one in decode_json_groups(body, max_group_bytes)
+            encode_frame(decoded.group)
+            if decoded.group
+            else (decoded.rejection and decoded.rejection.reason, str(decoded.rejection))
+            for decoded in decode_json_groups(body, max_group_bytes)
         ]
     except (Malformed, Invalid) as error:
         return type(error), error.detail, error.name, error.value, error.bound
@@ -46,8 +48,8 @@ def decode_in_pieces(body: bytes) -> Any:
 @given(wire_groups(longest=20), st.booleans(), st.sampled_from([None, 2]))
 @steady
 def test_a_group_decoded_in_pieces_has_the_same_frame(wire: GroupJson, several: bool, indent: int | None) -> None:
-    one = msgspec.to_builtins(wire)
-    body = json.dumps({"groups": [one, one]} if several else one, indent=indent).encode()
+    sent = msgspec.to_builtins(wire)
+    body = json.dumps({"groups": [sent, sent]} if several else sent, indent=indent).encode()
     assert decode_in_pieces(body) == decode(body)
 
 
@@ -56,13 +58,13 @@ def test_a_group_decoded_in_pieces_has_the_same_frame(wire: GroupJson, several: 
 def test_a_wrong_value_has_the_same_error_in_pieces(
     wire: GroupJson, field: str, wrong: Any, place: int, whole: bool
 ) -> None:
-    one: dict[str, Any] = msgspec.to_builtins(wire)
-    values = one["rollouts"][-1][field]
+    sent: dict[str, Any] = msgspec.to_builtins(wire)
+    values = sent["rollouts"][-1][field]
     if whole or not values:
-        one["rollouts"][-1][field] = wrong
+        sent["rollouts"][-1][field] = wrong
     else:
         values[place % len(values)] = wrong
-    for body in (one, {"groups": [msgspec.to_builtins(wire), one]}):
+    for body in (sent, {"groups": [msgspec.to_builtins(wire), sent]}):
         assert decode_in_pieces(json.dumps(body).encode()) == decode(json.dumps(body).encode())
 
 
@@ -123,18 +125,18 @@ def test_a_large_group_is_rejected_as_soon_as_its_columns_are_too_large() -> Non
     """The rejection names the group, so that a repeat of a stored group can be found."""
     long = rollout(completion_ids=[1] * MIB, inference_logprobs=[-1.0] * MIB)
     body = msgspec.json.encode(wire_group(long, group_id="a", ticket="t0-0-1-1"))
-    (found,) = decode_json_groups(body, MIB)
-    assert found.rejection is not None and found.rejection.reason == "too_large"
-    assert (found.group_id, found.ticket, found.rejection.bound) == ("a", "t0-0-1-1", MIB)
-    assert "the columns of the group have at least" in found.rejection.detail
+    (decoded,) = decode_json_groups(body, MIB)
+    assert decoded.rejection is not None and decoded.rejection.reason == "too_large"
+    assert (decoded.group_id, decoded.ticket, decoded.rejection.bound) == ("a", "t0-0-1-1", MIB)
+    assert "the columns of the group have at least" in decoded.rejection.detail
 
 
 def test_too_many_rollouts_or_reward_parts_are_too_large() -> None:
     many = json.dumps({"prompt_id": "p", "policy_version": 0, "rollouts": [{}] * (LARGEST_ROLLOUTS + 1)}).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_json, "_SMALL_BYTES", -1)
-        (found,) = decode_json_groups(many, 64 * MIB)
-    assert found.rejection is not None and "32769 rollouts; the maximum is 32768" in found.rejection.detail
+        (decoded,) = decode_json_groups(many, 64 * MIB)
+    assert decoded.rejection is not None and "32769 rollouts; the maximum is 32768" in decoded.rejection.detail
     parts = wire_group(rollout(rewards={f"r{number}": 1.0 for number in range(257)}))
-    (found,) = decode_json_groups(msgspec.json.encode(parts), 64 * MIB)
-    assert isinstance(found.rejection, GroupRejected) and "257 names" in found.rejection.detail
+    (decoded,) = decode_json_groups(msgspec.json.encode(parts), 64 * MIB)
+    assert isinstance(decoded.rejection, GroupRejected) and "257 names" in decoded.rejection.detail

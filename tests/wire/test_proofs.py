@@ -30,7 +30,7 @@ def test_proofs_come_back_byte_by_byte_from_a_frame_and_from_json() -> None:
     """Lengths differ, one is empty; JSON has them as base64."""
     made = proven(*PROOFS)
     assert made.proof_lengths.tolist() == [0, 2, 6]
-    assert [one.proof for one in group_to_json(decode_frame(encode_frame(made))).rollouts] == PROOFS
+    assert [rollout.proof for rollout in group_to_json(decode_frame(encode_frame(made))).rollouts] == PROOFS
     body = msgspec.json.encode(wire_group(*(rollout(proof=proof) for proof in PROOFS)))
     assert base64.b64encode(PROOFS[2]) in body
     (decoded,) = decode_json_groups(body, 1 << 20)

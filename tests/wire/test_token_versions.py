@@ -15,12 +15,12 @@ from tests.builders import group, groups, rollout, steady
 
 def slow_versions(made: Group) -> list[int]:
     """Read the version of each completion token from the spans of its rollout, one token at a time."""
-    found = []
-    for one in group_to_json(made).rollouts:
-        for position, sampled in enumerate(one.completion_mask or []):
-            (version,) = [version for version, start, end in one.version_spans or [] if start <= position < end]
-            found.append(version if sampled else NO_VERSION)
-    return found
+    versions = []
+    for sequence in group_to_json(made).rollouts:
+        for position, sampled in enumerate(sequence.completion_mask or []):
+            (version,) = [version for version, start, end in sequence.version_spans or [] if start <= position < end]
+            versions.append(version if sampled else NO_VERSION)
+    return versions
 
 
 @given(groups(), st.randoms(use_true_random=False))
@@ -30,8 +30,8 @@ def test_each_token_has_the_version_of_its_span(made: Group, random: np.random.G
     order = list(range(len(made.version_spans)))
     random.shuffle(order)
     shuffled = msgspec.structs.replace(made, version_spans=made.version_spans[order])
-    for one in (made, shuffled):
-        versions = token_versions(one)
+    for variant in (made, shuffled):
+        versions = token_versions(variant)
         assert versions.dtype == np.int32 and versions.tolist() == slow_versions(made)
 
 

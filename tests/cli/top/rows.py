@@ -10,7 +10,7 @@ from replaybuf.wire.answer.overview import Flow, Overview, RunRow, VersionCounts
 
 def row(run: str, **fields: Any) -> RunRow:
     """Build the row of a run that works well."""
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "run": run,
         "state": "running",
         "paused_reason": None,
@@ -34,7 +34,7 @@ def row(run: str, **fields: Any) -> RunRow:
         "producers_gone": 0,
         "alarm": None,
     }
-    return RunRow(**given | fields)
+    return RunRow(**values | fields)
 
 
 def overview(*rows: RunRow, **fields: Any) -> Frame:

@@ -153,6 +153,6 @@ def test_without_a_terminal_one_frame_is_printed(terminal: Command, run: RunClie
     assert run.run in shown and "\x1b" not in shown and "esc all runs" not in shown
     assert "2 published" in terminal("top", run.run)
     assert terminal.json("top", run.run)["row"]["step"] == 2
-    assert run.run in {one["run"] for one in terminal.json("top")["runs"]}
+    assert run.run in {listed["run"] for listed in terminal.json("top")["runs"]}
     assert "nobody" in terminal.refused("top", "nobody")
     assert "no answer from" in terminal.refused("top", "--once", "--url", "http://127.0.0.1:1")

@@ -17,7 +17,7 @@ ROWS = [
 
 def names(screen: Screen) -> list[str]:
     """Return the runs in the order of the screen."""
-    return [one.run for one in screen.shown(ROWS)]
+    return [row.run for row in screen.shown(ROWS)]
 
 
 def test_runs_that_need_a_person_come_first() -> None:
@@ -33,7 +33,7 @@ def test_runs_that_need_a_person_come_first() -> None:
 
 def test_a_run_that_stands_still_comes_before_one_that_waits_as_usual() -> None:
     still = row("still", stands_still=True)
-    assert [one.run for one in Screen().shown([*ROWS, still])] == ["still", "stopped", "slow", "busy", "done"]
+    assert [row.run for row in Screen().shown([*ROWS, still])] == ["still", "stopped", "slow", "busy", "done"]
 
 
 def test_the_selection_stays_on_its_run() -> None:
@@ -47,7 +47,7 @@ def test_the_selection_stays_on_its_run() -> None:
     for _ in range(9):
         screen.press("down", ROWS)
     assert screen.selected == "stopped"
-    assert screen.place([one for one in ROWS if one.run != "stopped"]) == 0
+    assert screen.place([row for row in ROWS if row.run != "stopped"]) == 0
 
 
 def test_enter_opens_the_selected_run_and_escape_goes_back() -> None:

@@ -141,9 +141,9 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
 def test_a_wrong_value_names_rollout_field_value_and_bound(change: dict[str, Any], reason: str, message: str) -> None:
     """When it is added, so that the traceback has the line that made it; the rollouts before stay."""
     builder = started().add(*TWO, 1.0)
-    given: dict[str, Any] = {"completion_ids": TWO[0], "logprobs": TWO[1], "reward": 0.0}
+    fields: dict[str, Any] = {"completion_ids": TWO[0], "logprobs": TWO[1], "reward": 0.0}
     with pytest.raises(GroupRejected) as caught:
-        builder.add(**given | change)
+        builder.add(**fields | change)
     assert (caught.value.reason, message in caught.value.detail) == (reason, True), caught.value.detail
     assert caught.value.name is not None and caught.value.name.startswith("rollouts[1].")
     assert len(builder) == len(builder.build().rewards) == 1

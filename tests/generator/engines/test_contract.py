@@ -193,9 +193,9 @@ def test_without_spans_the_older_of_sglangs_versions_is_stamped(monkeypatch: pyt
     double.version = "3"
     shaped = SglangWithoutSpans.meta
 
-    def updated(self: SglangWithoutSpans, one: Made) -> dict[str, Any]:
+    def updated(self: SglangWithoutSpans, completion: Made) -> dict[str, Any]:
         self.version = "4"
-        return shaped(self, one)
+        return shaped(self, completion)
 
     monkeypatch.setattr(SglangWithoutSpans, "meta", updated)
     made = sample(double)
@@ -278,8 +278,8 @@ def test_a_server_without_any_version_is_unfit() -> None:
 class _NoVersion(SglangWithoutSpans):
     info = "/nothing"
 
-    def meta(self, one: Made) -> dict[str, Any]:
-        return super().meta(one) | {"weight_version": None}
+    def meta(self, completion: Made) -> dict[str, Any]:
+        return super().meta(completion) | {"weight_version": None}
 
 
 def test_the_engine_double_behaves_as_a_server_without_the_token_call() -> None:

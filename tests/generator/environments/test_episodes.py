@@ -234,8 +234,8 @@ def test_faults_of_an_environment_fail_the_group_and_close_the_episode(
 
 
 def test_a_multi_turn_environment_must_be_the_only_reward() -> None:
-    (one,) = load_rewards(f"{HERE}:Echo")
-    assert isinstance(multi_turn([one]), Scripted)
+    (reward,) = load_rewards(f"{HERE}:Echo")
+    assert isinstance(multi_turn([reward]), Scripted)
     assert multi_turn(load_rewards("exact-match")) is None
     for text in (f"{HERE}:Echo:0.5", f"{HERE}:Echo,exact-match"):
         rewards = load_rewards(text)

@@ -32,8 +32,8 @@ END = len(LETTERS)
 """Id of `</s>`, which decodes to nothing."""
 
 
-def scores(*given: Sequence[tuple[int, float]]) -> Scores:
-    return Scores(np.zeros(len(given)), {}, tuple(tuple(one) for one in given))
+def scores(*steps: Sequence[tuple[int, float]]) -> Scores:
+    return Scores(np.zeros(len(steps)), {}, tuple(tuple(rollout) for rollout in steps))
 
 
 def test_a_stretch_ends_with_the_token_of_its_last_character(
@@ -90,7 +90,7 @@ def test_the_estimator_process_stores_advantages_per_token(tmp_path: Path) -> No
     assert group.token_advantages is not None and group.advantages is not None
     good, bad = [high + low, low, low], [2 * low, low, low]
     assert group.token_advantages.tolist() == pytest.approx([*good, *good, *bad, *bad], abs=1e-5)
-    assert group.advantages.tolist() == pytest.approx([sum(one) / 3 for one in (good, good, bad, bad)], abs=1e-5)
+    assert group.advantages.tolist() == pytest.approx([sum(scores) / 3 for scores in (good, good, bad, bad)], abs=1e-5)
     assert "zero_variance" not in group.metadata, "rewards are equal, process rewards are not"
 
 

@@ -60,9 +60,9 @@ RAISED = [
 
 @pytest.mark.parametrize("error", [*RAISED, StopIteration("no parse")], ids=repr)
 def test_a_reward_that_raises_is_a_fault_with_its_error(error: BaseException) -> None:
-    found = fault(Broken(raising(error)))
-    assert found.reason == "reward_raised"
-    assert "no parse" in found.detail
+    reported = fault(Broken(raising(error)))
+    assert reported.reason == "reward_raised"
+    assert "no parse" in reported.detail
 
 
 @pytest.mark.parametrize("error", RAISED, ids=repr)

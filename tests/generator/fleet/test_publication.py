@@ -43,7 +43,7 @@ def piece_of(versions: list[int], *, first: int = 0, reason: str | None = "stop"
 def sample_of(*rollouts: list[int], reasons: tuple[str, ...] | None = None, exact: bool = True) -> Sample:
     """Return a sample of rollouts, each given as the versions of its tokens."""
     reasons = reasons or ("stop",) * len(rollouts)
-    made = joined([piece_of(one, reason=why) for one, why in zip(rollouts, reasons, strict=True)], {})
+    made = joined([piece_of(rollout, reason=why) for rollout, why in zip(rollouts, reasons, strict=True)], {})
     return dataclasses.replace(made, exact=exact)
 
 

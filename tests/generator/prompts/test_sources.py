@@ -50,9 +50,9 @@ def opened(prompts: str | Path, **options: Any) -> list[Prompt]:
 
 
 def endless(prompts: str, **options: Any) -> Endless:
-    found = open_source(Source(prompts=prompts, name="s", **options), Letters())
-    assert isinstance(found, Endless)
-    return found
+    opened = open_source(Source(prompts=prompts, name="s", **options), Letters())
+    assert isinstance(opened, Endless)
+    return opened
 
 
 def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
@@ -159,9 +159,9 @@ def test_a_blank_text_does_not_become_a_chat(tmp_path: Path) -> None:
 def test_a_wrong_size_or_seed_of_reasoning_gym_is_rejected(options: dict[str, Any]) -> None:
     source = Source(prompts="reasoning-gym:chain_sum", options=options)
     with pytest.raises(Invalid, match="must be a whole number"):
-        found = open_source(source, Letters())
-        assert isinstance(found, Endless)
-        found.first_prompts()
+        opened = open_source(source, Letters())
+        assert isinstance(opened, Endless)
+        opened.first_prompts()
 
 
 def test_chat_turns_a_text_into_messages(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch:
 def test_an_endless_iterator_returns_the_same_row_for_a_number() -> None:
     numbers = [5, 2, 5000, 4999, 3, 5001]
     assert [endless(f"{HERE}:endless", endless=True).at(n).prompt_id for n in numbers] == [f"e{n}" for n in numbers]
-    one = endless(f"{HERE}:endless", endless=True)
-    assert [one.at(number).prompt_id for number in numbers] == [f"e{number}" for number in numbers]
+    source = endless(f"{HERE}:endless", endless=True)
+    assert [source.at(number).prompt_id for number in numbers] == [f"e{number}" for number in numbers]
 
 
 def test_tickets_beyond_the_end_of_an_endless_source_fail() -> None:

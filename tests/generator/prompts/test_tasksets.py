@@ -41,10 +41,10 @@ _: type[Taskset] = Words
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """What is installed beside the core: nothing, until a test adds something."""
-    found: list[EntryPoint] = []
-    monkeypatch.setattr(plugins, "entry_points", lambda **selection: EntryPoints(found).select(**selection))
+    entry_points: list[EntryPoint] = []
+    monkeypatch.setattr(plugins, "entry_points", lambda **selection: EntryPoints(entry_points).select(**selection))
     plugins.installed.cache_clear()
-    yield found
+    yield entry_points
     plugins.installed.cache_clear()
 
 

@@ -19,36 +19,36 @@ SMALLEST_BYTES = 1000
 
 def broken_promises(report: dict[str, Any], seed: int, steps: int) -> list[str]:
     """List the broken promises of a `report.json`, each with value and bound."""
-    found = []
+    broken = []
     if (report["seed"], report["steps"]) != (seed, steps):
-        found.append(f"seed {report['seed']}, steps {report['steps']}; asked for were {seed} and {steps}")
+        broken.append(f"seed {report['seed']}, steps {report['steps']}; asked for were {seed} and {steps}")
     if report["wall_s"] <= 0:
-        found.append(f"wall_s is {report['wall_s']}; it is above 0")
+        broken.append(f"wall_s is {report['wall_s']}; it is above 0")
     for kind, pair in report["accuracy"].items():
-        found += [
+        broken += [
             f"accuracy, {kind} {when}, is {share}; it is 0 to 1" for when, share in pair.items() if not 0 <= share <= 1
         ]
     # The first step waits for the first groups.
     curve = {name: report["curve"][name][1:] for name in ("step", "staleness_mean", "wait_s", "train_s", "publish_s")}
     waited, busy = sum(curve["wait_s"]), sum(curve["train_s"]) + sum(curve["publish_s"])
     if waited > LARGEST_WAITING * (waited + busy):
-        found.append(
+        broken.append(
             f"the trainer waited {waited:.1f} s of {waited + busy:.1f} s; at most {LARGEST_WAITING:.0%} is right"
         )
     staleness = sum(curve["staleness_mean"]) / len(curve["step"])
     if staleness < LEAST_STALENESS:
-        found.append(f"the mean staleness is {staleness:.2f}; at least {LEAST_STALENESS} is right, 1 where none waits")
-    return found
+        broken.append(f"the mean staleness is {staleness:.2f}; at least {LEAST_STALENESS} is right, 1 where none waits")
+    return broken
 
 
 def main(folder: Path, seed: int, steps: int) -> None:
     """Check a demo's report and its files. Raises `SystemExit` with all that is wrong."""
-    found = broken_promises(json.loads((folder / "report.json").read_text()), seed, steps)
+    broken = broken_promises(json.loads((folder / "report.json").read_text()), seed, steps)
     for name in ("report.html", "report.png"):
         if (folder / name).stat().st_size < SMALLEST_BYTES:
-            found.append(f"{name} has less than {SMALLEST_BYTES} bytes")
-    if found:
-        raise SystemExit("the demo did not keep what it promises: " + "; ".join(found))
+            broken.append(f"{name} has less than {SMALLEST_BYTES} bytes")
+    if broken:
+        raise SystemExit("the demo did not keep what it promises: " + "; ".join(broken))
 
 
 if __name__ == "__main__":

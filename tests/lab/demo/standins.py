@@ -29,10 +29,10 @@ GROUPS_PER_BATCH, GROUP_SIZE = 32, 8
 
 def main(command: str, options: list[str]) -> None:
     """Run the stand-in for `command`."""
-    given = {word: value for word, value in pairwise([*options, ""]) if word.startswith("--")}
+    options_by_name = {word: value for word, value in pairwise([*options, ""]) if word.startswith("--")}
     if command == "serve":
         os.execv(sys.executable, [sys.executable, "-m", "replaybuf", command, *options])
-    {"init-model": init_model, "engine": engine, "generate": generate, "train": train}[command](given)
+    {"init-model": init_model, "engine": engine, "generate": generate, "train": train}[command](options_by_name)
 
 
 def init_model(options: dict[str, str]) -> None:

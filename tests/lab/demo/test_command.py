@@ -94,7 +94,7 @@ def training(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]
 def left(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Wait for processes to go; return those that did not."""
     alive = psutil.wait_procs(processes, timeout=timeout_s)[1]
-    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:

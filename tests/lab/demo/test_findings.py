@@ -36,7 +36,7 @@ def test_the_reward_rises_only_if_it_did(progress: Progress, slope: float, words
     """Batches with a spread of 0.05, without a trend, with one, and with one downwards."""
     noise = np.random.default_rng(0).normal(0, 0.05, STEPS)
     report = report_of_rewards(progress, 0.4 + slope * np.arange(STEPS) + noise)
-    sentence = next(one for one in findings(report) if one.startswith("Mean reward"))
+    sentence = next(finding for finding in findings(report) if finding.startswith("Mean reward"))
     assert words in sentence and never not in sentence
 
 
@@ -74,8 +74,8 @@ def test_evaluations_of_an_older_demo_have_no_errors_and_no_verdict(
 ) -> None:
     """Their lines have neither errors nor scores by problem; a resumed demo still gets its report."""
     progress.evaluations = [
-        Evaluation(step=one.step, problems=200, samples=4, sampled=one.sampled, greedy=one.greedy)
-        for one in progress.evaluations
+        Evaluation(step=evaluation.step, problems=200, samples=4, sampled=evaluation.sampled, greedy=evaluation.greedy)
+        for evaluation in progress.evaluations
     ]
     report = build_report(progress, sessions, HYPERPARAMETERS)
     assert headline(report) == "sampled accuracy 25.0% → 62.5%, greedy accuracy 80.0% → 85.0%, 10 steps in 0:25"

@@ -89,10 +89,10 @@ def recorded_run_is_understood(url: str, name: str, w: Workload, path: Path) -> 
     run = recording.config
     save(recording, path)
     assert read_file(path) == recording
-    found = derive(recording, Workload())
-    assert found.train_s == pytest.approx(w.train_s, abs=0.1)
-    assert found.publish_s == pytest.approx(w.publish_s, abs=0.05)
-    assert w.slots / 3 <= found.slots <= 3 * w.slots
+    workload = derive(recording, Workload())
+    assert workload.train_s == pytest.approx(w.train_s, abs=0.1)
+    assert workload.publish_s == pytest.approx(w.publish_s, abs=0.05)
+    assert w.slots / 3 <= workload.slots <= 3 * w.slots
     study = run_study(SimulateOptions(steps=STEPS), recording.config, recording)
     assert study.recorded == name and study.runs[0].steps == STEPS
     short = msgspec.structs.replace(run, batch=msgspec.structs.replace(run.batch, seq_len=SHORT_ROWS))

@@ -51,15 +51,15 @@ def test_a_recording_replaces_only_options_that_were_not_given(recording: Record
     """An option counts as given even if its value is the default."""
     learned = derive(recording, Workload())
     assert learned.slots != DEFAULTS.slots and learned.train_s != DEFAULTS.train_s
-    given = derive(recording, Workload(slots=DEFAULTS.slots, train_s=9.0))
-    assert (given.slots, given.train_s, given.publish_s) == (DEFAULTS.slots, 9.0, learned.publish_s)
+    workload = derive(recording, Workload(slots=DEFAULTS.slots, train_s=9.0))
+    assert (workload.slots, workload.train_s, workload.publish_s) == (DEFAULTS.slots, 9.0, learned.publish_s)
 
 
 def test_an_option_equal_to_its_default_counts_on_the_command_line(recording: Recording, tmp_path: Path) -> None:
     saved, report = tmp_path / "recording.json", tmp_path / "report"
     save(recording, saved)
-    given = ["--slots", str(DEFAULTS.slots), "--steps", "2", "--report-dir", str(report)]
-    main(["simulate", "--from", str(saved), *given])
+    arguments = ["--slots", str(DEFAULTS.slots), "--steps", "2", "--report-dir", str(report)]
+    main(["simulate", "--from", str(saved), *arguments])
     workload = json.loads((report / "report.json").read_bytes())["workload"]
     assert workload["slots"] == DEFAULTS.slots
     assert workload["train_s"] != DEFAULTS.train_s, "the recording gives the others"

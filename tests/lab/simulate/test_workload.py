@@ -15,8 +15,8 @@ def test_an_attempt_does_not_depend_on_earlier_ones() -> None:
     """So strategies that are compared meet the same groups, in whatever order they generate them."""
     forward, backward = (Supply(workload(failure_rate=0.2), config(), seed=3) for _ in range(2))
     asked = [(index, number) for index in (0, 5, BLOCK, 3 * BLOCK + 1) for number in (1, 2)]
-    seen = [forward.attempt(*one) for one in asked]
-    assert seen == [backward.attempt(*one) for one in reversed(asked)][::-1]
+    seen = [forward.attempt(*key) for key in asked]
+    assert seen == [backward.attempt(*key) for key in reversed(asked)][::-1]
     assert len({attempt.tokens for attempt in seen}) > 4
 
 

@@ -10,9 +10,9 @@ from replaybuf.lab.study.curves import accuracy_at, band, cost_to_reach, interva
 
 def test_an_interval_is_that_of_students_t() -> None:
     """Three values 1, 2, 3: mean 2, standard error 1 / sqrt(3), and 4.30 of them with two degrees of freedom."""
-    found = interval([1.0, 2.0, 3.0])
-    assert (found.mean, found.seeds) == (2.0, 3)
-    assert found.half == pytest.approx(4.30 / 3**0.5)
+    estimate = interval([1.0, 2.0, 3.0])
+    assert (estimate.mean, estimate.seeds) == (2.0, 3)
+    assert estimate.half == pytest.approx(4.30 / 3**0.5)
 
 
 def test_one_seed_has_no_interval() -> None:
@@ -23,10 +23,10 @@ def test_one_seed_has_no_interval() -> None:
 def test_seeds_are_averaged_at_the_same_cost_up_to_the_shorter_end() -> None:
     """One rises to 0.6 at cost 20, one to 0.4 at cost 10: at 10 both have 0.4 and the mean has no width."""
     curves = [[(0.0, 0.2), (20.0, 0.6)], [(0.0, 0.2), (10.0, 0.4)]]
-    found = band(curves, points=3)
-    assert found.cost == [0.0, 5.0, 10.0]
-    assert found.mean == pytest.approx([0.2, 0.3, 0.4])
-    assert found.high == pytest.approx(found.mean)
+    envelope = band(curves, points=3)
+    assert envelope.cost == [0.0, 5.0, 10.0]
+    assert envelope.mean == pytest.approx([0.2, 0.3, 0.4])
+    assert envelope.high == pytest.approx(envelope.mean)
 
 
 def test_the_cost_to_reach_an_accuracy_is_where_the_curve_crosses_it_first() -> None:

@@ -71,8 +71,8 @@ def test_an_export_trains_with_the_losses_of_the_run(folder: Path, models: Path,
 
 def test_a_training_from_an_export_resumes_at_its_checkpoint(folder: Path, models: Path, tmp_path: Path) -> None:
     for steps in (2, None):
-        given = {"from_export": folder, "checkpoint_dir": tmp_path / "offline-c", "steps": steps}
-        assert train(tmp_path, models, tmp_path / "offline.jsonl", **given) == (steps or STEPS)
+        options = {"from_export": folder, "checkpoint_dir": tmp_path / "offline-c", "steps": steps}
+        assert train(tmp_path, models, tmp_path / "offline.jsonl", **options) == (steps or STEPS)
     assert [line["step"] for line in figures(tmp_path / "offline.jsonl")] == list(range(STEPS))
 
 

@@ -98,12 +98,12 @@ def test_the_vocabulary_is_that_of_the_model(models: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("fields", "given"),
+    ("fields", "named"),
     [({}, "none"), ({"run": "r", "fake_data": True}, "RUN r, --fake-data"), ({"run": "r", "from_export": "x"}, "x")],
 )
-def test_batches_come_from_exactly_one_source(fields: dict[str, Any], given: str, models: Path) -> None:
+def test_batches_come_from_exactly_one_source(fields: dict[str, Any], named: str, models: Path) -> None:
     with (
-        pytest.raises(Invalid, match=f"one of RUN, --from-export and --fake-data; given: .*{given}"),
+        pytest.raises(Invalid, match=f"one of RUN, --from-export and --fake-data; given: .*{named}"),
         open_feed(TrainOptions(model=models / "a", **fields)),
     ):
         raise AssertionError("not reached")

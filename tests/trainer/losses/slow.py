@@ -212,7 +212,7 @@ def factor(
     """Return the factor of a token; `elsewhere` rollouts of other ranks have ten tokens each."""
     count = len(rollouts) + elsewhere
     if normalise == "token":
-        return 1 / (sum(len(one.tokens) for one in rollouts) + 10 * elsewhere)
+        return 1 / (sum(len(rollout.tokens) for rollout in rollouts) + 10 * elsewhere)
     return 1 / (count * (len(rollout.tokens) if normalise == "sequence" else constant))
 
 

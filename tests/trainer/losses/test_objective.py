@@ -66,10 +66,10 @@ def test_all_parts_together_equal_a_formula_written_apart(level: str, mode: str,
     assert 0.0 in [weight for row in weights for weight in row]
     expected, slopes = 0.0, []
     for rollout, terms, row in zip(rollouts, SLOW["grpo"](rollouts, ratio_to="old"), weights, strict=True):
-        for token, (one, derivative), weight in zip(rollout.tokens, terms, row, strict=True):
+        for token, (term, derivative), weight in zip(rollout.tokens, terms, row, strict=True):
             scale = rollout.weight * factor(rollouts, rollout, normalise, 12, 0)
             penalty, slope = reference(token, estimate, 0.3) if weight else (0.0, 0.0)
-            expected += scale * (weight * one + penalty)
+            expected += scale * (weight * term + penalty)
             slopes.append(scale * (weight * derivative + slope))
     assert value == pytest.approx(expected, rel=1e-12)
     assert gradient == pytest.approx(slopes, rel=1e-12, abs=1e-15)
@@ -96,9 +96,9 @@ def test_parts_of_a_batch_add_up_to_the_whole() -> None:
     rollouts = drawn(8)
     for name in ("cispo", "decoupled-ppo", "dr-grpo", "grpo", "gspo", "truncated-ratio"):
         objective = made(name, correction={"level": "sequence", "mode": "reject"}, reference={"weight": 0.1})
-        totals = BatchTotals(sum(len(one.tokens) for one in rollouts), len(rollouts))
+        totals = BatchTotals(sum(len(rollout.tokens) for rollout in rollouts), len(rollouts))
         whole = objective.value(as_columns(rollouts), totals, Tally())
-        parts = [objective.value(as_columns([one]), totals, Tally()) for one in rollouts]
+        parts = [objective.value(as_columns([rollout]), totals, Tally()) for rollout in rollouts]
         assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-12), name
 
 
@@ -126,7 +126,7 @@ def test_statistics_are_means_over_tokens_by_staleness() -> None:
     for _ in range(2):
         objective.value(tokens, BatchTotals(19, 5), tally)
     figures = tally.staleness_figures()
-    assert {name: found["loss_tokens"] for name, found in figures.items()} == {"0": 28, "8+": 10}
+    assert {name: figure["loss_tokens"] for name, figure in figures.items()} == {"0": 28, "8+": 10}
     fresh = [token for number in (0, 2) for token in rollouts[number].tokens]
     drift = torch.tensor([token.logprob - token.inference for token in fresh], dtype=torch.float64)
     mismatch = torch.tensor([abs(token.old - token.inference) for token in fresh], dtype=torch.float64)

@@ -50,9 +50,9 @@ def test_value_and_gradient_equal_a_formula_written_apart(name: str, options: di
     torch.autograd.backward(value)
     expected, gradient = 0.0, []
     for rollout, terms in zip(rollouts, SLOW[name](rollouts, **options), strict=True):
-        for one, derivative in terms:
+        for term, derivative in terms:
             scale = rollout.weight * factor(rollouts, rollout, objective.normalise, CONSTANT, ELSEWHERE)
-            expected += scale * one
+            expected += scale * term
             gradient.append(scale * derivative)
     assert value.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert tokens.logprobs.grad is not None

@@ -54,7 +54,7 @@ def test_weights_gradients_moments_and_logprobs_stay_float32(models: Path) -> No
     trained = policy(models, torch.bfloat16)
     seen: list[torch.dtype] = []
     for layer in trained.model.model.layers:
-        layer.mlp.down_proj.register_forward_hook(lambda _, given, made: seen.append(made.dtype))
+        layer.mlp.down_proj.register_forward_hook(lambda _, inputs, made: seen.append(made.dtype))
     backward(trained, rollouts(6, seed=0))
     kept: dict[str, Any] = {"gradients": [parameter.grad for parameter in trained.model.parameters()]}
     trained.step(1e-3, 1.0, has_loss=True)
@@ -83,8 +83,15 @@ def test_updates_below_the_resolution_of_bfloat16_add_up(models: Path) -> None:
 def test_training_lowers_the_loss_as_in_float32(models: Path) -> None:
     """The same completions with advantage 1, off policy by a little: their logprobs rise alike in both types."""
     members = [
-        Rollout(one.prompt_ids, one.completion_ids, one.completion_mask, one.inference_logprobs, one.ref_logprobs, 1.0)
-        for one in rollouts(6, seed=1)
+        Rollout(
+            rollout.prompt_ids,
+            rollout.completion_ids,
+            rollout.completion_mask,
+            rollout.inference_logprobs,
+            rollout.ref_logprobs,
+            1.0,
+        )
+        for rollout in rollouts(6, seed=1)
     ]
     rows = trained_rows(packed(members, ROWS))
     rises = []

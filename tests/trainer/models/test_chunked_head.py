@@ -36,11 +36,13 @@ def test_values_and_gradients_equal_those_of_all_logits(at_once: int, used: tupl
     for compute in (plain, lambda h, w, t: target_logprobs(h, OutputHead(w), t, at_once * VOCABULARY * 8)):
         logprobs, entropies = compute(hidden, weight, targets)
         parts = [
-            factor * (scale * one).sum() for factor, one in zip(used, (logprobs, entropies), strict=True) if factor
+            factor * (scale * column).sum()
+            for factor, column in zip(used, (logprobs, entropies), strict=True)
+            if factor
         ]
         results.append((logprobs, entropies, *torch.autograd.grad(torch.stack(parts).sum(), [hidden, weight])))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for expected, computed in zip(*results, strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_gradient_equals_finite_differences() -> None:
@@ -56,10 +58,10 @@ def test_bfloat16_gives_float32_results_and_sums_gradients_in_float32() -> None:
     assert logprobs.dtype == entropies.dtype == torch.float32
     expected = plain(hidden, weight, targets)[0]
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
-    found = torch.autograd.grad(logprobs.sum(), [hidden, weight])
-    for one, other in zip(found, torch.autograd.grad(expected.sum(), [hidden, weight]), strict=True):
-        assert one.dtype == torch.bfloat16
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    gradients = torch.autograd.grad(logprobs.sum(), [hidden, weight])
+    for gradient, other in zip(gradients, torch.autograd.grad(expected.sum(), [hidden, weight]), strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient, other, rtol=0.05, atol=0.05)
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -85,9 +87,9 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple) else (made,):
-            if isinstance(one, torch.Tensor):
-                self.bytes = max(self.bytes, one.nbytes)
+        for tensor in made if isinstance(made, tuple) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.nbytes)
         return made
 
 

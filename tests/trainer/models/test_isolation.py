@@ -30,7 +30,7 @@ def test_an_accepted_model_has_the_logprobs_of_single_rollouts(family: str) -> N
     check_isolation(model, family, "")
     members = rollouts(3, seed=0)
     with torch.no_grad():
-        found = packed_forward(model, trained_rows(packed(members, ROWS, pad_to_multiple_of=8))).logprobs
+        logprobs = packed_forward(model, trained_rows(packed(members, ROWS, pad_to_multiple_of=8))).logprobs
         expected = [
             logprobs_alone(model, members[number])[t, token]
             for row in ROWS
@@ -38,7 +38,7 @@ def test_an_accepted_model_has_the_logprobs_of_single_rollouts(family: str) -> N
             for t, token in enumerate(members[number].completion_ids)
             if members[number].completion_mask[t]
         ]
-    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logprobs, torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", sorted(MIXING))
@@ -63,8 +63,8 @@ def test_a_mask_of_ones_is_noticed(attention: str, monkeypatch: pytest.MonkeyPat
     model = tiny("qwen3", attention)
     forward = model.model.forward
 
-    def mixed(**given: Any) -> Any:
-        return forward(**given | {"attention_mask": torch.ones_like(given["input_ids"])})
+    def mixed(**keywords: Any) -> Any:
+        return forward(**keywords | {"attention_mask": torch.ones_like(keywords["input_ids"])})
 
     monkeypatch.setattr(model.model, "forward", mixed)
     with pytest.raises(Invalid, match="mixes the rollouts"):

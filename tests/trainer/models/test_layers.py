@@ -52,8 +52,8 @@ def test_gradients_and_names_stay_the_same(family: str, changes: list[Callable[[
     assert list(changed.state_dict()) == list(plain.state_dict())
     for rows in ([[4, 0, 2], [1], [5, 3]], [[4, 1], [5, 3, 0, 2]]):
         gradients = [torch.autograd.grad(value(model, rows), list(model.parameters())) for model in (changed, plain)]
-        for found, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        for gradient, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_checkpointing_keeps_the_input_of_each_layer_only() -> None:

@@ -21,9 +21,9 @@ from tests.trainer.models.families import tiny, write_tiny
 def test_a_folder_of_another_family_has_the_weights_it_was_saved_with(tmp_path: Path) -> None:
     write_tiny(tmp_path, "llama")
     expected = tiny("llama").state_dict()
-    found = load_model(tmp_path, "eager").state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    loaded = load_model(tmp_path, "eager").state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
 
 
 @pytest.mark.parametrize(

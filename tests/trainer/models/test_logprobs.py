@@ -40,8 +40,8 @@ def test_packed_rows_give_the_logprobs_of_single_rollouts(
     monkeypatch.setattr(logprobs_module, "ROW_TOKENS", row_tokens)
     random = np.random.default_rng(0)
     rollouts = [rollout(random, *lengths) for lengths in ((1, 1), (5, 9), (2, 3), (7, 1), (1, 12), (20, 11))]
-    found = PackedLogprobs(models / "a").logprobs(rollouts)
-    for values, one in zip(found, rollouts, strict=True):
+    logprobs = PackedLogprobs(models / "a").logprobs(rollouts)
+    for values, one in zip(logprobs, rollouts, strict=True):
         assert values.dtype == np.float32
         np.testing.assert_allclose(values, alone(models / "a", one), atol=1e-5)
 

@@ -36,21 +36,21 @@ def strengthen(made: LoraPolicy, name: str) -> None:
     """Draw B at random: with zeros, A has no gradient and no adapter changes a logprob."""
     random = torch.Generator().manual_seed(len(name))
     weights = made.add(name).tensors()
-    made.load(name, {key: torch.randn(one.shape, generator=random) * 0.2 for key, one in weights.items()})
+    made.load(name, {key: torch.randn(tensor.shape, generator=random) * 0.2 for key, tensor in weights.items()})
 
 
 def gradients(made: LoraPolicy, name: str) -> dict[str, torch.Tensor]:
-    found = {}
+    gradients_by_key = {}
     for key, parameter in made.adapters[name].parameters.items():
         assert parameter.grad is not None, key
-        found[key] = parameter.grad.clone()
-    return found
+        gradients_by_key[key] = parameter.grad.clone()
+    return gradients_by_key
 
 
 def test_gradients_on_packed_rows_equal_those_of_single_rollouts(models: Path) -> None:
     """And only the adapter of the rows gets any."""
     members = rollouts(5, seed=3)
-    totals = BatchTotals(sum(sum(one.completion_mask) for one in members), len(members))
+    totals = BatchTotals(sum(sum(member.completion_mask) for member in members), len(members))
     grads = []
     for rows in ([[0, 3], [1, 2, 4]], [[number] for number in range(5)]):
         made = policy(models)
@@ -78,18 +78,18 @@ def test_adapters_start_as_the_base_model_and_their_start_depends_on_seed_and_na
     assert torch.equal(before, torch.get_rng_state())
     for name in NAMES:
         weights = first.adapters[name].tensors()
-        assert all(torch.equal(one, second.adapters[name].tensors()[key]) for key, one in weights.items())
-        assert all(torch.equal(one, first.initial_weights(name)[key]) for key, one in weights.items())
-        assert all(bool(one.any()) == ("lora_A" in key) for key, one in weights.items())
+        assert all(torch.equal(tensor, second.adapters[name].tensors()[key]) for key, tensor in weights.items())
+        assert all(torch.equal(tensor, first.initial_weights(name)[key]) for key, tensor in weights.items())
+        assert all(bool(tensor.any()) == ("lora_A" in key) for key, tensor in weights.items())
     drawn = [policy(models, seed=1).initial_weights("code"), *(first.initial_weights(name) for name in NAMES)]
     key = next(iter(drawn[0]))
-    assert len({float(one[key][0, 0]) for one in drawn}) == 3
+    assert len({float(weights[key][0, 0]) for weights in drawn}) == 3
 
 
 def test_an_own_step_divides_the_gradients_of_several_batches_by_their_tokens(models: Path) -> None:
     """As one batch with all of their rows would; the adapter that completes no step keeps its gradients."""
     members = rollouts(4, seed=1)
-    tokens = sum(sum(one.completion_mask) for one in members)
+    tokens = sum(sum(member.completion_mask) for member in members)
     rows = trained_rows(packed(members, [[0, 1], [2, 3]]))
     split, whole = policy(models), policy(models)
     for row in rows:
@@ -103,22 +103,22 @@ def test_an_own_step_divides_the_gradients_of_several_batches_by_their_tokens(mo
     for key, summed in gradients(split, "code").items():
         # Gradients, not weights after the step: Adam's first step is the sign of a gradient, also of a rounding error.
         torch.testing.assert_close(summed / tokens, expected[key], rtol=0, atol=1e-5 * float(expected[key].norm()))
-    norms = [one.adapters["code"].step(RATE, CLIP, div) for one, div in ((split, tokens), (whole, 1))]
+    norms = [model.adapters["code"].step(RATE, CLIP, div) for model, div in ((split, tokens), (whole, 1))]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert (code.steps, code.loss_tokens, code.rollouts) == (1, 0, 0)
-    assert any(not torch.equal(one, split.initial_weights("code")[key]) for key, one in code.tensors().items())
-    assert all(torch.equal(one, kept[key]) for key, one in gradients(split, "math").items())
+    assert any(not torch.equal(tensor, split.initial_weights("code")[key]) for key, tensor in code.tensors().items())
+    assert all(torch.equal(gradient, kept[key]) for key, gradient in gradients(split, "math").items())
     assert split.adapters["math"].steps == 0
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(models: Path) -> None:
     made = policy(models)
     strengthen(made, "code")
-    before = {key: one.clone() for key, one in made.adapters["code"].tensors().items()}
+    before = {key: tensor.clone() for key, tensor in made.adapters["code"].tensors().items()}
     for parameter in made.adapters["code"].parameters.values():
         parameter.grad = torch.full_like(parameter, math.nan)
     assert math.isnan(made.adapters["code"].step(RATE, CLIP, 1))
-    assert all(torch.equal(one, before[key]) for key, one in made.adapters["code"].tensors().items())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in made.adapters["code"].tensors().items())
     assert all(parameter.grad is None for parameter in made.adapters["code"].parameters.values())
 
 
@@ -137,14 +137,14 @@ def test_merged_weights_the_engine_and_peft_give_the_same_logits(
         plain = logprobs_alone(base, rollout)
         with adapted(base, [read_lora(base, tmp_path / "adapter")]):
             in_engine = logprobs_alone(base, rollout)
-        found = [
+        computed = [
             in_engine,
             *(
-                logprobs_alone(one, rollout)
-                for one in (load_model(tmp_path / "merged"), merged(models / "a", tmp_path / "adapter"))
+                logprobs_alone(model, rollout)
+                for model in (load_model(tmp_path / "merged"), merged(models / "a", tmp_path / "adapter"))
             ),
         ]
-    assert all(torch.allclose(one, expected, atol=1e-4) for one in found)
+    assert all(torch.allclose(logprobs, expected, atol=1e-4) for logprobs in computed)
     assert not torch.allclose(plain, expected, atol=0.1)
 
 

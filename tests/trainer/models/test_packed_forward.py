@@ -61,17 +61,17 @@ def test_a_prompt_token_in_the_loss_trains_as_the_same_token_of_a_completion(att
         inference_logprobs=logprobs[4:],
         **shared,
     )
-    found = []
-    for one in (apart, moved):
-        entry = BatchGroup(group=builders.group(one), index=0, staleness=0, times_sampled=1)
+    computed = []
+    for rows in (apart, moved):
+        entry = BatchGroup(group=builders.group(rows), index=0, staleness=0, times_sampled=1)
         body = encode_batch(builders.batch_meta(micro_batches=1), [[Segment(entry, 0)]])
         attending.zero_grad()
         tokens = packed_forward(attending, read_tensors(bytes(body)).micro_batches)
         loss = CLIPPED.value(tokens, BatchTotals(6, 1), Tally())
         torch.autograd.backward(loss)
         gradient = torch.cat([p.grad.flatten() for p in attending.parameters() if p.grad is not None])
-        found.append((len(tokens.logprobs), loss.detach(), gradient))
-    (count, loss, gradient), (other_count, other_loss, other_gradient) = found
+        computed.append((len(tokens.logprobs), loss.detach(), gradient))
+    (count, loss, gradient), (other_count, other_loss, other_gradient) = computed
     assert count == other_count == 6 and gradient.any()
     torch.testing.assert_close(loss, other_loss)
     torch.testing.assert_close(gradient, other_gradient)
@@ -137,17 +137,17 @@ def test_rollouts_that_see_each_other_have_other_logits(
     monkeypatch.setattr(model.config, "_attn_implementation", attention)
     forward = model.model.forward
 
-    def mixed(**given: Any) -> Any:
+    def mixed(**keywords: Any) -> Any:
         if broken == "a mask of ones":
-            return forward(**given | {"attention_mask": torch.ones_like(given["input_ids"])})
-        bounds = given.pop("cu_seq_lens_q")
-        given.pop("cu_seq_lens_k")
+            return forward(**keywords | {"attention_mask": torch.ones_like(keywords["input_ids"])})
+        bounds = keywords.pop("cu_seq_lens_q")
+        keywords.pop("cu_seq_lens_k")
         if broken == "no bounds":
-            return forward(**given)
+            return forward(**keywords)
         bounds[1:-1] += 1
         longest = int(bounds.diff().max())
         late = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-        return forward(**given | late)
+        return forward(**keywords | late)
 
     monkeypatch.setattr(model.model, "forward", mixed)
     assert largest_difference_of_logprobs(model, members) > 1e-2
@@ -158,7 +158,7 @@ def largest_difference_of_logprobs(model: Any, members: list[Rollout]) -> float:
     batch = packed(members, ROWS, pad_to_multiple_of=8)
     with torch.no_grad():
         targets, hidden = loss_token_states(model, trained_rows(batch))
-        found = torch.log_softmax(model.lm_head(hidden), -1)
+        logprobs = torch.log_softmax(model.lm_head(hidden), -1)
     with pytest.MonkeyPatch.context() as restored, torch.no_grad():
         restored.setattr(model.model, "forward", type(model.model).forward.__get__(model.model))
         expected = [
@@ -169,7 +169,7 @@ def largest_difference_of_logprobs(model: Any, members: list[Rollout]) -> float:
             if bit
         ]
     assert targets.tolist() == [token for _, token in expected]
-    return float((found - torch.stack([every for every, _ in expected])).abs().max())
+    return float((logprobs - torch.stack([every for every, _ in expected])).abs().max())
 
 
 @pytest.mark.parametrize("options", ["{}", WITH_EVERY_PART], ids=["plain", "with every part"])

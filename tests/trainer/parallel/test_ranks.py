@@ -76,8 +76,8 @@ def curve(options: TrainOptions) -> list[list[float]]:
 
 def weights(options: TrainOptions) -> dict[str, torch.Tensor]:
     """The weights of the last checkpoint."""
-    found: dict[str, torch.Tensor] = load_model(options.checkpoint_dir / f"step-{STEPS:06d}" / "model").state_dict()
-    return found
+    trained: dict[str, torch.Tensor] = load_model(options.checkpoint_dir / f"step-{STEPS:06d}" / "model").state_dict()
+    return trained
 
 
 def train_ranks(ranks: int, options: TrainOptions) -> None:
@@ -121,9 +121,9 @@ def reference(service: ServeProcess, models: Path, tmp_path_factory: pytest.Temp
 
 def test_two_ranks_train_like_one(reference: Reference) -> None:
     """Each has a part of every weight, moment and batch. Rounding differs: sums are in another order."""
-    expected, found = curve(reference.one), curve(reference.two)
+    expected, sharded = curve(reference.one), curve(reference.two)
     assert len(expected) == STEPS
-    for line, other in zip(expected, found, strict=True):
+    for line, other in zip(expected, sharded, strict=True):
         assert other == pytest.approx(line, rel=1e-5, abs=1e-6)
     begun, ended, others = load_model(reference.one.model).state_dict(), weights(reference.one), weights(reference.two)
     for name, value in ended.items():

@@ -32,7 +32,7 @@ def test_the_operations_are_those_that_torch_counts(models: Path) -> None:
     model.set_attn_implementation("eager")  # torch counts no attention of sdpa on the CPU
     cost = model_cost(model)
     batch = packed(rollouts(4, seed=0), [[0, 1], [], [2, 3]], pad_to_multiple_of=64)
-    lengths = [len(one.prompt_ids) + len(one.completion_ids) for one in rollouts(4, seed=0)]
+    lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts(4, seed=0)]
     with FlopCounterMode(display=False) as counter:
         for length in lengths:
             model(input_ids=torch.ones(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()

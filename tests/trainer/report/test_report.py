@@ -41,8 +41,8 @@ def trained(folder: Path, model: Path, **fields: Any) -> ScriptedService:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Parameters of the last checkpoint."""
-    found: dict[str, torch.Tensor] = load_model(folder / "checkpoints" / f"step-{STEPS:06d}" / "model").state_dict()
-    return found
+    trained: dict[str, torch.Tensor] = load_model(folder / "checkpoints" / f"step-{STEPS:06d}" / "model").state_dict()
+    return trained
 
 
 def test_all_sinks_and_tables_work_beside_a_training_and_do_not_change_it(

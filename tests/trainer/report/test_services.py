@@ -67,9 +67,9 @@ def test_metrics_are_pushed_without_a_port_and_at_the_end() -> None:
         made.push(f"http://{receiver.address}", 3600.0)
         made.write(figures(4, reward_mean=0.5))
         made.close()
-    (one,) = receiver.came
-    assert one.path.startswith("/metrics/job/replaybuf-trainer/instance/") and one.path.endswith("%3Ar")
-    assert one.samples()["replaybuf_trainer_reward_mean,run=r"] == 0.5
+    (push,) = receiver.came
+    assert push.path.startswith("/metrics/job/replaybuf-trainer/instance/") and push.path.endswith("%3Ar")
+    assert push.samples()["replaybuf_trainer_reward_mean,run=r"] == 0.5
 
 
 @pytest.fixture
@@ -137,12 +137,12 @@ def test_the_page_describes_every_metric_with_its_labels(prometheus: Prometheus)
     described: dict[str, set[str]] = {}
     for names, labels in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]*)\|", PAGE, re.MULTILINE):
         described |= {name: set(re.findall(r"\w+", labels)) for name in re.findall(r"\w+", names)}
-    found: dict[str, set[str]] = {}
+    tags: dict[str, set[str]] = {}
     for sample in scraped(prometheus):
         name, _, labels = re.sub(r"(?<=step_seconds)_(sum|count|bucket)", "", sample).partition("{")
         if not name.endswith("_created"):
-            found.setdefault(name, set()).update(set(re.findall(r"(\w+)=", labels)) - {"le"})
-    assert described == found
+            tags.setdefault(name, set()).update(set(re.findall(r"(\w+)=", labels)) - {"le"})
+    assert described == tags
 
 
 def test_a_taken_port_is_rejected_at_once() -> None:
@@ -157,14 +157,14 @@ def test_a_taken_port_is_rejected_at_once() -> None:
 
 def events(folder: Path) -> list[Any]:
     """Read the event files of a folder: records of length, checksum, bytes, checksum."""
-    found = []
+    lines = []
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
-            found.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+            lines.append(event_pb2.Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
-    return found
+    return lines
 
 
 def test_an_event_file_has_the_scalars_of_each_step(tmp_path: Path) -> None:
