@@ -75,15 +75,19 @@ class GroupStore:
             published_groups = await self._append_in_buckets(self.buckets, run, groups, published, now_s, checked_at)
         else:
             published_groups = await self._append_at_once(run, groups, published, now_s, checked_at)
-        results = [
-            AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None)
-            for item, (entry, outcome, number) in zip(groups, published_groups, strict=True)
-        ]
-        stored = {result.number: result.entry for result in results if result.entry}
-        if stored:  # before anything is answered `stored`
-            known, newest = self._connection.known, max(stored)
-            known.advance(run, Ends(0, newest, stored[newest].strings.payload_key, known.of(run).incarnation))
-        repeated = [position for position, result in enumerate(results) if not result.stored]
+        results: list[AppendResult] = []
+        repeated: list[int] = []
+        newest, newest_key = 0, ""
+        for position, (item, (entry, outcome, number)) in enumerate(zip(groups, published_groups, strict=True)):
+            stored = outcome == 1
+            results.append(AppendResult(item.group_id, stored, number, entry=entry if stored else None))
+            if not stored:
+                repeated.append(position)
+            elif number > newest:
+                newest, newest_key = number, entry.strings.payload_key
+        if newest:  # before anything is answered `stored`
+            known = self._connection.known
+            known.advance(run, Ends(0, newest, newest_key, known.of(run).incarnation))
         if repeated:
             outcomes = [(groups[position].names, results[position].number) for position in repeated]
             for position, result in zip(repeated, await self._confirm(run, outcomes), strict=True):
