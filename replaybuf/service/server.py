@@ -44,7 +44,7 @@ SWITCH_INTERVAL_S = 0.0005
 KEPT_BYTES = 256 << 20
 TOP_PAD_BYTES = 16 << 20
 """Size of the pieces in which glibc asks the system for memory."""
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 USES_SAVED_S = 60.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -134,7 +134,6 @@ def keep_freed_memory() -> None:
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             mallopt(option, KEPT_BYTES)
         mallopt(_M_TOP_PAD, TOP_PAD_BYTES)
-        mallopt(_M_ARENA_MAX, 1)  # threads write bodies: a heap of their own would be returned with each
 
 
 class _Server(uvicorn.Server):
