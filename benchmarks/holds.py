@@ -97,6 +97,7 @@ class Watch:
             if held_s > BOUND_MS / 2e3 and frame:
                 stack = " < ".join(f"{f.name}:{f.lineno}" for f in reversed(traceback.extract_stack(frame)[-7:]))
                 self.stacks[stack] = max(self.stacks.get(stack, 0.0), held_s)
+            del frame  # its columns would stay in use
 
 
 class Trial:

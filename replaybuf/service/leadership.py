@@ -61,10 +61,15 @@ class Leadership:
 
         Returns the quiet runs whose streams have changed: nothing else looks at them often.
         """
-        due_s = min((run.lease.due_in_s() for name, run in runs.items() if name not in self._free), default=math.inf)
+        leases = [run.lease for name, run in runs.items() if name not in self._free]
+        # Attributes and no calls: a server may have thousands of runs.
+        asks_at_s = min([lease.asks_at_s for lease in leases], default=math.inf)
+        due_s = asks_at_s - leases[0].now_s() if leases else math.inf
         await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
-        due = [run for name, run in runs.items() if name not in self._free and run.lease.due(TOGETHER_S)]
         self._changed = []
+        if due_s > LONGEST_PAUSE_S:
+            return []  # only new runs may be due: look again
+        due = [run for name, run in runs.items() if name not in self._free and run.lease.due(TOGETHER_S)]
         for run in await self.renew(due):
             self._free[run.name] = run
             self._any_free.set()
@@ -146,8 +151,10 @@ class Leadership:
         expecting = not ours and self._servers.expects(run.name, lease.holder)
         run.lease.extend(lease.left_s, asked_s, EXPECTING_S if expecting else RENEWAL_S)
         run.lease.holder = lease.holder or run.lease.holder
+        if ours:
+            return
         journal, leader_url = run.journal, _url_of(lease.holder)
-        if ours or (leader_url == journal.leader_url and not journal.leading):
+        if leader_url == journal.leader_url and not journal.leading:
             return
         if journal.leading:
             logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)

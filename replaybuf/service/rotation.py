@@ -47,8 +47,10 @@ class Rotation:
     def next(self, runs: Mapping[str, Run]) -> list[Run]:
         """Return the runs of the next round."""
         self._round = (self._round + 1) % self._rounds
-        turn = [*runs.values()][self._round :: self._rounds]
-        for run in turn:
-            self._busy.add(run)
-        quiet = [run for run in turn if run.quiet()]
+        quiet: list[Run] = []
+        for run in [*runs.values()][self._round :: self._rounds]:
+            if run.quiet():
+                quiet.append(run)
+            else:
+                self._busy.add(run)
         return quiet + self._busy.list()

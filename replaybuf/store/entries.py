@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.rows.index import ENTRY, Numbers
+from replaybuf.kernel.rows.index import ENTRY, Numbers, source_of
 from replaybuf.kernel.rows.index import encode_entry as encode_values
 from replaybuf.store.keys import payload_prefixes, prompts_done
 from replaybuf.wire.group import Group
@@ -52,10 +52,11 @@ _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class NewEntry(msgspec.Struct, frozen=True, gc=False):
-    """The entry of a group that was just stored: the bytes of one `ENTRY` and its strings."""
+    """The entry of a group that was just stored: the bytes of one `ENTRY` and its strings, and the group's source."""
 
     values: bytes
     strings: EntryStrings
+    source: str = ""
 
 
 Names = tuple[str, str]
@@ -191,12 +192,13 @@ def new_entries(
     for item, payload_key in zip(groups, payload_keys, strict=True):
         group, size = item.group, len(item.frame)
         published_version = published.get(group.adapter, 0)
-        values = encode_values(group, size, item.crc32c, published_version, now_s, admitted=admitted)
+        source = source_of(group)
+        values = encode_values(group, size, item.crc32c, published_version, now_s, source=source, admitted=admitted)
         lengths = group.lengths.astype("<i4").tobytes()
         strings = EntryStrings(
             item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths, item.ticket_s
         )
-        entries.append(NewEntry(values, strings))
+        entries.append(NewEntry(values, strings, source))
     return entries
 
 

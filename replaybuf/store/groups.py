@@ -30,7 +30,7 @@ from replaybuf.store.entries import (
 from replaybuf.store.loss.ends import Ends
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.faults import dropped_payload
-from replaybuf.store.redis.pipeline import read_values, receive, send
+from replaybuf.store.redis.pipeline import read_values
 from replaybuf.store.spill import SpilledFrames
 
 READ_CHUNK_ENTRIES = 5_000
@@ -75,15 +75,19 @@ class GroupStore:
             published_groups = await self._append_in_buckets(self.buckets, run, groups, published, now_s, checked_at)
         else:
             published_groups = await self._append_at_once(run, groups, published, now_s, checked_at)
-        results = [
-            AppendResult(item.group_id, outcome == 1, number, entry=entry if outcome == 1 else None)
-            for item, (entry, outcome, number) in zip(groups, published_groups, strict=True)
-        ]
-        stored = {result.number: result.entry for result in results if result.entry}
-        if stored:  # before anything is answered `stored`
-            known, newest = self._connection.known, max(stored)
-            known.advance(run, Ends(0, newest, stored[newest].strings.payload_key, known.of(run).incarnation))
-        repeated = [position for position, result in enumerate(results) if not result.stored]
+        results: list[AppendResult] = []
+        repeated: list[int] = []
+        newest, newest_key = 0, ""
+        for position, (item, (entry, outcome, number)) in enumerate(zip(groups, published_groups, strict=True)):
+            stored = outcome == 1
+            results.append(AppendResult(item.group_id, stored, number, entry=entry if stored else None))
+            if not stored:
+                repeated.append(position)
+            elif number > newest:
+                newest, newest_key = number, entry.strings.payload_key
+        if newest:  # before anything is answered `stored`
+            known = self._connection.known
+            known.advance(run, Ends(0, newest, newest_key, known.of(run).incarnation))
         if repeated:
             outcomes = [(groups[position].names, results[position].number) for position in repeated]
             for position, result in zip(repeated, await self._confirm(run, outcomes), strict=True):
@@ -226,30 +230,28 @@ class GroupStore:
     ) -> AsyncIterator[IndexChunk]:
         """Read the index stream after number `after`, up to number `through`, in chunks of `count` entries.
 
-        On a connection of its own, without redis-py's conversions. While one chunk is parsed Redis prepares the next.
+        While one chunk is parsed, Redis prepares the next.
         """
-        guard, pool = self._connection.run, (await self._connection.client_of(keys.index(run))).connection_pool
-        connection: Any = await guard(pool.get_connection())  # type: ignore[no-untyped-call]
-        last = "+" if through is None else f"{through}-0"
-        command = ["XRANGE", keys.index(run), f"({after}-0", last, "COUNT", count]
-        ends = self._connection.words_of(run, "rb_ends")
-        pending = True
+        reading: asyncio.Task[Any] | None = asyncio.create_task(self._read_chunk(run, f"({after}-0", through, count))
         try:
-            await guard(send(connection, [command, ends]))
-            while pending:
-                raw, entries = await guard(receive(connection, 2))
-                pending = False
-                self._connection.check_reply(run, "", entries)
+            while reading:
+                raw, reading = await reading, None
                 if len(raw) == count:
-                    pending = True
-                    command[2] = b"(" + raw[-1][0]
-                    await guard(send(connection, [command, ends]))
+                    reading = asyncio.create_task(self._read_chunk(run, b"(" + raw[-1][0], through, count))
                 if raw:
                     yield read_chunk(raw, run)
         finally:
-            if pending:  # the consumer stopped early: a reply is on its way
-                await connection.disconnect()
-            await pool.release(connection)
+            if reading:  # the consumer stopped early, or was cancelled
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read_chunk(self, run: str, after: str | bytes, through: int | None, count: int) -> Any:
+        pipe = self._connection.pipeline()
+        pipe.response_callbacks = {}  # `read_chunk` takes the parser's form
+        last = "+" if through is None else f"{through}-0"
+        pipe.execute_command("XRANGE", keys.index(run), after, last, "COUNT", count)
+        (raw,) = await self._connection.read(run, pipe)
+        return raw
 
     async def read_entries(self, run: str, numbers: Sequence[int]) -> list[IndexEntry]:
         """Read the index entries of these groups, in this order, without trimmed ones; `ENTRIES_AT_ONCE` per call."""

@@ -9,11 +9,12 @@ import redis
 import redis.asyncio as aioredis
 
 from replaybuf.store import EmbeddedServer, Store
+from replaybuf.store.redis.connection import Connection
 from replaybuf.store.redis.pipeline import read_values
 from tests.store.test_store import with_store
 
 
-def test_pipelines_in_turn_ask_the_pool_for_one_connection(
+def test_pipelines_and_single_commands_in_turn_ask_the_pool_for_one_connection(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The locks and metrics of the pool take longer than a command."""
@@ -31,7 +32,8 @@ def test_pipelines_in_turn_ask_the_pool_for_one_connection(
             pipe.execute_command("SET", "kept", number)
             pipe.execute_command("GET", "kept")
             assert await pipe.execute() == [True, str(number).encode()]
-        assert len(asked) == 1
+            assert await store.connection.client.get("kept") == str(number).encode()
+        assert len(asked) <= 1  # opening the store may have asked already
 
     with_store(server, work)
 
@@ -102,3 +104,27 @@ def test_several_large_arguments_of_one_command_arrive_in_their_order(server: Em
         assert listed == [first, b"7", "ä".encode(), bytes(last), first, bytes(last), b""]
 
     with_store(server, work)
+
+
+def test_a_silent_node_of_a_cluster_fails_within_the_timeout() -> None:
+    """No command waits without a bound, the first on a connection neither."""
+    never = asyncio.Event()
+
+    async def work() -> None:
+        async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await never.wait()
+            writer.close()
+
+        silent = await asyncio.start_server(keep_silent, "127.0.0.1", 0)
+        port = silent.sockets[0].getsockname()[1]
+        connection = Connection(f"redis+cluster://127.0.0.1:{port}", command_timeout_s=0.1)
+        assert connection.cluster
+        with pytest.raises(redis.TimeoutError):
+            async with asyncio.timeout(10.0):
+                await connection.cluster.node(("127.0.0.1", port)).exchange([("PING",)])
+        await connection.close()
+        never.set()
+        silent.close()
+        await silent.wait_closed()
+
+    asyncio.run(work())

@@ -108,9 +108,19 @@ def source_of(group: Group) -> str:
 
 
 def encode_entry(
-    group: Group, frame_bytes: int, crc32c: int, published_version: int, now_s: float, *, admitted: bool = False
+    group: Group,
+    frame_bytes: int,
+    crc32c: int,
+    published_version: int,
+    now_s: float,
+    *,
+    source: str = "",
+    admitted: bool = False,
 ) -> bytes:
-    """Return the bytes of the index entry of a group; `admitted`: the service stores it, no direct writer."""
+    """Return the bytes of the index entry of a group.
+
+    `source`: that of `source_of`. `admitted`: the service stores it, no direct writer.
+    """
     lengths = group.lengths.tolist()
     scores = summarize_scores(group)
     return ENTRY_STRUCT.pack(
@@ -128,7 +138,7 @@ def encode_entry(
         scores["reward_std"],
         scores["advantage_abs_mean"],
         hash_name(group.adapter),
-        hash_name(source_of(group)),
+        hash_name(source),
         group.finish_reasons.count("length"),
         bits_of_group(group) | (ADMITTED_BIT if admitted else 0),
     )

@@ -167,7 +167,8 @@ class GroupMatcher:
         needs_rows = self.query.lacks is not None or self.query.contains is not None
         if high < low or wanted not in (None, *_FREED_STATES) or needs_rows:
             return np.empty(0, np.int64)
-        codes = np.frombuffer(state.pool.freed_as, np.uint8)[low - state.trimmed : high - state.trimmed + 1]
+        # A copy: nobody may trim `freed_as` while an array views it, and a traceback may keep this one.
+        codes = np.frombuffer(state.pool.freed_as[low - state.trimmed : high - state.trimmed + 1], np.uint8)
         retired, purged = codes == state.pool.reasons.index(RETIRED), (codes & PURGED) > 0
         dropped = (codes > 0) & ~retired & ~purged
         masks = {None: codes > 0, "retired": retired, "evicted": dropped, "dead_lettered": purged}

@@ -23,7 +23,7 @@ from replaybuf.logs import RequestIds, request_id
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.body_budget import BodyBudget, BodyShare
 from replaybuf.service.http.body.decoders import DecoderPool
-from replaybuf.service.http.body.requests import check_query
+from replaybuf.service.http.body.requests import check_query, header
 from replaybuf.service.http.call.call_guard import Guard
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.call.metrics import Exposition
@@ -107,18 +107,18 @@ class Application:
 
     async def _call(self, call: Call, request: Request) -> Response:
         """Authorise, handle and count a call."""
-        watch, status, scope, headers = started(), 500, request.scope, request.headers
+        watch, status, scope = started(), 500, request.scope
         run = scope["path_params"].get("run")
-        request_id.set(_request_id(headers.get("x-request-id")) or self._request_ids.new())
+        request_id.set(_request_id(header(request, b"x-request-id")) or self._request_ids.new())
         share = self._bodies.share(*_holders(scope.get("client"), run))
-        permission = self._guard.permission(headers.get("authorization"), run, call)
+        permission = self._guard.permission(header(request, b"authorization") or None, run, call)
         state = scope.setdefault("state", {})  # what `request.state` shows
         state |= {"body_share": share, "permission": permission, "caller": Caller()}
         try:
             state["caller"] = self._guard.check(request, permission)
             if call.query is not None:
                 check_query(request, call.query)
-            with share, spans.answer(call.method, call.path, headers, run or ""):
+            with share, spans.answer(call.method, call.path, request.headers, run or ""):
                 response = await self._handle(call, request, share)
             if call.method == "GET":
                 permission.check()  # the answer may be of the turn in which the permission ended
@@ -198,9 +198,9 @@ def _holders(client: tuple[str, int] | None, run: str | None) -> list[str]:
     return [*([client[0]] if client else []), run or ""]
 
 
-def _request_id(sent: str | None) -> str:
+def _request_id(sent: str) -> str:
     """Return the id that the caller gave its request; "" for none, or one that is no plain word."""
-    return sent if sent and _REQUEST_ID.fullmatch(sent) else ""
+    return sent if _REQUEST_ID.fullmatch(sent) else ""
 
 
 def _methods(call: Call) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from replaybuf.errors import (
@@ -42,6 +42,20 @@ from replaybuf.wire.decoding import collector_paused
 from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord, newest_group
 
 logger = logging.getLogger(__name__)
+
+
+class LossRecorder:
+    """Hands a `DataLost` of its body to `record`. Not a generator: each append enters it."""
+
+    def __init__(self, record: Callable[[DataLost], None]) -> None:
+        self._record = record
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if isinstance(error, DataLost):
+            self._record(error)
 
 
 class Journal:
@@ -75,6 +89,7 @@ class Journal:
         self.changes = 0
         self.listeners: list[Callable[[], None]] = []
         self.snapshot: Snapshot | None = None
+        self._loss_recorder = LossRecorder(self.lose)
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._uncertain = False
@@ -163,14 +178,9 @@ class Journal:
             logger.critical("%s", error.detail)
         self.lost = error
 
-    @contextlib.contextmanager
-    def recording_loss(self) -> Iterator[None]:
+    def recording_loss(self) -> LossRecorder:
         """Record a `DataLost` that the body raises, so that the next request reports it at once."""
-        try:
-            yield
-        except DataLost as error:
-            self.lose(error)
-            raise
+        return self._loss_recorder
 
     def check_ends(self, shown: Ends | DataLost | LedgerGap) -> None:
         """Raise the loss that a check of the ends returned; clear the last one if there is none."""

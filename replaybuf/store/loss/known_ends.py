@@ -36,7 +36,7 @@ class KnownEnds:
 
         Ends of an older incarnation, from work that began before the run was deleted, are ignored.
         """
-        known = self.of(run)
+        known = self._ends.get(run, NO_ENDS)
         if ends == known or ends.incarnation < known.incarnation:
             return
         if ends.incarnation > known.incarnation:

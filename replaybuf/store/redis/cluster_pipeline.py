@@ -12,13 +12,11 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import redis.asyncio as aioredis
 from redis.exceptions import AskError, MovedError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.store.redis.cluster import Cluster
-from replaybuf.store.redis.pipeline import FastPipeline, Send
 from replaybuf.store.redis.sentinel_answers import Address
 
 T = TypeVar("T")
@@ -105,19 +103,6 @@ class Router:
             return [error] * len(sent), []
         own = [reply for reply, command in zip(replies, words, strict=False) if command is not _ASKING]
         return own, replies[len(words) :]
-
-
-class ClusterClient(aioredis.Redis):
-    """redis-py's commands, each sent to the node of its key."""
-
-    def __init__(self, pool: aioredis.ConnectionPool, send: Send) -> None:
-        super().__init__(connection_pool=pool)
-        self._send = send
-
-    async def execute_command(self, *words: Any, **options: Any) -> Any:
-        """Send one command."""
-        (reply,) = await FastPipeline(self, self._send).execute_command(*words, **options).execute()
-        return reply
 
 
 def key_of(words: Sequence[Any]) -> str | bytes | None:

@@ -31,7 +31,7 @@ from replaybuf.store.loss.ends import Ends, read_known
 from replaybuf.store.loss.known_ends import KnownEnds
 from replaybuf.store.redis.awake import keep_awake
 from replaybuf.store.redis.cluster import Cluster
-from replaybuf.store.redis.cluster_pipeline import ClusterClient, Router
+from replaybuf.store.redis.cluster_pipeline import Router
 from replaybuf.store.redis.durability import STRICT, Barrier, WritePolicy
 from replaybuf.store.redis.faults import (
     fenced,
@@ -50,7 +50,7 @@ from replaybuf.store.redis.inspection import (
     load_library,
     load_on_cluster,
 )
-from replaybuf.store.redis.pipeline import FastPipeline, IdleConnections
+from replaybuf.store.redis.pipeline import ExchangeClient, FastPipeline, IdleConnections
 from replaybuf.store.redis.server import ServerReport, check_role, check_version
 from replaybuf.store.topology import URL_FORMS, parse_topology
 
@@ -111,15 +111,13 @@ class Connection:
         }
         retry, timeout_s = Retry(NoBackoff(), 0), self.command_timeout_s
         try:
-            self.client = self._topology.open_client(socket_timeout=timeout_s, retry=retry, **common)
+            self._blocking = self._topology.open_client(socket_timeout=None, retry=retry, **common)
+            pool = self._topology.open_client(socket_timeout=timeout_s, retry=retry, **common).connection_pool
         except ValueError:  # its message may hold a part of the password
             detail = f"redis_url is {self.url!r}; use {URL_FORMS}"
             raise Invalid(detail, name="redis_url", value=self.url, bound=URL_FORMS) from None
-        self._send = IdleConnections(self.client.connection_pool).exchange
-        if self.cluster:
-            self._send = Router(self.cluster).exchange
-            self.client = ClusterClient(self.client.connection_pool, self._send)
-        self._blocking = self._topology.open_client(socket_timeout=None, retry=retry, **common)
+        self._send = (Router(self.cluster) if self.cluster else IdleConnections(pool)).exchange
+        self.client = ExchangeClient(pool, self._send)
         self.payload_client = self._topology.open_blocking_client(
             socket_timeout=timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
         )

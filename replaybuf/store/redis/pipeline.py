@@ -1,7 +1,8 @@
 """A fast pipeline of Redis commands.
 
 A batch takes hundreds of commands. redis-py runs hooks for scripts, transactions, retries and metrics around each of
-them, which takes three times as long. `FastPipeline` packs its commands and reads their replies itself.
+them, which takes three times as long. `FastPipeline` packs its commands and reads their replies itself, and single
+commands go the same way.
 
 Replies have no names: an unread reply would answer the next command. So a connection is closed when a write or a read
 on it fails, times out or is cancelled.
@@ -17,6 +18,7 @@ import hiredis
 import redis
 import redis.asyncio as aioredis
 from redis.asyncio.client import Pipeline
+from redis.asyncio.connection import DefaultParser
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -35,6 +37,15 @@ Send: TypeAlias = Callable[[Sequence[Sequence[Any]]], Awaitable[list[Any]]]
 """Sends commands and returns their replies, errors too."""
 
 
+class ReplyParser(DefaultParser):  # type: ignore[misc, valid-type]
+    """redis-py's parser of replies. Connections show it as `reply_parser`: their own method takes four more calls."""
+
+    def on_connect(self, connection: Any) -> None:
+        """Begin to read the replies of a connection."""
+        super().on_connect(connection)
+        connection.reply_parser = self
+
+
 class IdleConnections:
     """Connections of a pool that pipelines use again without the pool: its locks and metrics cost more than a command.
 
@@ -42,33 +53,76 @@ class IdleConnections:
     """
 
     def __init__(self, pool: aioredis.ConnectionPool) -> None:
+        pool.connection_kwargs["parser_class"] = ReplyParser
         self._pool = pool
         self._idle: list[Any] = []
+        self._timeout_s: float | None = None
 
-    async def take(self) -> Any:
+    async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send commands on one connection and return their replies as the parser returns them, errors too.
+
+        The sending may take the `socket_timeout` of the pool, and each reply; up to an eighth less after what came at
+        once.
+        """
+        pieces = pack(commands)
+        connection = await self._take()
+        timeout_s, now_s = self._timeout_s, asyncio.get_running_loop().time
+        replies: list[Any] = []
+        try:
+            # One timer, set again after a while: redis-py makes one for each reply, which takes longer than the reply.
+            async with asyncio.timeout(timeout_s) as timer:
+                await connection.send_packed_command(pieces, check_health=False)
+                began_s, read = now_s(), connection.reply_parser.read_response
+                for _ in commands:
+                    if timeout_s is not None and now_s() > began_s + _SET_AGAIN * timeout_s:
+                        began_s = now_s()
+                        timer.reschedule(began_s + timeout_s)
+                    replies.append(await read())
+        except BaseException as error:
+            raise await self._close(connection, error) from error
+        self._idle.append(connection)
+        return replies
+
+    async def _take(self) -> Any:
         """Return a connection that is open and has no unread reply."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_connected and not await connection.can_read():
-                return connection
+            try:
+                if not await connection.reply_parser.can_read():
+                    return connection
+            except OSError:  # it was closed with the pool
+                pass
             await connection.disconnect()
-            await self._pool.release(connection)
-        return await self._pool.get_connection()  # type: ignore[no-untyped-call]
+            await self._release(connection)
+        connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+        self._timeout_s, connection.socket_timeout = connection.socket_timeout, None  # `exchange` has its own timer
+        return connection
 
-    async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Send commands on one connection and return their replies, errors too."""
-        connection = await self.take()
-        try:
-            return await _exchange(connection, commands, len(commands))
-        finally:
-            await self.give_back(connection)
+    async def _close(self, connection: Any, error: BaseException) -> BaseException:
+        """Close a connection whose next reply may answer another command; return the error to raise."""
+        await connection.disconnect(nowait=True)
+        await self._release(connection)
+        if isinstance(error, TimeoutError):
+            return RedisTimeoutError(f"no answer within {self._timeout_s} s")
+        return RedisConnectionError(str(error)) if isinstance(error, OSError) else error
 
-    async def give_back(self, connection: Any) -> None:
-        """Keep a connection for the next pipeline, unless it is closed."""
-        if connection.is_connected:
-            self._idle.append(connection)
-        else:
-            await self._pool.release(connection)
+    async def _release(self, connection: Any) -> None:
+        connection.socket_timeout = self._timeout_s
+        await self._pool.release(connection)
+
+
+class ExchangeClient(aioredis.Redis):
+    """redis-py's single commands, each sent on the road of pipelines."""
+
+    def __init__(self, pool: aioredis.ConnectionPool, send: Send) -> None:
+        super().__init__(connection_pool=pool)
+        self.auto_close_connection_pool = True
+        self._send = send
+
+    async def execute_command(self, *words: Any, **options: Any) -> Any:
+        """Send one command."""
+        (reply,) = _raise_first(await self._send([(*words[0].split(), *words[1:])]))
+        return _convert(self.response_callbacks, reply, words[0], options)
 
 
 class FastPipeline(Pipeline):
@@ -96,56 +150,18 @@ class FastPipeline(Pipeline):
             _raise_first(replies[first : len(replies) - last])
         if not self.response_callbacks:
             return replies
-        return [self._convert(reply, *command) for reply, command in zip(replies, commands, strict=True)]
-
-    def _convert(self, reply: Any, words: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Give a reply the form that redis-py gives it for this command."""
-        callback = None if isinstance(reply, Exception) else self.response_callbacks.get(words[0])
-        if callback is None:
-            return reply
-        return callback(reply, **{name: value for name, value in options.items() if name != "keys"})
+        return [
+            _convert(self.response_callbacks, reply, words[0], options)
+            for reply, (words, options) in zip(replies, commands, strict=True)
+        ]
 
 
-async def send(connection: Any, commands: Iterable[Sequence[Any]]) -> None:
-    """Send commands on an open connection."""
-    await _exchange(connection, commands, 0)
-
-
-async def receive(connection: Any, count: int) -> list[Any]:
-    """Read `count` replies as the parser returns them. Raises the first error among them."""
-    return _raise_first(await _exchange(connection, (), count))
-
-
-async def _exchange(connection: Any, commands: Iterable[Sequence[Any]], count: int) -> list[Any]:
-    """Send commands, then read `count` replies as the parser returns them, errors too.
-
-    The sending may take `socket_timeout`, and each reply; up to an eighth less after what came at once.
-    """
-    pieces = [piece for command in commands for piece in _pack(command)]
-    replies: list[Any] = []
-    timeout_s, now_s, parser = connection.socket_timeout, asyncio.get_running_loop().time, connection._parser
-    try:
-        # One timer, set again after a while: redis-py makes one for each reply, which takes longer than the reply.
-        async with asyncio.timeout(timeout_s) as timer:
-            if pieces:
-                await connection._send_packed_command(pieces)
-            began_s = now_s()
-            for _ in range(count):
-                if timeout_s is not None and now_s() > began_s + _SET_AGAIN * timeout_s:
-                    began_s = now_s()
-                    timer.reschedule(began_s + timeout_s)
-                replies.append(await parser.read_response())
-    except BaseException as error:
-        raise await _close(connection, error) from error
-    return replies
-
-
-async def _close(connection: Any, error: BaseException) -> BaseException:
-    """Close a connection whose next reply may answer another command; return the error to raise."""
-    await connection.disconnect(nowait=True)
-    if isinstance(error, TimeoutError):
-        return RedisTimeoutError(f"no answer within {connection.socket_timeout} s")
-    return RedisConnectionError(str(error)) if isinstance(error, OSError) else error
+def _convert(callbacks: Mapping[Any, Any], reply: Any, command: Any, options: Mapping[str, Any]) -> Any:
+    """Give a reply the form that redis-py gives it for this command."""
+    callback = None if isinstance(reply, Exception) else callbacks.get(command)
+    if callback is None:
+        return reply
+    return callback(reply, **{name: value for name, value in options.items() if name != "keys"})
 
 
 def read_values(client: redis.Redis, names: Iterable[str], last: Sequence[Any]) -> tuple[list[bytes | None], Any]:
@@ -156,7 +172,7 @@ def read_values(client: redis.Redis, names: Iterable[str], last: Sequence[Any]) 
     commands = [*(("GET", name) for name in names), last]
     connection: Any = client.connection_pool.get_connection()
     try:
-        connection.send_packed_command([piece for command in commands for piece in _pack(command)])
+        connection.send_packed_command(pack(commands))
         replies = [_read_value(connection) for _ in commands]
     except BaseException:
         connection.disconnect()  # replies that are not read would answer other commands
@@ -183,25 +199,25 @@ def _raise_first(replies: list[Any]) -> list[Any]:
     return replies
 
 
-def _pack(words: Sequence[Any]) -> list[Any]:
-    """Pack a command, without a copy of its large arguments."""
-    large = [place for place, word in enumerate(words) if word.__class__ in _BYTES and len(word) > _LARGE_BYTES]
-    if not large:
-        return [hiredis.pack_command(tuple(words))]
-    pieces, start = [b"*%d\r\n" % len(words)], 0
-    for place in large:
-        word = words[place]
-        if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
-            raise TooLarge(
-                f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
-                name="redis",
-                value=len(word),
-                bound=LARGEST_STORED_BYTES,
-            )
-        pieces[-1] += b"%b$%d\r\n" % (_pack_words(words[start:place]), len(word))
-        pieces += word, b"\r\n"
-        start = place + 1
-    pieces[-1] += _pack_words(words[start:])
+def pack(commands: Iterable[Sequence[Any]]) -> list[Any]:
+    """Pack commands, without a copy of their large arguments."""
+    pieces: list[Any] = []
+    for words in commands:
+        start = 0
+        for place, word in enumerate(words):
+            if word.__class__ not in _BYTES or len(word) <= _LARGE_BYTES:
+                continue
+            if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
+                raise TooLarge(
+                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
+                    name="redis",
+                    value=len(word),
+                    bound=LARGEST_STORED_BYTES,
+                )
+            before = b"\r\n" if start else b"*%d\r\n" % len(words)
+            pieces += b"%b%b$%d\r\n" % (before, _pack_words(words[start:place]), len(word)), word
+            start = place + 1
+        pieces.append(b"\r\n" + _pack_words(words[start:]) if start else hiredis.pack_command(tuple(words)))
     return pieces
 
 

@@ -57,6 +57,13 @@ class _Parser:
             raise RedisConnectionError("Connection closed by server.")
         return await link.receive()
 
+    async def can_read(self) -> bool:
+        """Check whether a reply, or the end of the connection, has come."""
+        link = self._connection.link
+        if link is None:
+            raise OSError("Buffer is closed.")
+        return bool(link.replies) or link.broken
+
     def on_disconnect(self) -> None:
         """Do nothing."""
 
@@ -69,6 +76,7 @@ class _Connection(aioredis.Connection):
         self._server = server
         self.link: Link | None = None
         self._parser: Any = _Parser(self)
+        self.reply_parser = self._parser
 
     @property
     def is_connected(self) -> bool:
@@ -101,15 +109,12 @@ class _Connection(aioredis.Connection):
             raise RedisConnectionError("Buffer is closed.")
         return bool(self.link.replies) or self.link.broken
 
-    async def _send_packed_command(self, command: Iterable[Any]) -> None:
-        if self.link is None:
-            raise RedisConnectionError("Connection closed by server.")
-        self.link.send(split(command))
-
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Send commands; connect first if necessary."""
         await self.connect()
-        await self._send_packed_command([command] if isinstance(command, bytes) else command)
+        if self.link is None:
+            raise RedisConnectionError("Connection closed by server.")
+        self.link.send(split([command] if isinstance(command, bytes) else command))
 
 
 class _BlockingConnection(redis.Connection):

@@ -90,12 +90,14 @@ class BodyParts:
     """
 
     def __init__(self, request: Request, limit_bytes: int, held_bytes: int) -> None:
-        self._request = request
+        self._receive = request.receive
         self._limit_bytes = limit_bytes
         self._held_bytes = held_bytes
-        self._share: BodyShare = request.state.body_share
-        self._permission: Permission = request.state.permission
+        state = request.scope["state"]
+        self._share: BodyShare = state["body_share"]
+        self._permission: Permission = state["permission"]
         self._declared_bytes = declared_bytes(request)
+        self._most_bytes = min(self._declared_bytes or limit_bytes, held_bytes)
         self._size_bytes = 0
         self._more = True
 
@@ -107,7 +109,7 @@ class BodyParts:
             self._check(self._declared_bytes)
             await self._hold()
         while self._more:
-            message = await self._request.receive()
+            message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             part: bytes = message.get("body", b"")
@@ -116,7 +118,9 @@ class BodyParts:
                 self._size_bytes += len(part)
                 if self._size_bytes > self._declared_bytes:  # what it declares is checked
                     self._check(self._size_bytes)
-                await self._hold()
+                self._share.read_bytes = self._size_bytes
+                if self._share.held_bytes < self._most_bytes:
+                    await self._hold()
                 self._permission.check()
                 return part
         raise StopAsyncIteration
@@ -128,16 +132,14 @@ class BodyParts:
 
     async def _hold(self) -> None:
         """Take room for what has arrived and the next step."""
-        self._share.read_bytes = self._size_bytes
-        most = max(self._declared_bytes or self._limit_bytes, self._size_bytes)
-        needed_bytes = min(self._size_bytes + STEP_BYTES, most, self._held_bytes)
+        needed_bytes = min(self._size_bytes + STEP_BYTES, self._most_bytes)
         if needed_bytes > self._share.held_bytes:
             await self._share.hold(needed_bytes)
 
 
 def declared_bytes(request: Request) -> int:
     """Return the size of the body that a request declares; 0 if it declares none."""
-    declared = request.headers.get("content-length", "")
+    declared = header(request, b"content-length")
     return int(declared) if declared.isdigit() else 0
 
 
@@ -190,7 +192,16 @@ def media_type(request: Request, accepted: set[str]) -> str:
 
 def declared_media_type(request: Request) -> str:
     """Return the media type of the body without its parameters; "" for none."""
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return header(request, b"content-type").partition(";")[0].strip().lower()
+
+
+def header(request: Request, name: bytes) -> str:
+    """Return the first header of this name, in lower case; "" for none. starlette's `headers` takes three calls."""
+    for sent, value in request.scope["headers"]:
+        if sent == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
 
 
 def check_query(request: Request, accepted: Sequence[Number | Real | Text]) -> None:

@@ -127,7 +127,7 @@ class Connection(HttpToolsProtocol):
         if self._ended:
             return
         self._unset_keepalive_if_required()
-        if self._room(len(data)) >= len(data):  # almost always
+        if self._phase is Phase.BODY or len(data) <= self._limits.max_head_bytes - self._head_bytes:  # almost always
             self._parse(data)
             return
         left = memoryview(data)
@@ -143,7 +143,7 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, piece: bytes | memoryview) -> None:
         self._read_bytes = self._chunks = 0
-        was_body, was_idle = self._phase is Phase.BODY, self._is_idle()
+        was_body, was_idle = self._phase is Phase.BODY, self._phase is Phase.DONE and self.cycle.response_complete
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:

@@ -24,7 +24,6 @@ from replaybuf.errors import (
     TooLarge,
 )
 from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room, limits_room
-from replaybuf.kernel.rows.index import source_of
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, RUN_FINISHED, AdmissionCheck, Incoming
@@ -248,11 +247,12 @@ class Appends:
             appended = await journal.store.groups.append(
                 journal.name, items, journal.state.published, journal.clock.wall(), checked_at
             )
-        self._side_state.duplicates += sum([not (outcome.stored or outcome.taken) for outcome in appended])
         await journal.ingest(appended)
-        for item in items:
-            if source := source_of(item.group):
-                journal.presence.record_source(source)
+        for outcome in appended:
+            if outcome.entry is None:
+                self._side_state.duplicates += not outcome.taken
+            elif outcome.entry.source:
+                journal.presence.record_source(outcome.entry.source)
         return appended
 
     async def _fitting(self, items: Sequence[PendingGroup], loads: Sequence[Load]) -> tuple[int, NoRoom | None]:
