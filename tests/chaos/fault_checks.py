@@ -36,7 +36,10 @@ ANSWERS = {
 BUSY = 503
 """May answer every attack."""
 EXPECTED_OF_RANKS = frozenset(
-    {"body", "waiting", "fenced", "wrong-step", "gone", "unavailable", "not-leader", "data-lost", "too-many-requests"}
+    {
+        *("body", "waiting", "fenced", "wrong-step", "gone", "too-many-requests"),
+        *("unavailable", "not-leader", "data-lost", "not-durable"),
+    }
 )
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from replaybuf.errors import (
     DataLost,
     Fenced,
-    LedgerGap,
     NotFound,
     NotLeader,
     ReplaybufError,
@@ -172,9 +171,9 @@ class Journal:
             self.lose(error)
             raise
 
-    def check_ends(self, shown: Ends | DataLost | LedgerGap) -> None:
-        """Raise the loss that a check of the ends returned; clear the last one if there is none."""
-        if isinstance(shown, Exception):
+    def check_ends(self, shown: Ends | ReplaybufError) -> None:
+        """Raise what a check of the ends returned; clear the last loss if there is none."""
+        if isinstance(shown, ReplaybufError):
             raise shown
         self.lost = None
         if not self._entry_key and shown.entry == self.state.entries:  # the snapshot of a run does not hold the key
