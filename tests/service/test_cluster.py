@@ -17,12 +17,15 @@ from replaybuf.cli.main import main
 from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
 from replaybuf.errors import DataLost, ServiceUnavailable
+from replaybuf.kernel.decide.leaders import wanted_leader
 from replaybuf.service.host import Service
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.store import Store, WritePolicy, keys
+from replaybuf.store.redis.connection import text
 from tests.appender import WITHIN_S, Appender
 from tests.clusters import ValkeyCluster
 from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_several_servers import SoonSteady
 from tests.valkeys import Valkey
 from tests.waiting import eventually
 
@@ -224,6 +227,53 @@ def test_any_server_takes_appends_and_columns(
         assert sum(key.endswith(":ref_logprobs") for each in payloads(cluster, "shared").values() for key in each) == 1
     finally:
         second.end()
+
+
+def test_a_run_is_handed_over_between_two_servers(
+    cluster: ValkeyCluster, tmp_path: Path, connect: Callable[[str, str], RunClient]
+) -> None:
+    """Appends go on through both servers meanwhile; the next step is served by either, and nothing is lost."""
+    servers = [SoonSteady(tmp_path / name, "--redis-url", cluster.url, "--wait-replicas", "1") for name in "ab"]
+    with contextlib.ExitStack() as stack:
+        for starting in servers:
+            stack.callback(starting.end)
+            starting.start()
+        first, second = servers
+        announced = cluster.owner(keys.SERVERS).client
+        holders = frozenset(
+            text(holder)
+            for holder in eventually(lambda: announced.hkeys(keys.SERVERS), WITHIN_S, lambda found: len(found) == 2)
+        )
+        wanted = (name for name in map("handed-{}".format, range(100)) if _leads(wanted_leader(name, holders), second))
+        run = connect(first.url, next(wanted))
+        assert run.put(batch={"groups_per_batch": 4}, strategy={"options": {"max_staleness": 9}}).status_code == 201
+        epoch = run.attach()
+        appenders = [Appender(connect(server.url, run.run)) for server in servers]
+        for appender in appenders:
+            appender.start()
+        run.ready_batch(0, epoch)
+        leaders = f"{first.url}/readyz"
+        eventually(
+            lambda: httpx.get(leaders, timeout=WITHIN_S).json()["leaders"][run.run],
+            WITHIN_S,
+            lambda leader: leader == second.url,
+        )
+        for server in (second, first):
+            assert connect(server.url, run.run).ready_batch(0, epoch).is_success
+        assert run.ack(0, epoch).is_success and run.publish(1, epoch).is_success
+        run.ready_batch(1, epoch)
+        for appender in appenders:
+            before = len(appender.acknowledged)
+            eventually(lambda: len(appender.acknowledged) > before, WITHIN_S)  # noqa: B023 - it is called at once
+            appender.stop()
+        print(f"handover: {max(appender.longest_s for appender in appenders):.2f} s without an acknowledgement")
+        assert max(appender.longest_s for appender in appenders) < BLACKOUT_S / 2
+        for appender in appenders:
+            assert not missing(cluster, run, appender.acknowledged)
+
+
+def _leads(holder: str | None, server: ServeProcess) -> bool:
+    return str(holder).partition("@")[2] == server.url
 
 
 def test_a_lost_node_without_a_successor_is_waited_for_with_the_reason(

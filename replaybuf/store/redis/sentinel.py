@@ -30,7 +30,16 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.attention import FRESH_S, WATCH_PERIOD_S, Attention
-from replaybuf.store.redis.sentinel_answers import Address, Answer, View, agreed, as_text, combine, read_answer
+from replaybuf.store.redis.sentinel_answers import (
+    Address,
+    Answer,
+    View,
+    agreed,
+    as_text,
+    combine,
+    find_split,
+    read_answer,
+)
 
 ASK_TIMEOUT_S = 1.0
 GRACE_S = 0.05
@@ -136,6 +145,12 @@ class SentinelPrimary:
             raise RedisConnectionError(self._view.trouble)
         return self.address
 
+    def check_split(self, role: Sequence[Any], info: str) -> None:
+        """Raise redis-py's `ConnectionError` if a replica with an older history may still replace the primary."""
+        if why := find_split(self._view, role, info):
+            host, port = self.current()
+            raise RedisConnectionError(f"{host}:{port} {why}")
+
     async def find(self) -> Address:
         """Return the address of the primary. Raises redis-py's `ConnectionError` while there is none."""
         if not self._watching:
@@ -211,9 +226,10 @@ class SentinelPrimary:
             # The first names a promoted replica as soon as it is one, the second only when the others follow it.
             pipe.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)
             pipe.execute_command("SENTINEL", "MASTER", self._name)
-            address, facts = await pipe.execute(raise_on_error=False)
-            if address is not None and isinstance(facts, dict):
-                return read_answer(address, facts)
+            pipe.execute_command("SENTINEL", "REPLICAS", self._name)
+            address, facts, replicas = await pipe.execute(raise_on_error=False)
+            if address is not None and isinstance(facts, dict) and isinstance(replicas, list):
+                return read_answer(address, facts, replicas)
             watched = await sentinel.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
         except (ResponseError, AuthenticationError) as error:
             return Answer(None, refusal=str(error))
@@ -251,7 +267,10 @@ class AsyncConnection(ToPrimary, aioredis.Connection):
         self._primary.join(self, self._switches)
         await super().on_connect_check_health(check_health=check_health)
         await self.send_command("ROLE", check_health=False)
-        _check_role(await self.read_response(), self)
+        role = await self.read_response()
+        _check_role(role, self)
+        await self.send_command("INFO", "server", "replication", check_health=False)
+        self._primary.check_split(role, as_text(await self.read_response()))
 
     def cut(self) -> None:
         """Abort the transport: its reader gets an error in the next turn of the loop."""
