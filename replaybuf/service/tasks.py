@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, TypeAlias
-
-from replaybuf.errors import ServiceUnavailable
-from replaybuf.service.turns import in_turns
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 1.0
-Work: TypeAlias = Callable[[], Awaitable[None] | None]
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -30,23 +26,6 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 async def do_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines at once to their ends. Raises the first of their errors."""
     raise_first(await asyncio.gather(*work, return_exceptions=True))
-
-
-async def do_in_turn(works: Iterable[Work], *, pass_outages: bool) -> list[ServiceUnavailable]:
-    """Do several pieces of work, one after another, with turns for other tasks.
-
-    `pass_outages`: go on after a `ServiceUnavailable`, of one node of a cluster; returns all of them.
-    """
-    outages = []
-    async for work in in_turns(works):
-        try:
-            if awaitable := work():
-                await awaitable
-        except ServiceUnavailable as error:
-            if not pass_outages:
-                raise
-            outages.append(error)
-    return outages
 
 
 def raise_first(outcomes: Iterable[BaseException | None]) -> None:
