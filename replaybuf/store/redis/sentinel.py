@@ -93,6 +93,8 @@ class SentinelPrimary:
         self._attention = Attention()
         self._joining = threading.Lock()
         self._connections: weakref.WeakSet[ToPrimary] = weakref.WeakSet()
+        self._closed = False
+        self._failure = ""
 
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client whose connections lead to the primary."""
@@ -123,6 +125,7 @@ class SentinelPrimary:
 
     async def close(self) -> None:
         """Stop watching, and close the connections to the sentinels."""
+        self._closed = True  # redis-py may swallow a cancellation
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -166,14 +169,14 @@ class SentinelPrimary:
         return self.current()
 
     async def _watch(self) -> None:
-        while True:
+        while not self._closed:
             await self._attention.pause(in_trouble=bool(self._view.trouble))
             async with self._asking:
                 await self._look()
 
     async def _listen(self, sentinel: aioredis.Redis) -> None:
         """Wait for signs of trouble that a sentinel publishes."""
-        while True:
+        while not self._closed:
             try:
                 async with sentinel.pubsub() as events:
                     await events.subscribe(*_SIGNS)
@@ -184,7 +187,8 @@ class SentinelPrimary:
                 await asyncio.sleep(WATCH_PERIOD_S)
 
     async def _look(self) -> None:
-        before, self._view = self._view, combine(await self._ask_all(), len(self._sentinels), self._name)
+        answers = await self._ask_all()
+        before, self._view = self._view, combine(answers, len(self._sentinels), self._name, self._failure)
         self._asked_s = time.monotonic()
         # Without an answer the last primary is used as before: most likely only the sentinels are away.
         address = self._view.primary or self.address
@@ -233,7 +237,8 @@ class SentinelPrimary:
             watched = await sentinel.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
         except (ResponseError, AuthenticationError) as error:
             return Answer(None, refusal=str(error))
-        except (RedisError, OSError):
+        except (RedisError, OSError) as error:
+            self._failure = str(error)
             return None
         return Answer(None, names=tuple(as_text(facts[b"name"]) for facts in watched))
 

@@ -53,11 +53,14 @@ class View:
     down_after_s: float = 0.0
 
 
-def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
-    """Find the primary in the answers of `asked` sentinels: a minority may not have heard of the last failover."""
+def combine(answers: Sequence[Answer], asked: int, name: str, failure: str = "") -> View:
+    """Find the primary in the answers of `asked` sentinels: a minority may not have heard of the last failover.
+
+    `failure`: why the last one that was asked did not answer.
+    """
     known = [answer for answer in answers if answer.primary]
     if not answers:
-        return View(None, f"none of {counted(asked, 'sentinel')} answers")
+        return View(None, f"none of {counted(asked, 'sentinel')} answers{failure and f' ({failure})'}")
     if not known:
         if refusals := sorted({answer.refusal for answer in answers if answer.refusal}):
             return View(None, f"these are not sentinels, or they refuse to answer: {'; '.join(refusals)}")
