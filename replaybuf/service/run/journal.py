@@ -326,7 +326,9 @@ class Journal:
         await self.append(decide_status(self.state, status, reason, self.clock.wall()))
 
     async def records(self, after: int, limit: int) -> AsyncIterator[tuple[int, AnyRecord]]:
-        """Read up to `limit` ledger records behind entry `after`."""
+        """Read up to `limit` ledger records behind entry `after`, of those that can be lost no more."""
+        if not self.store.connection.reads_are_durable:
+            limit = min(limit, self.state.entries - after)  # Redis may hold further ones that are not confirmed
         async for chunk in self.store.ledger.read(self.name, after, limit):
             for entry in chunk:
                 yield entry.number, entry.record
