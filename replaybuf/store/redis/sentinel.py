@@ -42,8 +42,12 @@ from replaybuf.store.redis.sentinel_answers import (
 )
 
 ASK_TIMEOUT_S = 1.0
-GRACE_S = 0.05
-"""How long the other sentinels are waited for after most of them agree."""
+GRACE_S, ALERT_GRACE_S = 0.05, 0.3
+"""How long the other sentinels are waited for after most of them agree, and after a sign of trouble.
+
+Only the sentinel that leads a failover reports it while the old primary answers again, and on a busy machine it may be
+the slow one.
+"""
 CONNECT_TIMEOUT_S = 2.0
 """Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
 LISTEN_S = 10.0
@@ -216,7 +220,8 @@ class SentinelPrimary:
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 answers += [answer for task in done if (answer := task.result())]
                 if agreed(answers, len(self._sentinels)):
-                    ends_s = min(ends_s, time.monotonic() + GRACE_S)
+                    grace_s = ALERT_GRACE_S if self._attention.alert else GRACE_S
+                    ends_s = min(ends_s, time.monotonic() + grace_s)
         finally:
             for task in waiting:
                 task.cancel()
