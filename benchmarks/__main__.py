@@ -27,6 +27,7 @@ SHORT = {
     "phases": ["--rounds", "1", "--groups", "160"],
     "path": ["--rounds", "2", "--steps", "2"],
     "servers": ["--rounds", "1", "--groups", "96"],
+    "fleet": ["--producers", "200", "--ranks", "32", "--steps", "2", "--fewer", "40", "--faster", "9"],
     "peers": ["--rounds", "1", "--groups", "160"],
     "waiting": ["--rounds", "1", "--seconds", "1"],
     "growth": ["--sizes", "2", "--repeats", "2"],

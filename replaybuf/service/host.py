@@ -15,11 +15,11 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import numpy.ma  # noqa: F401 - numpy imports it in the first `isin` or `unique`, which takes 25 ms
 
-from replaybuf.errors import Conflict, DataLost, Gone, LedgerGap, NoRoom, NotLeader, ServiceUnavailable, Unreadable
+from replaybuf.errors import DataLost, Gone, LedgerGap, NoRoom, NotLeader, ServiceUnavailable, Unreadable
 from replaybuf.kernel.decide.config import decide_create
 from replaybuf.kernel.state.retention import KEPT_GROUPS
 from replaybuf.missing_run import no_run
@@ -34,9 +34,9 @@ from replaybuf.service.rotation import TICK_ROUNDS, WATCH_ROUNDS, BusyRuns, Rota
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
-from replaybuf.service.tasks import cancel_all, do_all
+from replaybuf.service.tasks import cancel_all, do_all, raise_first
 from replaybuf.service.traffic import Traffic
-from replaybuf.service.turns import in_turns
+from replaybuf.service.turns import Work, do_in_turn, in_turns
 from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
 from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name
@@ -82,6 +82,7 @@ class Service:
         self._leadership = Leadership(store, self._servers, url)
         self._balance = Balance(self._servers, clock.monotonic)
         self._embedded, self._history_groups = embedded, history_groups
+        self._spread = store.connection.cluster is not None
         self._opening, self._added = asyncio.Lock(), asyncio.Event()
         self._busy, self._checked_on = BusyRuns(), ""
         self._ticking, self._watching = Rotation(self._busy, TICK_ROUNDS), Rotation(self._busy, WATCH_ROUNDS)
@@ -142,16 +143,8 @@ class Service:
                 logger.info("run created run=%s strategy=%s by=%s", name, config.strategy.name, by or "-")
                 return run, True
         existing = await self.run(name)
-        fields = [] if if_absent else existing.list_differences(config)
-        if fields:
-            raise Conflict(
-                f"run {name!r} exists with another configuration; these fields differ: {', '.join(fields)}. Change "
-                "strategy, filters, limits or adapters with PATCH, keep the stored configuration with PUT "
-                "?if_absent=true, or choose another name",
-                name="config",
-                value=fields,
-                bound="the stored configuration",
-            )
+        if not if_absent:
+            existing.check_config(config)
         return existing, False
 
     async def delete(self, name: str, *, by: str = "") -> None:
@@ -229,7 +222,7 @@ class Service:
         """Load every run; lead those that no other server leads."""
         await self._measure()
         await self._servers.announce()
-        await self._discover()
+        raise_first(await self._discover())
 
     async def stop(self) -> None:
         """Wake all waiters and release the leases."""
@@ -283,7 +276,7 @@ class Service:
                 await asyncio.sleep(OUTAGE_PAUSE_S)
             await asyncio.sleep(period_s)
 
-    async def _work(self, run: Run, work: Callable[[], Awaitable[None] | None]) -> None:
+    async def _work(self, run: Run, work: Work) -> None:
         """Do work for one run; its faults must not stop the work for other runs."""
         lost_before = run.journal.lost
         try:
@@ -306,10 +299,15 @@ class Service:
             run.journal.follow(None)
             run.journal.notify()
 
+    async def _work_each(self, works: Iterable[tuple[Run, Work]]) -> list[ServiceUnavailable]:
+        """Do work for several runs in turn; return the outages of nodes of a cluster, which concern their runs only."""
+        return await do_in_turn((functools.partial(self._work, *work) for work in works), pass_outages=self._spread)
+
     async def _hold(self) -> None:
-        for run in await self._leadership.hold(self.runs):
-            await self._work(run, run.ingest)
-            self._added.set()  # follow it closely again
+        if changed := await self._leadership.hold(self.runs):
+            outages = await self._work_each((run, run.ingest) for run in changed)
+            self._added.set()  # follow them closely again
+            raise_first(outages)
 
     async def _seek(self) -> None:
         runs = [run for run in await self._leadership.next_free() if self.runs.get(run.name) is run]
@@ -336,40 +334,42 @@ class Service:
             names = await news if news.done() else []
         finally:
             await cancel_all([task for task in (news, added) if not task.done()])
-        for name in names:
-            if name in self.runs:
-                await self._work(self.runs[name], self.runs[name].ingest)
+        listed = (self.runs.get(name) for name in names)
+        raise_first(await self._work_each((run, run.ingest) for run in listed if run))
 
     async def _tick(self) -> None:
-        async for run in in_turns(self._ticking.next(self.runs)):
-            await self._work(run, run.tick)
+        raise_first(await self._work_each((run, run.tick) for run in self._ticking.next(self.runs)))
 
     async def _watch(self) -> None:
         """Check that Redis kept what it acknowledged; read the tickets and counters that others wrote."""
         serving = self.store.runs.serving
         runs = self._watching.next(self.runs) if serving == self._checked_on else [*self.runs.values()]
         ends = await self.store.streams.read_ends([run.name for run in runs])
-        async for run, shown in in_turns(zip(runs, ends, strict=True)):
-            await self._work(run, functools.partial(run.check_ends, shown))
-        self._checked_on = serving
-        async for run, restore in in_turns(await read_side_states(self.store, runs, shared=self._servers.any)):
-            await self._work(run, restore)
+        checks = [functools.partial(run.check_ends, shown) for run, shown in zip(runs, ends, strict=True)]
+        outages = await self._work_each(zip(runs, checks, strict=True))
+        if not outages:  # else all are checked again
+            self._checked_on = serving
+        outages += await self._work_each(await read_side_states(self.store, runs, shared=self._servers.any))
         await asyncio.to_thread(self.store.connection.known.sync)
-        await self._discover()
+        raise_first(outages + await self._discover())
 
     async def _prepare(self) -> None:
         """Prepare the next batches, one run at a time: nobody waits for them, and they may take much memory."""
         async for run in in_turns(self._busy):
             await run.batches.next_batch.work()
 
-    async def _discover(self) -> None:
-        # A run that Redis does not list, and that we know, was lost.
-        for name in {*await self.store.runs.list_names(), *self.store.connection.known.runs}:
-            if name not in self.runs:
-                # `unreadable` reports what cannot be read, and the next call retries; `_delete` removes a deleted run.
-                with contextlib.suppress(DataLost, LedgerGap, Gone):
-                    async with self._opening:
-                        await self._open(name)
+    async def _discover(self) -> list[ServiceUnavailable]:
+        """Open runs that others created, or that we know and Redis does not list; return the outages of nodes."""
+        names = {*await self.store.runs.list_names(), *self.store.connection.known.runs} - self.runs.keys()
+        return await do_in_turn(
+            (functools.partial(self._discover_one, name) for name in names), pass_outages=self._spread
+        )
+
+    async def _discover_one(self, name: str) -> None:
+        # `unreadable` reports what cannot be read, and the next call retries; `_delete` removes a deleted run.
+        with contextlib.suppress(DataLost, LedgerGap, Gone):
+            async with self._opening:
+                await self._open(name)
 
     async def _delete(self) -> None:
         """Delete the keys of deleted runs. Every server does this: the one that was asked may have died meanwhile."""

@@ -1,4 +1,4 @@
-"""Cancel background tasks and wait until they have ended."""
+"""Cancel background tasks and wait until they have ended; raise the first error of several pieces of work."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 async def do_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines at once to their ends. Raises the first of their errors."""
-    outcomes = await asyncio.gather(*work, return_exceptions=True)
+    raise_first(await asyncio.gather(*work, return_exceptions=True))
+
+
+def raise_first(outcomes: Iterable[BaseException | None]) -> None:
+    """Raise the first error among the outcomes of several pieces of work."""
     if failure := next((outcome for outcome in outcomes if outcome), None):
         raise failure

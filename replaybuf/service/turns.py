@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import ParamSpec, TypeAlias, TypeVar
+
+from replaybuf.errors import ServiceUnavailable
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Work: TypeAlias = Callable[[], Awaitable[None] | None]
 
 FEW = 2_000
 """Work on so many items takes a few milliseconds: less than a thread would delay it on a busy machine."""
@@ -35,6 +38,23 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
     for item in items:
         yield item
         await turn.pause()
+
+
+async def do_in_turn(works: Iterable[Work], *, pass_outages: bool) -> list[ServiceUnavailable]:
+    """Do several pieces of work, one after another, with turns for other tasks.
+
+    `pass_outages`: go on after a `ServiceUnavailable`, of one node of a cluster; returns all of them.
+    """
+    outages = []
+    async for work in in_turns(works):
+        try:
+            if awaitable := work():
+                await awaitable
+        except ServiceUnavailable as error:
+            if not pass_outages:
+                raise
+            outages.append(error)
+    return outages
 
 
 async def call_beside(size: int, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:

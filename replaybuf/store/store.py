@@ -120,4 +120,5 @@ class Store:
 
     async def close(self) -> None:
         """Close all connections."""
+        await self.streams.close()
         await self.connection.close()

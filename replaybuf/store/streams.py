@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replaybuf.errors import DataLost, LedgerGap
+from replaybuf.errors import DataLost, LedgerGap, ServiceUnavailable
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.loss.ends import Ends
+from replaybuf.store.redis.cluster_reads import ClusterReads
 from replaybuf.store.redis.connection import Connection, text
-
-SHORTEST_LOOK_S, LOOK_S = 0.02, 0.001
-"""Pause between two looks for new entries on a cluster, at least and for each run."""
 
 
 class StreamEnds:
@@ -23,25 +19,33 @@ class StreamEnds:
     def __init__(self, connection: Connection, buckets: BucketStore | None = None) -> None:
         self._connection = connection
         self._buckets = buckets
+        self._cluster_reads = ClusterReads(connection) if connection.cluster else None
 
     async def read_end(self, run: str) -> Ends:
         """Read where the streams of a run end. Raises `DataLost` or `LedgerGap` if that is before what is known."""
         return _ends((await self._connection.call(run, "rb_ends"))[1])
 
-    async def read_ends(self, runs: Sequence[str]) -> list[Ends | DataLost | LedgerGap]:
-        """Read where the streams of each of these runs end, or what `read_end` raises, in one round trip."""
+    async def read_ends(self, runs: Sequence[str]) -> list[Ends | DataLost | LedgerGap | ServiceUnavailable]:
+        """Read where the streams of each of these runs end, or what `read_end` raises, in one round trip.
+
+        `ServiceUnavailable`: the node of the run is away, while others of its cluster answer.
+        """
         pipe = self._connection.pipeline()
         for run in runs:
             self._connection.add_call(pipe, run, "rb_ends")
-        ends: list[Ends | DataLost | LedgerGap] = []
+        ends: list[Ends | DataLost | LedgerGap | ServiceUnavailable] = []
         for run, reply in zip(runs, await self._connection.run_each(pipe), strict=True):
             try:
                 ends.append(_ends(self._connection.check_reply(run, "", reply)[1]))
-            except (DataLost, LedgerGap) as error:
+            except (DataLost, LedgerGap, ServiceUnavailable) as error:
                 ends.append(error)
         for position, run in enumerate(runs):
-            if self._buckets and (loss := await self._buckets.find_loss_again(run)):
-                ends[position] = loss
+            try:
+                loss = await self._buckets.find_loss_again(run) if self._buckets else None
+            except ServiceUnavailable as error:
+                ends[position] = error
+            else:
+                ends[position] = loss or ends[position]
         return ends
 
     async def read_confirmed_end(self, run: str) -> Ends | None:
@@ -58,27 +62,20 @@ class StreamEnds:
 
     async def wait_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
         """Block until a stream of a run has entries after its known end; return those runs."""
-        if self._connection.cluster:
-            return await self._look_for_entries(known, timeout_s)
-        streams: dict[Any, Any] = {}
-        for run, ends in known.items():
-            streams |= {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
-        reply = await self._connection.read_blocking(streams, timeout_s)
-        moved = set(reply or {})
-        return [run for run in known if moved & {keys.index(run).encode(), keys.ledger(run).encode()}]
+        streams: dict[str, dict[Any, Any]] = {
+            run: {keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}
+            for run, ends in known.items()
+        }
+        if self._cluster_reads:
+            return await self._cluster_reads.wait(streams, timeout_s)
+        together = {key: known_id for each in streams.values() for key, known_id in each.items()}
+        moved = set(await self._connection.read_blocking(together, timeout_s) or {})
+        return [run for run, each in streams.items() if any(key.encode() in moved for key in each)]
 
-    async def _look_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
-        """Look often: a blocking read covers one slot, so it would take a connection for each run."""
-        ends_s = time.monotonic() + timeout_s
-        while True:
-            pipe = self._connection.pipeline()
-            for run, ends in known.items():
-                pipe.xread({keys.index(run): f"{ends.group}-0", keys.ledger(run): f"{ends.entry}-0"}, count=1)
-            replies = await self._connection.run_each(pipe)
-            moved = [run for run, reply in zip(known, replies, strict=True) if reply and isinstance(reply, dict)]
-            if moved or time.monotonic() >= ends_s:
-                return moved
-            await asyncio.sleep(max(SHORTEST_LOOK_S, len(known) * LOOK_S))
+    async def close(self) -> None:
+        """End the reads that wait."""
+        if self._cluster_reads:
+            await self._cluster_reads.close()
 
 
 def _ends(detail: Sequence[int]) -> Ends:

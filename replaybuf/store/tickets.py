@@ -32,8 +32,11 @@ class TicketStore:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def read(self, runs: Sequence[str]) -> list[RunTickets | Unreadable]:
-        """Read counters and tickets of each of these runs, or what is wrong with them, in one round trip."""
+    async def read(self, runs: Sequence[str]) -> list[RunTickets | Unreadable | ServiceUnavailable]:
+        """Read counters and tickets of each of these runs, or what is wrong with them, in one round trip.
+
+        `ServiceUnavailable`: the node of the run is away, while others of its cluster answer.
+        """
         pipe = self._connection.pipeline()
         for run in runs:
             pipe.hgetall(keys.counts(run))
@@ -41,12 +44,12 @@ class TicketStore:
         replies = await self._connection.run_each(pipe)
         return list(map(self._read_book, runs, replies[::2], replies[1::2]))
 
-    def _read_book(self, run: str, counts: Any, tickets: Any) -> RunTickets | Unreadable:
+    def _read_book(self, run: str, counts: Any, tickets: Any) -> RunTickets | Unreadable | ServiceUnavailable:
         for reply in (counts, tickets):
             if isinstance(reply, (RedisError, OSError)):
                 error = self._connection.explain(reply)
-                if isinstance(error, ServiceUnavailable):  # of one node of a cluster
-                    raise error
+                if isinstance(error, ServiceUnavailable):
+                    return error
                 return Unreadable(error.detail, name="run", value=run)
         try:
             return _read_tickets(counts, tickets)

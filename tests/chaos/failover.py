@@ -19,6 +19,7 @@ from tests.waiting import eventually
 
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 1.0
+_CUT = "cut"
 PRIMARY_SHARE = 0.75
 """Share of the faults on Valkeys that the primary gets: they are failovers."""
 
@@ -58,6 +59,24 @@ class Failover:
         """Check that one Valkey is the primary, and the others follow it."""
         roles = [role_of(client) for client in self._clients[:3]]
         return sorted(roles) == ["connected", "connected", "master"]
+
+    def cut(self, valkey: Valkey) -> None:
+        """Cut a Valkey off from sentinels and other Valkeys, as a broken network does; servers still reach it.
+
+        Their connections are open already. Whoever connects anew lacks the password.
+        """
+        with valkey.connect() as client:
+            client.config_set("requirepass", _CUT)
+        with valkey.connect(_CUT) as client:
+            others = [one["id"] for one in client.client_list() if one["name"].startswith("sentinel-")]
+            for number in others:
+                client.client_kill_filter(_id=number)
+            client.client_kill_filter(_type="replica")
+
+    def join(self, valkey: Valkey) -> None:
+        """End a cut."""
+        with valkey.connect(_CUT) as client:
+            client.config_set("requirepass", "")
 
     def choose(self, rng: random.Random) -> Valkey | None:
         """Choose a Valkey to hurt."""

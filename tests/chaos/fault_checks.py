@@ -36,7 +36,10 @@ ANSWERS = {
 BUSY = 503
 """May answer every attack."""
 EXPECTED_OF_RANKS = frozenset(
-    {"body", "waiting", "fenced", "wrong-step", "gone", "unavailable", "not-leader", "data-lost", "too-many-requests"}
+    {
+        *("body", "waiting", "fenced", "wrong-step", "gone", "too-many-requests"),
+        *("unavailable", "not-leader", "data-lost", "not-durable"),
+    }
 )
 
 
@@ -87,6 +90,9 @@ def _may_report_loss(run: RunHistory, at_s: float) -> bool:
 
 def lost_writes_are_noticed(run: RunHistory) -> Iterator[str]:
     """13. A Redis without acknowledged writes is reported by every server, and nothing is written to it."""
+    for accepted in run.losses:
+        for difference in accepted.differences:
+            yield f"{accepted.side} accepted a loss: {difference}"
     for older in run.older:
         if older.written:
             yield f"{older.kind}: the service changed {', '.join(older.written)} of a Redis that lacked data"

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from tests.chaos.cluster import Cluster
+from tests.chaos.failover import Failover
 from tests.chaos.history import Faulted, Healed, Recorder, now_s
 from tests.chaos.hostile import NAMES
 from tests.chaos.older_redis import Substitution
-from tests.chaos.processes import Child
+from tests.chaos.processes import Child, Valkey
 from tests.chaos.runs import ADAPTERS
 from tests.chaos.trainer import FENCED
 from tests.waiting import eventually
@@ -25,6 +26,8 @@ ROLES = (
 )
 """Roles whose death breaks the most are listed twice. There is no standby while a killed server restarts."""
 FAILOVER_ROLES = ("valkey", "valkey", "valkey", "sentinel")
+CUT_SHARE = 1 / 3
+"""Share of the faults on Valkeys under Sentinel that cut the network instead."""
 OTHERS = {
     "older": "older Redis",
     "lagging": "lagging promotion",
@@ -33,9 +36,21 @@ OTHERS = {
     "ranks": "512 waiting ranks",
     "hostile": "hostile bodies",
     "side_run": "restored runs",
+    "lost_run": "accepted losses",
+    "cut": "network cuts",
 }
 """Faults of other kinds than `kill` and `stop`, with their names in the report."""
-WEIGHTS = {"process": 14, "older": 1, "lagging": 1, "jump": 2, "crowd": 1, "ranks": 1, "hostile": 2, "side_run": 2}
+WEIGHTS = {
+    "process": 14,
+    "older": 1,
+    "lagging": 1,
+    "jump": 2,
+    "crowd": 1,
+    "ranks": 1,
+    "hostile": 2,
+    "side_run": 2,
+    "lost_run": 1,
+}
 NOT_IN_FAILOVERS = ("older", "lagging", "side_run")
 """They put another Redis behind the address of one, or write without waiting for a replica."""
 JUMPS_S = (660.0, 660.0, 86_400.0, -660.0, -3_600.0)
@@ -128,7 +143,7 @@ class Faults:
                 return injected
             case "jump":
                 return self._jump()
-            case "crowd" | "ranks" | "hostile" | "side_run":
+            case "crowd" | "ranks" | "hostile" | "side_run" | "lost_run":
                 return self._start_load(kind)
         return self._hurt_process()
 
@@ -137,13 +152,17 @@ class Faults:
         role = self._rng.choice((*ROLES, *FAILOVER_ROLES) if cluster.failover else ROLES)
         kind = self._rng.choice(("kill", "stop"))
         child, led = self._choose(role)
+        cuts = isinstance(cluster.failover, Failover) and isinstance(child, Valkey) and self._rng.random() < CUT_SHARE
         if child is None or child.name in self._down or child.exit_code is not None:
             return False
         self._down.add(child.name)
+        kind = "cut" if cuts else kind
         self._recorder.write(
             Faulted(at_s=now_s(), process=child.name, role=role, kind=kind, server=cluster.url_of(child), led=led)
         )
-        if kind == "kill":
+        if kind == "cut":
+            self._cut(child)
+        elif kind == "kill":
             child.kill()
             self._later(RESTART_PAUSE_S, lambda: self._restart(child))
         else:
@@ -153,6 +172,18 @@ class Faults:
                 run = next(run for run, trainer in cluster.trainers.items() if trainer is child)
                 cluster.replace_trainer(run)
         return True
+
+    def _cut(self, child: Child) -> None:
+        failover = self._cluster.failover
+        if not isinstance(failover, Failover) or not isinstance(child, Valkey):
+            raise TypeError(f"{child.name} is not watched by Sentinel")
+        failover.cut(child)
+
+        def join() -> None:
+            failover.join(child)
+            self._healed(child)
+
+        self._later(STOP_S, join)
 
     def _jump(self) -> bool:
         """Move the wall clock of one server; it stays moved, also after a restart."""
@@ -171,6 +202,7 @@ class Faults:
         options = {
             "hostile": ("--attack", self._rng.choice(NAMES)),
             "side_run": ("--redis-url", self._cluster.redis_url, "--folder", str(self._cluster.folder)),
+            "lost_run": ("--folder", str(self._cluster.folder)),
         }
         load = self._cluster.start_load(kind, "--run", run, *options.get(kind, ()))
         self._recorder.write(Faulted(at_s=now_s(), process=load.name, role="load", kind=kind))

@@ -261,6 +261,13 @@ class Restored(Event, frozen=True, kw_only=True):
     differences: list[str]
 
 
+class LossAccepted(Event, frozen=True, kw_only=True):
+    """A side run lost acknowledged groups in a failover, and went on: what was not as the command had said."""
+
+    side: str
+    differences: list[str]
+
+
 class Faulted(Event, frozen=True, kw_only=True):
     """A fault: `kind` is `kill`, `stop` or one of `faults.OTHERS`; `led` are the runs that the server `server` led."""
 
@@ -296,6 +303,7 @@ AnyEvent = (
     | CursorRead
     | CursorMoved
     | Restored
+    | LossAccepted
     | Faulted
     | Healed
 )

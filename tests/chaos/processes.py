@@ -108,9 +108,9 @@ class Valkey(Child):
         config.write_text(_VALKEY_CONFIG.format(folder=folder, port=port) + settings)
         super().__init__(name, "valkey", [str(valkey_binary()), str(config)], folder)
 
-    def connect(self) -> redis.Redis:
+    def connect(self, password: str | None = None) -> redis.Redis:
         """Open a client of this server."""
-        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=END_TIMEOUT_S)
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=END_TIMEOUT_S, password=password)
 
     def wait_ready(self) -> None:
         """Wait until the data is loaded."""

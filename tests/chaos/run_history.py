@@ -24,6 +24,7 @@ from tests.chaos.history import (
     GroupSent,
     Healed,
     LedgerSeen,
+    LossAccepted,
     OlderRedis,
     PayloadRead,
     Prompt,
@@ -88,6 +89,7 @@ class RunHistory:
             event for event in events if isinstance(event, (CursorRead, CursorMoved))
         ]
         self.restored: list[Restored] = of_type(events, Restored)
+        self.losses: list[LossAccepted] = of_type(events, LossAccepted)
         self.attacked: list[Attacked] = of_type(events, Attacked)
         self.producers_killed = [
             fault.at_s for fault in of_type(faults, Faulted) if fault.role == "producer" and fault.kind == "kill"

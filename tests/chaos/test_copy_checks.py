@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.checker import check
-from tests.chaos.history import AnyEvent, CursorMoved, CursorRead, Restored
+from tests.chaos.history import AnyEvent, CursorMoved, CursorRead, LossAccepted, Restored
 from tests.chaos.test_checker import RUN, answered, changed, correct, is_correct, reserve_rollout, rewrite
 
 
@@ -51,6 +51,13 @@ def test_pages_that_follow_each_other_are_correct() -> None:
 def test_each_fault_of_a_copy_is_a_violation(events: list[AnyEvent]) -> None:
     violations = check(sorted([*correct(), *events], key=lambda event: event.at_s))
     assert {violation.guarantee for violation in violations} == {1}
+
+
+def test_a_loss_that_is_not_as_it_was_said_is_a_violation() -> None:
+    accepted = LossAccepted(at_s=9.0, run=RUN, side="s", differences=["6 groups are lost, 5 were said"])
+    assert {
+        violation.guarantee for violation in check(sorted([*correct(), accepted], key=lambda event: event.at_s))
+    } == {13}
 
 
 @pytest.mark.parametrize("reference", [None, False])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +16,16 @@ import pytest
 from replaybuf.cli.main import main
 from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
+from replaybuf.errors import DataLost, ServiceUnavailable
+from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.service.host import Service
 from replaybuf.service.run.lease import LEASE_S
-from replaybuf.store import keys
+from replaybuf.store import Store, WritePolicy, keys
+from replaybuf.store.redis.connection import text
 from tests.appender import WITHIN_S, Appender
 from tests.clusters import ValkeyCluster
 from tests.conftest import RunClient, ServeProcess, group
+from tests.service.test_several_servers import SoonSteady
 from tests.valkeys import Valkey
 from tests.waiting import eventually
 
@@ -222,6 +229,53 @@ def test_any_server_takes_appends_and_columns(
         second.end()
 
 
+def test_a_run_is_handed_over_between_two_servers(
+    cluster: ValkeyCluster, tmp_path: Path, connect: Callable[[str, str], RunClient]
+) -> None:
+    """Appends go on through both servers meanwhile; the next step is served by either, and nothing is lost."""
+    servers = [SoonSteady(tmp_path / name, "--redis-url", cluster.url, "--wait-replicas", "1") for name in "ab"]
+    with contextlib.ExitStack() as stack:
+        for starting in servers:
+            stack.callback(starting.end)
+            starting.start()
+        first, second = servers
+        announced = cluster.owner(keys.SERVERS).client
+        holders = frozenset(
+            text(holder)
+            for holder in eventually(lambda: announced.hkeys(keys.SERVERS), WITHIN_S, lambda found: len(found) == 2)
+        )
+        wanted = (name for name in map("handed-{}".format, range(100)) if _leads(wanted_leader(name, holders), second))
+        run = connect(first.url, next(wanted))
+        assert run.put(batch={"groups_per_batch": 4}, strategy={"options": {"max_staleness": 9}}).status_code == 201
+        epoch = run.attach()
+        appenders = [Appender(connect(server.url, run.run)) for server in servers]
+        for appender in appenders:
+            appender.start()
+        run.ready_batch(0, epoch)
+        leaders = f"{first.url}/readyz"
+        eventually(
+            lambda: httpx.get(leaders, timeout=WITHIN_S).json()["leaders"][run.run],
+            WITHIN_S,
+            lambda leader: leader == second.url,
+        )
+        for server in (second, first):
+            assert connect(server.url, run.run).ready_batch(0, epoch).is_success
+        assert run.ack(0, epoch).is_success and run.publish(1, epoch).is_success
+        run.ready_batch(1, epoch)
+        for appender in appenders:
+            before = len(appender.acknowledged)
+            eventually(lambda: len(appender.acknowledged) > before, WITHIN_S)  # noqa: B023 - it is called at once
+            appender.stop()
+        print(f"handover: {max(appender.longest_s for appender in appenders):.2f} s without an acknowledgement")
+        assert max(appender.longest_s for appender in appenders) < BLACKOUT_S / 2
+        for appender in appenders:
+            assert not missing(cluster, run, appender.acknowledged)
+
+
+def _leads(holder: str | None, server: ServeProcess) -> bool:
+    return str(holder).partition("@")[2] == server.url
+
+
 def test_a_lost_node_without_a_successor_is_waited_for_with_the_reason(
     cluster: ValkeyCluster, server: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> None:
@@ -232,22 +286,82 @@ def test_a_lost_node_without_a_successor_is_waited_for_with_the_reason(
     primary = of_payloads_only(cluster, "uncovered")
     there = next(name for name in map("there-{}".format, range(100)) if cluster.owner(keys.counts(name)) is primary)
     assert connect(server.url, there).put(batch={"groups_per_batch": 4}).status_code == 201
-    replica = next(n for n in cluster.nodes if n.client.role()[0] == b"slave" and n.client.role()[2] == primary.port)
-    replica.kill()
-    primary.kill()
-    why = f"of 127.0.0.1:{primary.port}, which is down and has no successor yet"
-    eventually(lambda: readiness(server), WITHIN_S, lambda seen: seen[0] == 503 and why in seen[1])
-    refused = run.post("groups", groups=[group(f"x{number}") for number in range(20)])
-    assert refused.status_code == 503, refused.text
-    until_s = time.monotonic() + LEASE_S + 1.0
-    while time.monotonic() < until_s:
-        run.attach()
-        assert cluster.owner(keys.lead(run.run)).client.pttl(keys.lead(run.run)) > 0
-    primary.start()
-    replica.start()
+    with without(cluster, primary):
+        why = f"of 127.0.0.1:{primary.port}, which is down and has no successor yet"
+        eventually(lambda: readiness(server), WITHIN_S, lambda seen: seen[0] == 503 and why in seen[1])
+        refused = run.post("groups", groups=[group(f"x{number}") for number in range(20)])
+        assert refused.status_code == 503, refused.text
+        until_s = time.monotonic() + LEASE_S + 1.0
+        while time.monotonic() < until_s:
+            run.attach()
+            assert cluster.owner(keys.lead(run.run)).client.pttl(keys.lead(run.run)) > 0
     eventually(lambda: readiness(server)[0], WITHIN_S, lambda status: status == 200)
     more = [group(f"x{number}") for number in range(20)]
     eventually(lambda: run.post("groups", groups=more).status_code, WITHIN_S, lambda status: status == 200)
+
+
+@contextlib.contextmanager
+def without(cluster: ValkeyCluster, primary: Valkey) -> Iterator[None]:
+    """Kill a primary and its replica; start both again at the end."""
+    replica = next(n for n in cluster.nodes if n.client.role()[0] == b"slave" and n.client.role()[2] == primary.port)
+    replica.kill()
+    primary.kill()
+    try:
+        yield
+    finally:
+        primary.start()
+        replica.start()
+
+
+def test_a_dead_node_keeps_no_other_run_from_being_checked(
+    cluster: ValkeyCluster, server: ServeProcess, connect: Callable[[str, str], RunClient]
+) -> None:
+    """Runs of other nodes tick, are checked, followed and discovered; each round then raises the outage."""
+    names = [f"checked-{number}" for number in range(60)]
+    dead = of_payloads_only(cluster, names[0])
+    gone = next(name for name in names if cluster.owner(keys.counts(name)) is dead)
+    living, new, *_ = (name for name in names if cluster.owner(keys.counts(name)) is not dead)
+    stored = next(name for name in names if cluster.owner(keys.written(living, keys.bucket_of(name))) is not dead)
+    for name in (gone, living):
+        assert connect(server.url, name).put(batch={"groups_per_batch": 1}).status_code == 201
+
+    async def check(service: Service) -> None:
+        runs = service.runs = {name: service.runs[name] for name in (gone, living)}  # the one on the dead node first
+        ends, ticked = {name: run.journal.ends for name, run in runs.items()}, []
+        with without(cluster, dead):
+            async with asyncio.timeout(WITHIN_S):
+                while not service.store.connection.trouble:  # noqa: ASYNC110 - another task finds it out
+                    await asyncio.sleep(0.02)
+                await asyncio.to_thread(connect(server.url, living).append, group(stored))
+                while not (news := await service.store.streams.wait_for_entries(ends, WITHIN_S)):
+                    pass
+                assert news == [living]
+
+            async def tick(name: str) -> None:
+                await service.store.counters.read(name)
+                ticked.append(name)
+
+            for name, run in runs.items():
+                run.tick = functools.partial(tick, name)  # type: ignore[method-assign]
+                run.journal.lose(DataLost("to be checked", name="run", value=name))
+            assert (await asyncio.to_thread(connect(server.url, new).put, batch={"groups_per_batch": 1})).is_success
+            for job in (service._tick, service._watch):
+                with pytest.raises(ServiceUnavailable, match="has no successor yet"):
+                    await job()
+            assert ticked == [living] and new in service.runs
+            assert (bool(runs[gone].journal.lost), runs[living].journal.lost) == (True, None)
+
+    async def main() -> None:
+        store = await Store.open(cluster.url, WritePolicy(replicas=1))
+        service = Service(store, url="http://here", embedded=False, balance=False)
+        try:
+            await service.start()
+            await check(service)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+    eventually(lambda: readiness(server)[0], WITHIN_S, lambda status: status == 200)
 
 
 def test_what_would_not_be_safe_is_refused_with_the_reason(

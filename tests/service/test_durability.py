@@ -150,6 +150,8 @@ def test_a_write_that_a_stopped_replica_does_not_confirm_is_answered_not_durable
         for _ in range(2):  # the first is written, the second finds it by reading: neither is acted on
             assert run.batch(0, epoch).status_code == 503
         assert run.state()["step"] == 0
+        shown = [record["type"] for record in run.get("ledger").json()["records"]]
+        assert "ATTACH" in shown and "BATCH" not in shown, "nobody sees a record that may be lost"
         replica.signal(signal.SIGCONT)
         eventually(lambda: run.post("groups", **group("during")).status_code == 200, WITHIN_S)
         assert run.append(group("during"), group("after")) == [

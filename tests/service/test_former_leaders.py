@@ -19,7 +19,7 @@ import pytest
 from replaybuf.backup.archive import ArchiveWriter, read_manifest, read_sections
 from replaybuf.backup.source import Source
 from replaybuf.backup.target import open_target
-from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader
+from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable
 from replaybuf.service.host import Service
 from replaybuf.service.run.append.admission import Incoming
 from replaybuf.service.run.served_run import Run
@@ -364,7 +364,7 @@ async def served(server: EmbeddedServer, folder: Path) -> AsyncIterator[tuple[Se
             await service.stop()
 
 
-async def replace(service: Service, store: Store, run: Run, file: Path) -> asyncio.Task[None]:
+async def replace(service: Service, store: Store, run: Run, file: Path) -> asyncio.Task[list[ServiceUnavailable]]:
     """Let another server delete a run that is marked, restore it, and let `service` open it, as far as it may now."""
     service._drop(run)
     await store.runs.release_lease(run.name, service._servers.holder)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.cluster import Cluster
-from replaybuf.store.redis.sentinel_answers import Answer, View, agreed, combine
+from replaybuf.store.redis.sentinel_answers import Answer, View, agreed, combine, find_split
 from replaybuf.store.topology import SentinelUrl, is_redis_url, parse_topology
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
@@ -107,3 +109,24 @@ def test_the_others_are_not_waited_for_once_most_agree() -> None:
     assert not agreed([answer()], 3)
     assert not agreed([answer(OLD, 3), answer(NEW, 4)], 3)
     assert not agreed([answer(down=True), answer(down=True)], 3), "the third may know the new primary"
+
+
+@pytest.mark.parametrize(
+    ("offsets", "up_s", "former", "usable"),
+    [
+        ((9, 0), 1, "0" * 40, False),  # one has not loaded the new history yet
+        ((9,), 10, "0" * 40, False),
+        ((9, 9), 1, "0" * 40, True),
+        ((9,), 12, "0" * 40, True),  # the other one is not promoted any more
+        ((), 1, "ab" * 20, True),  # it was promoted, so all replicas share its history
+    ],
+)
+def test_a_restarted_primary_waits_for_the_replicas_of_its_old_history(
+    offsets: tuple[int, ...], up_s: int, former: str, usable: bool
+) -> None:
+    """Sentinel would promote the one with the higher offset, which is that of the old history."""
+    role = [b"master", 9, [[b"127.0.0.1", b"1", str(offset).encode()] for offset in offsets]]
+    info = f"# Server\r\nuptime_in_seconds:{up_s}\r\n# Replication\r\nmaster_replid2:{former}\r\n"
+    answers = [dataclasses.replace(answer(OLD), replicas=2, down_after_s=1.0) for _ in range(2)]
+    why = find_split(combine(answers, 3, "n"), role, info)
+    assert (why is None) == usable, why

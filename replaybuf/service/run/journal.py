@@ -20,7 +20,6 @@ from typing import Any
 from replaybuf.errors import (
     DataLost,
     Fenced,
-    LedgerGap,
     NotFound,
     NotLeader,
     ReplaybufError,
@@ -182,9 +181,9 @@ class Journal:
         """Record a `DataLost` that the body raises, so that the next request reports it at once."""
         return self._loss_recorder
 
-    def check_ends(self, shown: Ends | DataLost | LedgerGap) -> None:
-        """Raise the loss that a check of the ends returned; clear the last one if there is none."""
-        if isinstance(shown, Exception):
+    def check_ends(self, shown: Ends | ReplaybufError) -> None:
+        """Raise what a check of the ends returned; clear the last loss if there is none."""
+        if isinstance(shown, ReplaybufError):
             raise shown
         self.lost = None
         if not self._entry_key and shown.entry == self.state.entries:  # the snapshot of a run does not hold the key
@@ -337,7 +336,9 @@ class Journal:
         await self.append(decide_status(self.state, status, reason, self.clock.wall()))
 
     async def records(self, after: int, limit: int) -> AsyncIterator[tuple[int, AnyRecord]]:
-        """Read up to `limit` ledger records behind entry `after`."""
+        """Read up to `limit` ledger records behind entry `after`, of those that can be lost no more."""
+        if not self.store.connection.reads_are_durable:
+            limit = min(limit, self.state.entries - after)  # Redis may hold further ones that are not confirmed
         async for chunk in self.store.ledger.read(self.name, after, limit):
             for entry in chunk:
                 yield entry.number, entry.record

@@ -13,7 +13,7 @@ import math
 
 import msgspec
 
-from replaybuf.errors import DataLost, LedgerGap, Unreadable
+from replaybuf.errors import Conflict, ReplaybufError
 from replaybuf.kernel.decide.config import check_deletable, check_revision, decide_create, decide_patch
 from replaybuf.kernel.decide.records import decide_purge
 from replaybuf.kernel.state.run_state import RunState
@@ -192,7 +192,7 @@ class Run:
         """Read what is new in the streams."""
         await (self._pull() if self.journal.leading else self.arrivals.follow())
 
-    async def check_ends(self, shown: Ends | DataLost | LedgerGap) -> None:
+    async def check_ends(self, shown: Ends | ReplaybufError) -> None:
         """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
         self.journal.check_ends(shown)
         if self.journal.leading and isinstance(shown, Ends) and shown.group > self.state.stored:
@@ -205,12 +205,12 @@ class Run:
         if idle and self.state.stored > stored:
             self._direct_writes_until_s = self.journal.clock.monotonic() + DIRECT_WRITES_S
 
-    def restore_side_state(self, stored: RunTickets | Unreadable, term: int) -> None:
+    def restore_side_state(self, stored: RunTickets | ReplaybufError, term: int) -> None:
         """Replace a follower's tickets and counters by those of the leader; `term` was ours when they were read.
 
         Raises what was wrong with them.
         """
-        if isinstance(stored, Unreadable):
+        if isinstance(stored, ReplaybufError):
             raise stored
         self.side_state.restore_followed(stored, term)
 
@@ -295,10 +295,19 @@ class Run:
             purged += len(record.numbers)
             logger.info("dead letters purged run=%s groups=%d by=%s", self.name, len(record.numbers), by)
 
-    def list_differences(self, config: RunConfig) -> list[str]:
-        """List the fields in which `config` differs from the run's, which may be older than some options."""
+    def check_config(self, config: RunConfig) -> None:
+        """Raise `Conflict` if `config` differs from the run's, which may be older than some options."""
         ours, wanted = self.journal.config, resolve_config(config)[0]
-        return differing_fields(ours, wanted) and differing_fields(resolve_config(ours)[0], wanted)
+        fields = differing_fields(ours, wanted) and differing_fields(resolve_config(ours)[0], wanted)
+        if fields:
+            raise Conflict(
+                f"run {self.name!r} exists with another configuration; these fields differ: {', '.join(fields)}. "
+                "Change strategy, filters, limits or adapters with PATCH, keep the stored configuration with PUT "
+                "?if_absent=true, or choose another name",
+                name="config",
+                value=fields,
+                bound="the stored configuration",
+            )
 
     def describe(self) -> RunStatus:
         """Render the state of the run."""

@@ -24,6 +24,11 @@ class Attention:
         """Ask soon, and often for a while."""
         self._signs.set()
 
+    @property
+    def alert(self) -> bool:
+        """Whether there was a sign of trouble lately."""
+        return self._signs.is_set() or time.monotonic() < self._alert_until_s
+
     async def pause(self, *, in_trouble: bool) -> None:
         """Wait until the next question is due."""
         if self._signs.is_set():

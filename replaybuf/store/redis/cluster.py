@@ -86,6 +86,8 @@ class Cluster:
         self._asking = asyncio.Lock()
         self._attention = Attention()
         self._watching: asyncio.Task[None] | None = None
+        self._closed = False
+        self._failure = ""
 
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client of the first host: the connections to nodes have its options."""
@@ -121,6 +123,7 @@ class Cluster:
 
     async def close(self) -> None:
         """Stop watching, and close all connections."""
+        self._closed = True  # redis-py may swallow the cancellation
         if self._watching:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -190,7 +193,7 @@ class Cluster:
     # ------------------------------------------------------------------ questions
 
     async def _watch(self) -> None:
-        while True:
+        while not self._closed:
             await self._attention.pause(in_trouble=bool(self.view.trouble))
             async with self._asking:
                 await self._look()
@@ -200,7 +203,7 @@ class Cluster:
         self._asked_s = time.monotonic()
         if not answers and self.view.primaries:
             return  # most likely nothing is wrong with the nodes but our way to them: each command reports it
-        before, self.view = self.view, combine(answers)
+        before, self.view = self.view, combine(answers, self._failure)
         lost = {address for address in before.primaries if address in self.view.down or address in self.view.replicas}
         lost -= before.down
         for address in lost:
@@ -220,7 +223,8 @@ class Cluster:
         """Ask one node; an empty list if it does not answer."""
         try:
             return await self._ask_one(address)
-        except (RedisError, OSError):
+        except (RedisError, OSError) as error:
+            self._failure = f"{name(address)}: {error}"
             return []
 
     async def _ask_one(self, address: Address) -> list[Node]:

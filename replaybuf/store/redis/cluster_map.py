@@ -69,10 +69,10 @@ def _parse_range(text: str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-def combine(answers: Sequence[Sequence[Node]]) -> ClusterView:
-    """Combine what several nodes answered."""
+def combine(answers: Sequence[Sequence[Node]], failure: str = "") -> ClusterView:
+    """Combine what several nodes answered; `failure`: why the last one did not."""
     if not answers:
-        return ClusterView(trouble="no node of the cluster answers")
+        return ClusterView(trouble=f"no node of the cluster answers{failure and f' ({failure})'}")
     owners: list[Address | None] = [None] * SLOTS
     for node in sorted((node for answer in answers for node in answer), key=lambda node: node.epoch):
         for first, last in node.slots if node.primary else ():

@@ -30,11 +30,24 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.attention import FRESH_S, WATCH_PERIOD_S, Attention
-from replaybuf.store.redis.sentinel_answers import Address, Answer, View, agreed, as_text, combine, read_answer
+from replaybuf.store.redis.sentinel_answers import (
+    Address,
+    Answer,
+    View,
+    agreed,
+    as_text,
+    combine,
+    find_split,
+    read_answer,
+)
 
 ASK_TIMEOUT_S = 1.0
-GRACE_S = 0.05
-"""How long the other sentinels are waited for after most of them agree."""
+GRACE_S, ALERT_GRACE_S = 0.05, 0.3
+"""How long the other sentinels are waited for after most of them agree, and after a sign of trouble.
+
+Only the sentinel that leads a failover reports it while the old primary answers again, and on a busy machine it may be
+the slow one.
+"""
 CONNECT_TIMEOUT_S = 2.0
 """Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
 LISTEN_S = 10.0
@@ -84,6 +97,8 @@ class SentinelPrimary:
         self._attention = Attention()
         self._joining = threading.Lock()
         self._connections: weakref.WeakSet[ToPrimary] = weakref.WeakSet()
+        self._closed = False
+        self._failure = ""
 
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client whose connections lead to the primary."""
@@ -114,6 +129,7 @@ class SentinelPrimary:
 
     async def close(self) -> None:
         """Stop watching, and close the connections to the sentinels."""
+        self._closed = True  # redis-py may swallow a cancellation
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -136,6 +152,12 @@ class SentinelPrimary:
             raise RedisConnectionError(self._view.trouble)
         return self.address
 
+    def check_split(self, role: Sequence[Any], info: str) -> None:
+        """Raise redis-py's `ConnectionError` if a replica with an older history may still replace the primary."""
+        if why := find_split(self._view, role, info):
+            host, port = self.current()
+            raise RedisConnectionError(f"{host}:{port} {why}")
+
     async def find(self) -> Address:
         """Return the address of the primary. Raises redis-py's `ConnectionError` while there is none."""
         if not self._watching:
@@ -151,14 +173,14 @@ class SentinelPrimary:
         return self.current()
 
     async def _watch(self) -> None:
-        while True:
+        while not self._closed:
             await self._attention.pause(in_trouble=bool(self._view.trouble))
             async with self._asking:
                 await self._look()
 
     async def _listen(self, sentinel: aioredis.Redis) -> None:
         """Wait for signs of trouble that a sentinel publishes."""
-        while True:
+        while not self._closed:
             try:
                 async with sentinel.pubsub() as events:
                     await events.subscribe(*_SIGNS)
@@ -169,7 +191,8 @@ class SentinelPrimary:
                 await asyncio.sleep(WATCH_PERIOD_S)
 
     async def _look(self) -> None:
-        before, self._view = self._view, combine(await self._ask_all(), len(self._sentinels), self._name)
+        answers = await self._ask_all()
+        before, self._view = self._view, combine(answers, len(self._sentinels), self._name, self._failure)
         self._asked_s = time.monotonic()
         # Without an answer the last primary is used as before: most likely only the sentinels are away.
         address = self._view.primary or self.address
@@ -197,7 +220,8 @@ class SentinelPrimary:
                 done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 answers += [answer for task in done if (answer := task.result())]
                 if agreed(answers, len(self._sentinels)):
-                    ends_s = min(ends_s, time.monotonic() + GRACE_S)
+                    grace_s = ALERT_GRACE_S if self._attention.alert else GRACE_S
+                    ends_s = min(ends_s, time.monotonic() + grace_s)
         finally:
             for task in waiting:
                 task.cancel()
@@ -211,13 +235,15 @@ class SentinelPrimary:
             # The first names a promoted replica as soon as it is one, the second only when the others follow it.
             pipe.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)
             pipe.execute_command("SENTINEL", "MASTER", self._name)
-            address, facts = await pipe.execute(raise_on_error=False)
-            if address is not None and isinstance(facts, dict):
-                return read_answer(address, facts)
+            pipe.execute_command("SENTINEL", "REPLICAS", self._name)
+            address, facts, replicas = await pipe.execute(raise_on_error=False)
+            if address is not None and isinstance(facts, dict) and isinstance(replicas, list):
+                return read_answer(address, facts, replicas)
             watched = await sentinel.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
         except (ResponseError, AuthenticationError) as error:
             return Answer(None, refusal=str(error))
-        except (RedisError, OSError):
+        except (RedisError, OSError) as error:
+            self._failure = str(error)
             return None
         return Answer(None, names=tuple(as_text(facts[b"name"]) for facts in watched))
 
@@ -251,7 +277,10 @@ class AsyncConnection(ToPrimary, aioredis.Connection):
         self._primary.join(self, self._switches)
         await super().on_connect_check_health(check_health=check_health)
         await self.send_command("ROLE", check_health=False)
-        _check_role(await self.read_response(), self)
+        role = await self.read_response()
+        _check_role(role, self)
+        await self.send_command("INFO", "server", "replication", check_health=False)
+        self._primary.check_split(role, as_text(await self.read_response()))
 
     def cut(self) -> None:
         """Abort the transport: its reader gets an error in the next turn of the loop."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from replaybuf.errors import counted
 
 Address = tuple[str, int]
+LINK_DOWN_FACTOR = 11
+"""Ten times, and a first time until the primary counts as down."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,6 +21,7 @@ class Answer:
     - `epoch`: of the configuration that names it
     - `down`, `failing_over`: this sentinel misses the primary; a failover has begun
     - `sentinels`: so many watch it, this one included; `quorum`: so many must agree that it is down
+    - `replicas`: those that are not down; `down_after_s`: a server that is silent for longer is down
     """
 
     primary: Address | None
@@ -26,6 +30,8 @@ class Answer:
     failing_over: bool = False
     sentinels: int = 1
     quorum: int = 1
+    replicas: int = 0
+    down_after_s: float = 0.0
     names: tuple[str, ...] = ()
     refusal: str = ""
 
@@ -37,18 +43,24 @@ class View:
     - `primary`: None if no sentinel named it
     - `trouble`: what keeps it from answering, if it does not; None = nothing
     - `down`: no call is tried: most sentinels report it down, or a failover has begun
+    - `replicas`, `down_after_s`: as in an answer, the highest of all
     """
 
     primary: Address | None
     trouble: str | None = None
     down: bool = False
+    replicas: int = 0
+    down_after_s: float = 0.0
 
 
-def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
-    """Find the primary in the answers of `asked` sentinels: a minority may not have heard of the last failover."""
+def combine(answers: Sequence[Answer], asked: int, name: str, failure: str = "") -> View:
+    """Find the primary in the answers of `asked` sentinels: a minority may not have heard of the last failover.
+
+    `failure`: why the last one that was asked did not answer.
+    """
     known = [answer for answer in answers if answer.primary]
     if not answers:
-        return View(None, f"none of {counted(asked, 'sentinel')} answers")
+        return View(None, f"none of {counted(asked, 'sentinel')} answers{failure and f' ({failure})'}")
     if not known:
         if refusals := sorted({answer.refusal for answer in answers if answer.refusal}):
             return View(None, f"these are not sentinels, or they refuse to answer: {'; '.join(refusals)}")
@@ -58,7 +70,8 @@ def combine(answers: Sequence[Answer], asked: int, name: str) -> View:
     same = [answer for answer in known if answer.primary == newest.primary]
     missed, failing_over = sum(answer.down for answer in same), any(answer.failing_over for answer in same)
     if missed <= len(same) // 2 and not failing_over:
-        return View(newest.primary)
+        replicas, down_after_s = (max(answer.replicas for answer in same), max(answer.down_after_s for answer in same))
+        return View(newest.primary, replicas=replicas, down_after_s=down_after_s)
     host, port = newest.primary or ("", 0)
     watching = max(answer.sentinels for answer in same)
     if failing_over:
@@ -81,8 +94,29 @@ def agreed(answers: Sequence[Answer], asked: int) -> bool:
     return any(votes.count(vote) > asked // 2 for vote in votes)
 
 
-def read_answer(address: Sequence[bytes], facts: Mapping[bytes, bytes]) -> Answer:
-    """Read the replies to GET-MASTER-ADDR-BY-NAME and MASTER."""
+def find_split(view: View, role: Sequence[Any], info: str) -> str | None:
+    """Return why a primary must not be used yet, by its replies to ROLE and INFO: it restarted without its replicas.
+
+    A restart begins a history with new, low offsets. A replica that has not synchronized since then keeps the higher
+    offset of the old history, so a failover that has begun promotes it before one that confirmed newer writes. Sentinel
+    promotes no replica whose link was down for ten times `down_after_s`.
+    """
+    facts = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    up_s, window_s = int(facts["uptime_in_seconds"]), LINK_DOWN_FACTOR * view.down_after_s
+    promoted = bool(facts["master_replid2"].strip("0"))
+    following = sum(int(offset) > 0 for _, _, offset in role[2])  # 0 = it has not loaded what it got
+    if promoted or up_s > window_s or following >= view.replicas:
+        return None
+    return (
+        f"restarted {up_s} s ago, and {following} of {counted(view.replicas, 'replica')} follow it since then; one "
+        f"that does not may be promoted without newer writes, for {window_s:g} s"
+    )
+
+
+def read_answer(
+    address: Sequence[bytes], facts: Mapping[bytes, bytes], replicas: Sequence[Mapping[bytes, bytes]]
+) -> Answer:
+    """Read the replies to GET-MASTER-ADDR-BY-NAME, MASTER and REPLICAS."""
     primary = (as_text(address[0]), int(address[1]))
     moved = primary != (
         as_text(facts[b"ip"]),
@@ -96,6 +130,8 @@ def read_answer(address: Sequence[bytes], facts: Mapping[bytes, bytes]) -> Answe
         failing_over="failover_in_progress" in flags,
         sentinels=1 + int(facts[b"num-other-sentinels"]),
         quorum=int(facts[b"quorum"]),
+        replicas=sum("s_down" not in as_text(replica[b"flags"]) for replica in replicas),
+        down_after_s=int(facts[b"down-after-milliseconds"]) / 1000,
     )
 
 
