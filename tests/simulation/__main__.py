@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import random
@@ -19,7 +18,7 @@ from pathlib import Path
 from tests.simulation.broken import BROKEN, simulate_broken
 from tests.simulation.coverage import Reached, describe
 from tests.simulation.plan import Plan
-from tests.simulation.schedule import Outcome
+from tests.simulation.schedule import Outcome, digest
 from tests.simulation.shrinking import Shrinker
 
 SHOWN_FAULTS, LINES_BEFORE, LINES_AFTER = 3, 6, 12
@@ -43,8 +42,7 @@ def main() -> None:
         plan = Plan(options.seed, options.broken, options.only, options.faults_s)
         outcome = simulate_broken(plan, traced=True)
         _show(outcome)
-        digest = hashlib.sha256("\n".join(outcome.trace).encode(errors="replace")).hexdigest()
-        print(f"seed {plan.seed}: hash {digest}, {len(outcome.trace)} events")
+        print(f"seed {plan.seed}: hash {digest(outcome.trace)}, {len(outcome.trace)} events")
         sys.exit(bool(outcome.violations))
     base = random.SystemRandom().randrange(LARGEST_SEED) if options.base is None else options.base
     plans = [Plan(seed, options.broken) for seed in range(base, base + options.seeds)]

@@ -16,7 +16,7 @@ from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.ledger import AnyRecord
-from tests.simulation import faults, servers
+from tests.simulation import copying, faults, mix, servers
 from tests.simulation.plan import Plan
 from tests.simulation.schedule import Outcome, simulate
 
@@ -104,6 +104,18 @@ def _without_rules() -> AbstractContextManager[object]:
     return _library("tonumber(table.remove(args)) < newest_rules(run)", "not table.remove(args)")
 
 
+@contextlib.contextmanager
+def _without_lease_of_restore() -> Iterator[None]:
+    """Let a restore that lost its lease write on, in a world where each schedule has some that stand still."""
+    before = "if not held or redis.call('SISMEMBER', keys[2], args[3]) == 1 or string.find(mark, '^deleting') then"
+    with (
+        _library(before, "if string.find(mark, '^deleting') then"),
+        mock.patch.object(mix, "COPIED", 1.0),
+        mock.patch.object(copying, "DISTURBED", 0.8),
+    ):
+        yield
+
+
 def _without_slots() -> AbstractContextManager[object]:
     """Let a batch of exact slots skip the slots that wait for a ticket."""
     return mock.patch.object(TicketBook, "first_awaited", lambda book, adapter, most: ())
@@ -117,6 +129,7 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "token": _without_token,
     "exact-slots": _without_slots,
     "rules": _without_rules,
+    "restore": _without_lease_of_restore,
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,
