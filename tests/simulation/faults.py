@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 """Factors of a rate: a schedule with few kinds of faults goes deeper into each than one with all of them."""
 
-KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease")
+KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "failover")
 """Faults of processes: a server is killed, stopped, ended in order, hands its run over, or its clock jumps; Redis
-crashes, stands still, loses connections or a lease."""
+crashes, stands still, loses connections or a lease, or a replica with a shorter history takes over for a while."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -20,8 +20,7 @@ def judge(history: Sequence[AnyEvent], mix: Mix, *, jumped: bool) -> list[str]:
     run = RunHistory([event for event in history if event.run])
     halted, removed = _halted(run), _removed(run)
     if removed:
-        rest_s = min(drained.at_s for drained in run.drained)
-        history = [event for event in history if not _ended_by_removal(event, removed, rest_s)]
+        history = [event for event in history if not _ended_by_removal(event, removed)]
     # The next leader takes a deadline from the wall clock of the last one; where they differ it is an estimate.
     estimated = set(issued_too_early(run)) if jumped else set()
     violations = [
@@ -57,23 +56,23 @@ def _halted(run: RunHistory) -> tuple[str, ...]:
     )
 
 
-def _ended_by_removal(event: AnyEvent, removed: set[str], rest_s: float) -> bool:
-    """Return whether an adapter's removal is the recorded reason why a prompt has no group, or got one at rest only."""
+def _ended_by_removal(event: AnyEvent, removed: set[str]) -> bool:
+    """Return whether an event is of a prompt that may have ended with its adapter, the recorded reason."""
     if isinstance(event, TicketsTaken):
         return event.adapter in removed
-    if isinstance(event, GroupSent) and event.adapter in removed:
-        return event.reason == "unknown_adapter" or (event.outcome == "stored" and event.at_s > rest_s)
-    return False
+    return isinstance(event, GroupSent) and event.adapter in removed and event.reason == "unknown_adapter"
 
 
 def _slots_out_of_order(run: RunHistory) -> Iterator[str]:
-    """Find batches of exact slots with a prompt before one that an earlier batch has."""
+    """Find batches of exact slots with a prompt before one that an earlier batch has, unless it had failed."""
     for entry, record, before in walk(run.ledger):
         if not isinstance(record, BatchRecord):
             continue
         held = [one.groups for step, one in before.standing.items() if step < record.step]
-        earlier = max((group.prompt_index or 0 for groups in held for group in groups), default=-1)
-        indexes = [group.prompt_index for group in record.groups if group.prompt_index is not None]
+        prompts = [group.prompt_index for groups in held for group in groups if group.prompt_index is not None]
+        earlier = max(prompts, default=-1)
+        slots = [group for group in record.groups if (group.adapter, group.prompt_index) not in run.failed()]
+        indexes = [group.prompt_index for group in slots if group.prompt_index is not None]
         if min(indexes, default=earlier + 1) <= earlier:
             yield f"slots: entry {entry}, step {record.step} has prompts {indexes} after prompt {earlier}"
 

@@ -168,6 +168,8 @@ class Rest:
         again = dict(list(answered.items())[:: len(answered) // SENT_AGAIN + 1])
         again |= {name: prompt for name, prompt in answered.items() if name not in ids}
         unseen = sorted(events.issued() - prompts - events.failed())
+        if self._world.mix.changes_adapters:  # prompts end with an adapter that is removed; the first one stays
+            unseen = [prompt for prompt in unseen if prompt[0] == self._world.mix.policies[0]]
         again |= {prompt_key(*prompt): prompt for prompt in unseen}
         for name, (adapter, prompt_index) in again.items():
             group = Sent(name, make_group(name, 0, named=True, adapter=adapter), prompt_index)

@@ -93,6 +93,14 @@ class Mix:
         """Whether an operator adds, pauses and removes adapters."""
         return self.revises and self.adapters > 0
 
+    @property
+    def can_fail_over(self) -> bool:
+        """Whether every client of Redis knows enough to notice a shorter history.
+
+        A producer that writes directly knows its own groups only, and a restore nothing at all.
+        """
+        return not (self.direct or self.copies)
+
     def options(self) -> dict[str, Any]:
         """Return the options of the strategy."""
         return STRATEGIES[self.strategy][1] | ({"requires": [COLUMN]} if self.staged else {})

@@ -13,7 +13,7 @@ from tests.simulation.loop import Node
 from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
 from tests.simulation.redis_model.functions import Functions
 from tests.simulation.redis_model.link import RECORDS, WAITS, Link, record_of
-from tests.simulation.redis_model.values import Values
+from tests.simulation.redis_model.values import Saved, Values
 from tests.simulation.world import EPOCH_S, World
 
 LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
@@ -47,6 +47,8 @@ class RedisServer:
         self._code = ""
         self._blocked: list[tuple[Link, Sequence[bytes]]] = []
         self._starts = 0
+        self.replaced = False
+        """Whether a replica with a shorter history answers."""
         self.start()
 
     def _now_ms(self) -> int:
@@ -72,6 +74,22 @@ class RedisServer:
         self.values.lose(lost)
         for link in list(self.links):
             link.cut()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the right server runs."""
+        return not (self.node.dead or self.node.stopped or self.replaced)
+
+    def take_over(self, held: Saved) -> Saved:
+        """Let another server answer that holds this; return what the former one held. All of it counts as synced."""
+        self.world.note("another server takes over", node=self.node)
+        self.node.dead, self.replaced = True, not self.replaced
+        for link in list(self.links):
+            link.cut()
+        former = self.values.copy()
+        self.values.load(held)
+        self.start()
+        return former
 
     # ------------------------------------------------------------------ commands
 
