@@ -17,6 +17,7 @@ FOUND = {
     102: "a follower showed the ticket of a stored prompt",
     1042: "a server that began to lead rejected groups by the tickets of before",
     1044: "a ticket was issued again for a prompt whose group another server had stored",
+    202000: "a leader that stood still kept an old state after another one had led and handed the run back",
     1049: "groups that came during a takeover kept their tickets",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
