@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.simulation.broken import BROKEN, simulate_broken
 from tests.simulation.coverage import Reached, describe
 from tests.simulation.plan import Plan
+from tests.simulation.release import OtherRelease, check_release
 from tests.simulation.schedule import Outcome, digest
 from tests.simulation.shrinking import Shrinker
 
@@ -36,9 +37,14 @@ def main() -> None:
     parser.add_argument("--broken", choices=sorted(BROKEN), help="break a guarantee, and end at the first failure")
     parser.add_argument("--only", type=_numbers, help="numbers of the faults that happen, as a failure prints them")
     parser.add_argument("--faults-s", type=float, help="length of the fault phase")
+    parser.add_argument("--release", help="of the code that printed the seed")
     parser.add_argument("--no-shrink", action="store_true", help="report a failure as it is")
     options = parser.parse_args()
     if options.seed is not None:
+        try:
+            check_release(options.seed, options.release)
+        except OtherRelease as error:
+            parser.error(str(error))
         plan = Plan(options.seed, options.broken, options.only, options.faults_s)
         outcome = simulate_broken(plan, traced=True)
         _show(outcome)
