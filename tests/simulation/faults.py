@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 """Factors of a rate: a schedule with few kinds of faults goes deeper into each than one with all of them."""
 
+LATE_NEWS, NEWS_MIXES = 0.1, MIXES
 KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "failover")
 """Faults of processes: a server is killed, stopped, ended in order, hands its run over, or its clock jumps; Redis
 crashes, stands still, loses connections or a lease, or a replica with a shorter history takes over for a while."""
@@ -51,7 +52,7 @@ class Faults:
             late=0.006 * rng.choice(MIXES),
             lost_call=0.03 * rng.choice(MIXES),
             slow_sync=0.03 * rng.choice(MIXES),
-            late_news=0.1 * rng.choice(MIXES),
+            late_news=LATE_NEWS * rng.choice(NEWS_MIXES),
             node_every_s=rng.choice((None, 0.7, 1.0, 1.0, 2.0, 2.0, 4.0)),
             kinds=rng.sample(KINDS, rng.randint(1, 4)),
             only=None if only is None else frozenset(only),

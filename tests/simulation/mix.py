@@ -20,6 +20,8 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 COPIED = 0.25
 """Share of schedules with a run that is backed up, deleted and restored."""
+REWOUND = 0.3
+"""Share of schedules with many rewinds."""
 REVISED = ("max_staleness", (1, 2, 3))
 """The option that an operator changes, and its values."""
 
@@ -70,7 +72,7 @@ class Mix:
             direct=not spills and rng.random() < 0.2,
             revises=strategy in ("one step", "replay") and rng.random() < 0.3,
             copies=rng.random() < COPIED,
-            rewinds=rng.random() < 0.3,
+            rewinds=rng.random() < REWOUND,
         )
 
     @property

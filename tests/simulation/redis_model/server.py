@@ -24,7 +24,7 @@ LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
 LATEST_NEWS_S = 1.5
 TELLING = re.compile(rb"\xa4type[\xa1-\xbf](?:ATTACH|REWIND|CONFIG)")
 """Ledger records that change what a follower may do: news of them are late more often."""
-TELLING_FACTOR = 5
+TELLING_FACTOR, MOST_LATE = 5, 0.5
 INFO = (
     "# Server\r\nredis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n"
     "redis_mode:standalone\r\nrun_id:{id}\r\n"
@@ -203,7 +203,7 @@ class RedisServer:
         """Answer a read of new entries, late at times: until then a follower knows nothing of them."""
         world, late_s = self.world, 0.0
         tells = any(TELLING.search(word) for entries in news.values() for _, words in entries for word in words)
-        rate = world.faults.late_news * (TELLING_FACTOR if tells else 1)
+        rate = min(MOST_LATE, world.faults.late_news * (TELLING_FACTOR if tells else 1))
         if world.faults.happens("late news", rate, world):
             late_s = world.rng.uniform(0.0, LATEST_NEWS_S)
         world.at(self.node, world.now_s() + late_s, link.answer, news)
