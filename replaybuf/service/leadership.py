@@ -105,7 +105,11 @@ class Leadership:
                 ours = lease.holder == self._holder
                 if (lease.entries, lease.stored) != (run.state.entries, run.state.stored) and run.quiet():
                     self._changed.append(run)
-                if lease.holder and (run.journal.leading or not ours):
+                if ours and run.journal.leading and lease.entries > run.state.entries:
+                    # Others may have led while we stood still, and handed the run back: only `seek` compares tokens.
+                    run.lease.extend(0.0, ask_in_s=0.0)
+                    free.append(run)
+                elif lease.holder and (run.journal.leading or not ours):
                     self._apply(run, lease, asked_s, ours=ours)
                 elif ours or run.journal.leading or self._takes(run, asked_s):
                     free.append(run)

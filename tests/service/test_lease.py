@@ -12,6 +12,7 @@ from replaybuf.service.run.lease import LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S, TO
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, HeldLease, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
+from replaybuf.wire.config_patch import ConfigPatch
 
 _names = itertools.count()
 
@@ -118,6 +119,24 @@ def test_renew_follows_a_lost_lease_and_returns_a_free_one(server: EmbeddedServe
         await leadership.seek(freed)
         assert freed.journal.leading and freed.journal.token not in (None, old)
         assert not freed.lease.due()
+
+    led_here(server, work)
+
+
+def test_a_server_that_another_one_led_for_meanwhile_takes_over_from_it(server: EmbeddedServer) -> None:
+    """It stood still while the other one led and handed the run back: the lease is its own, and its state is old."""
+
+    async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
+        stalled = runs[0]
+        between = await Run.load(stalled.name, store)
+        assert between is not None
+        await between.lead(str((await store.runs.take_lease(stalled.name, "2@there", LEASE_S, force=True)).token))
+        await between.patch(ConfigPatch(state="paused"))
+        assert await store.runs.hand_over(stalled.name, between.journal.token, leadership._holder, LEASE_S)
+        assert stalled.journal.leading
+        assert await leadership.renew([stalled]) == [stalled]
+        await leadership.seek(stalled)
+        assert (stalled.journal.leading, stalled.state.state) == (True, "paused")
 
     led_here(server, work)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import random
@@ -19,7 +18,8 @@ from pathlib import Path
 from tests.simulation.broken import BROKEN, simulate_broken
 from tests.simulation.coverage import Reached, describe
 from tests.simulation.plan import Plan
-from tests.simulation.schedule import Outcome
+from tests.simulation.release import OtherRelease, check_release
+from tests.simulation.schedule import Outcome, digest
 from tests.simulation.shrinking import Shrinker
 
 SHOWN_FAULTS, LINES_BEFORE, LINES_AFTER = 3, 6, 12
@@ -37,14 +37,18 @@ def main() -> None:
     parser.add_argument("--broken", choices=sorted(BROKEN), help="break a guarantee, and end at the first failure")
     parser.add_argument("--only", type=_numbers, help="numbers of the faults that happen, as a failure prints them")
     parser.add_argument("--faults-s", type=float, help="length of the fault phase")
+    parser.add_argument("--release", help="of the code that printed the seed")
     parser.add_argument("--no-shrink", action="store_true", help="report a failure as it is")
     options = parser.parse_args()
     if options.seed is not None:
+        try:
+            check_release(options.seed, options.release)
+        except OtherRelease as error:
+            parser.error(str(error))
         plan = Plan(options.seed, options.broken, options.only, options.faults_s)
         outcome = simulate_broken(plan, traced=True)
         _show(outcome)
-        digest = hashlib.sha256("\n".join(outcome.trace).encode(errors="replace")).hexdigest()
-        print(f"seed {plan.seed}: hash {digest}, {len(outcome.trace)} events")
+        print(f"seed {plan.seed}: hash {digest(outcome.trace)}, {len(outcome.trace)} events")
         sys.exit(bool(outcome.violations))
     base = random.SystemRandom().randrange(LARGEST_SEED) if options.base is None else options.base
     plans = [Plan(seed, options.broken) for seed in range(base, base + options.seeds)]

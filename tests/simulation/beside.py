@@ -101,12 +101,18 @@ def _difference_of(group: dict[str, Any]) -> str | None:
 
 
 async def operate(world: World, client: Client, run: str, stopping: asyncio.Event) -> None:
-    """Change strategy and limits of the run now and then, until `stopping` is set."""
+    """Change strategy, limits and adapters now and then, until `stopping` is set; then all adapters train."""
     while not stopping.is_set():
         await asyncio.sleep(world.rng.uniform(0.3, 2.0))
-        patch = msgspec.convert(world.mix.revision(world.rng), ConfigPatch)
+        await _patch(client, run, world.mix.revision(world.rng))
+    while world.mix.changes_adapters and await _patch(client, run, world.mix.last_revision()) != OK:  # noqa: ASYNC110
+        await asyncio.sleep(WAIT_S)
 
-        async def work(service: Service, gone: Gone, patch: ConfigPatch = patch) -> None:
-            await (await service.led(run)).patch(patch, by="operator")
 
-        await client.observe(run, work)
+async def _patch(client: Client, run: str, changes: dict[str, Any]) -> str:
+    patch = msgspec.convert(changes, ConfigPatch)
+
+    async def work(service: Service, gone: Gone) -> None:
+        await (await service.led(run)).patch(patch, by="operator")
+
+    return str((await client.observe(run, work)).seen["outcome"])

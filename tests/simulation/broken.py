@@ -16,8 +16,9 @@ from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.ledger import AnyRecord
-from tests.simulation import faults, servers
+from tests.simulation import copying, faults, mix, servers
 from tests.simulation.plan import Plan
+from tests.simulation.redis_model import server
 from tests.simulation.schedule import Outcome, simulate
 
 UNFENCED = """
@@ -89,9 +90,19 @@ def _apply_before_write() -> Iterator[None]:
         yield
 
 
-def _serve_before_rewind() -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def _many_rewinds() -> Iterator[None]:
+    """Let each trainer rewind often, and followers hear of it late."""
+    with mock.patch.object(mix, "REWOUND", 1.0), mock.patch.object(faults, "NEWS_MIXES", (1.0,)):
+        yield
+
+
+@contextlib.contextmanager
+def _serve_before_rewind() -> Iterator[None]:
     """Let a follower serve a batch that a rewind behind the attach takes back, as until November 2026."""
-    return mock.patch.object(Batches, "_is_settled", lambda batches, step: step in batches._state.batches)
+    settled = mock.patch.object(Batches, "_is_settled", lambda batches, step: step in batches._state.batches)
+    with _many_rewinds(), settled:
+        yield
 
 
 def _without_token() -> AbstractContextManager[object]:
@@ -99,9 +110,38 @@ def _without_token() -> AbstractContextManager[object]:
     return _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)")
 
 
-def _without_rules() -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def _without_rules() -> Iterator[None]:
     """Store groups by the rules of before a rewind or a change of the run."""
-    return _library("tonumber(table.remove(args)) < newest_rules(run)", "not table.remove(args)")
+    without = _library("tonumber(table.remove(args)) < newest_rules(run)", "not table.remove(args)")
+    with _many_rewinds(), without, mock.patch.object(server, "LATEST_NEWS_S", 5.0):
+        yield
+
+
+def _without_ends() -> AbstractContextManager[object]:
+    """Write to a Redis that holds less than the caller, or another server, knows to be stored."""
+    own = "if holds_less(run, incarnation, own, entries, stored, entry_key)"
+    return _library(
+        own + "\n      or shown and holds_less(run, incarnation, shown, entries, stored, entry_key) then",
+        "if false then",
+    )
+
+
+def _without_settling() -> AbstractContextManager[object]:
+    """Let a server lead at once on a Redis that has just begun to answer."""
+    return _library("return serving_since_ms + SETTLE_MS - now_ms()", "return 0")
+
+
+@contextlib.contextmanager
+def _without_lease_of_restore() -> Iterator[None]:
+    """Let a restore that lost its lease write on, in a world where each schedule has some that stand still."""
+    before = "if not held or redis.call('SISMEMBER', keys[2], args[3]) == 1 or string.find(mark, '^deleting') then"
+    with (
+        _library(before, "if string.find(mark, '^deleting') then"),
+        mock.patch.object(mix, "COPIED", 1.0),
+        mock.patch.object(copying, "DISTURBED", 0.8),
+    ):
+        yield
 
 
 def _without_slots() -> AbstractContextManager[object]:
@@ -117,6 +157,9 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "token": _without_token,
     "exact-slots": _without_slots,
     "rules": _without_rules,
+    "restore": _without_lease_of_restore,
+    "shorter-history": _without_ends,
+    "settling": _without_settling,
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,

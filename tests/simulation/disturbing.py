@@ -7,6 +7,7 @@ import asyncio
 from replaybuf.store import keys
 from tests.chaos.history import Event, Faulted, Healed
 from tests.simulation.copying import COPIED_RUN
+from tests.simulation.failing_over import KIND, Failover
 from tests.simulation.loop import WORLD
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import LONGEST_STOP_S, Server
@@ -39,11 +40,13 @@ class Disturber:
         server = self._rng.choice(self._servers)
         led = server.leads
         kind = self._rng.choice(self._world.faults.kinds)
+        if kind == KIND and not self._world.mix.can_fail_over:
+            return
         if not self._world.faults.take(kind, self._world.now_s()):
             return
         self._world.note(f"fault: {kind} {server.name}", node=WORLD)
         name, role = server.name, "leader" if led else "standby"
-        if kind in ("crash", "pause", "cut", "lease"):
+        if kind in ("crash", "pause", "cut", "lease", KIND):
             name, role, led = "valkey", "valkey", []
         fault = Faulted(at_s=self._world.now_s(), process=name, role=role, kind=kind, server=server.url, led=led)
         self._history.append(fault)
@@ -75,7 +78,7 @@ class Disturber:
         server.node.wall_ahead_s = server.wall_ahead_s
 
     async def _crash(self, server: Server) -> None:
-        if self._redis.node.dead:
+        if self._redis.node.dead or self._redis.replaced:
             return
         self._redis.crash()
         await asyncio.sleep(self._rng.uniform(0.1, LONGEST_AWAY_S))
@@ -83,9 +86,14 @@ class Disturber:
 
     async def _pause(self, server: Server) -> None:
         node = self._redis.node
+        if self._redis.replaced:
+            return
         node.stopped = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
         self._world.loop.go_on(node)
+
+    async def _failover(self, server: Server) -> None:
+        await Failover(self._world, self._redis, self._servers, self._history).work()
 
     async def _cut(self, server: Server) -> None:
         for link in list(self._redis.links):

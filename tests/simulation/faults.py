@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 """Factors of a rate: a schedule with few kinds of faults goes deeper into each than one with all of them."""
 
-KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease")
+LATE_NEWS, NEWS_MIXES = 0.1, MIXES
+KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "failover")
 """Faults of processes: a server is killed, stopped, ended in order, hands its run over, or its clock jumps; Redis
-crashes, stands still, loses connections or a lease."""
+crashes, stands still, loses connections or a lease, or a replica with a shorter history takes over for a while."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,6 +27,7 @@ class Faults:
     - `late`: share of replies that are late by up to `LATEST_S`
     - `lost_call`: share of calls of clients whose request or answer is lost
     - `slow_sync`: share of syncs of the disk that take longer than writes wait
+    - `late_news`: share of followers' reads of new entries that are answered late, by up to `LATEST_NEWS_S`
     - `only`: numbers of the faults that happen, None = all; `happened`: those that did, each with its time and kind
     - `node_every_s`: mean time between two faults of a process, each of one of the `kinds`; None = none
     """
@@ -34,6 +36,7 @@ class Faults:
     late: float
     lost_call: float
     slow_sync: float
+    late_news: float
     node_every_s: float | None
     kinds: list[str]
     only: frozenset[int] | None
@@ -49,6 +52,7 @@ class Faults:
             late=0.006 * rng.choice(MIXES),
             lost_call=0.03 * rng.choice(MIXES),
             slow_sync=0.03 * rng.choice(MIXES),
+            late_news=LATE_NEWS * rng.choice(NEWS_MIXES),
             node_every_s=rng.choice((None, 0.7, 1.0, 1.0, 2.0, 2.0, 4.0)),
             kinds=rng.sample(KINDS, rng.randint(1, 4)),
             only=None if only is None else frozenset(only),

@@ -102,7 +102,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._rng = rng
         self._handles = 0
         self._tasks: list[tuple[Node, asyncio.Task[Any]]] = []
-        self._missing: NotImplementedError | None = None
+        self._fatal: Exception | None = None
         self.errors: list[str] = []
         factory: Any = self._make_task
         self.set_task_factory(factory)
@@ -127,8 +127,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 handle = heapq.heappop(timers)[2]
                 if not handle._cancelled:
                     ready.append(handle)
-            if self._missing:
-                raise self._missing
+            if self._fatal:
+                raise self._fatal
             self._handles += len(ready)
             if self._handles > MOST_HANDLES:
                 raise Stuck(f"{MOST_HANDLES} steps were taken, and the schedule goes on at {self._now_s:.3f} s")
@@ -220,10 +220,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Return the tasks of a node that are not done."""
         return [task for owner, task in self._tasks if owner is node and not task.done()]
 
+    def end_with(self, error: Exception) -> None:
+        """End the schedule with an error of the world, whoever may catch it before."""
+        self._fatal = self._fatal or error
+
     def _record_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
         if isinstance(context.get("exception"), NotImplementedError):
-            self._missing = context["exception"]
+            self.end_with(context["exception"])  # the model of Redis lacks a command
+        else:
+            self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def discard(self) -> None:
         """Close the loop, and drop all work that never ended. The caller silences what its `finally` blocks raise."""

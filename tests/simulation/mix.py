@@ -18,6 +18,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "replay": ("replay", {name: value for name, value in REPLAY.items() if name != "mix"}),
     EXACT: ("one-step-off-policy", {"max_staleness": 2, "exact_slots": True}),
 }
+COPIED = 0.25
+"""Share of schedules with a run that is backed up, deleted and restored."""
+REWOUND = 0.3
+"""Share of schedules with many rewinds."""
 REVISED = ("max_staleness", (1, 2, 3))
 """The option that an operator changes, and its values."""
 
@@ -31,6 +35,8 @@ class Mix:
     - `staged`: groups need a late column before they are trained; `reads`: a cursor follows the run
     - `spills`: frames move to a folder; `revises`: an operator changes strategy and limits of the run
     - `copies`: another run is backed up, deleted and restored meanwhile
+    - `direct`: a producer writes to Redis itself, and the ranks read frames from there
+    - `rewinds`: the trainer often resumes at an older step, and asks any server for its batches
     """
 
     servers: int
@@ -42,14 +48,17 @@ class Mix:
     staged: bool
     reads: bool
     spills: bool
+    direct: bool
     revises: bool
     copies: bool
+    rewinds: bool
 
     @classmethod
     def draw(cls, rng: random.Random) -> Mix:
         """Draw a mix."""
         strategy = rng.choice(tuple(STRATEGIES))
         several = strategy == "one step" and rng.random() < 0.3
+        spills = rng.random() < 0.2
         return cls(
             servers=rng.choice((2, 2, 3)),
             tick_s=rng.choice((0.25, 0.5, 1.0)),
@@ -59,20 +68,40 @@ class Mix:
             adapters=2 if several else 0,
             staged=strategy in ("one step", EXACT) and rng.random() < 0.3,
             reads=rng.random() < 0.2,
-            spills=rng.random() < 0.2,
+            spills=spills,
+            direct=not spills and rng.random() < 0.2,
             revises=strategy in ("one step", "replay") and rng.random() < 0.3,
-            copies=rng.random() < 0.25,
+            copies=rng.random() < COPIED,
+            rewinds=rng.random() < REWOUND,
         )
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Adapters of the run; "" without adapters."""
-        return tuple(self.own_batches) or ("",)
+        """Adapters that producers generate for; "" without adapters."""
+        return tuple(self.all_adapters) or ("",)
 
     @property
     def own_batches(self) -> dict[str, dict[str, int]]:
         """Batch and publication of each adapter."""
         return adapters_of(ADAPTERS, self.adapters)
+
+    @property
+    def all_adapters(self) -> dict[str, dict[str, int]]:
+        """Batch and publication of each adapter that the run ever has: an operator adds one."""
+        return adapters_of(ADAPTERS, self.adapters + 1) if self.changes_adapters else self.own_batches
+
+    @property
+    def changes_adapters(self) -> bool:
+        """Whether an operator adds, pauses and removes adapters."""
+        return self.revises and self.adapters > 0
+
+    @property
+    def can_fail_over(self) -> bool:
+        """Whether every client of Redis knows enough to notice a shorter history.
+
+        A producer that writes directly knows its own groups only, and a restore nothing at all.
+        """
+        return not (self.direct or self.copies)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the strategy."""
@@ -92,8 +121,16 @@ class Mix:
             config["adapters"] = self.own_batches
         return config | (spill_to(folder) if self.spills else {})
 
+    def last_revision(self) -> dict[str, Any]:
+        """Return the change after which every adapter is there and trains."""
+        return {"adapters": {name: own | {"paused": False} for name, own in self.all_adapters.items()}}
+
     def revision(self, rng: random.Random) -> dict[str, Any]:
-        """Draw a change of the run."""
+        """Draw a change of the run. The first adapter always stays, so that the run trains."""
+        if self.changes_adapters and rng.random() < 0.7:
+            changed = rng.choice(tuple(self.all_adapters)[1:])
+            own = self.all_adapters[changed]
+            return {"adapters": {changed: rng.choice((None, own | {"paused": True}, own | {"paused": False}))}}
         name, values = REVISED
         options = self.options() | {name: rng.choice(values)}
         return {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tests.simulation.release import release
+
 
 class Plan(msgspec.Struct, frozen=True):
     """A schedule to run.
@@ -21,7 +23,8 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def command(self) -> str:
         """The command that runs it again."""
-        options = [f"--broken {self.broken}"] if self.broken else []
+        options = [f"--release {release()}"]
+        options += [f"--broken {self.broken}"] if self.broken else []
         options += [f"--only {','.join(map(str, self.only)) or 'none'}"] if self.only is not None else []
         options += [f"--faults-s {self.faults_s:g}"] if self.faults_s is not None else []
-        return f"make simulate-faults SEED={self.seed}" + (f" ARGS='{' '.join(options)}'" if options else "")
+        return f"make simulate-faults SEED={self.seed} ARGS='{' '.join(options)}'"

@@ -25,6 +25,12 @@ WAIT_S = 0.4
 KEPT_GROUPS = 32
 
 
+class TicketedGroup(GroupSent, frozen=True, kw_only=True):
+    """A group with the ticket that it was sent with, "" without one."""
+
+    ticket: str = ""
+
+
 class Sent(msgspec.Struct):
     """A group on its way: its effective name, and when it may go."""
 
@@ -71,13 +77,14 @@ async def send(client: Client, run: str, groups: list[Sent], history: list[Event
         outcome = result.status if result else str(done.seen["outcome"])
         reason = result.reason if result else None
         history.append(
-            GroupSent(
+            TicketedGroup(
                 **(done.seen | {"outcome": outcome}),
                 group_id=sent.name,
                 prompt_index=sent.prompt_index,
                 policy_version=sent.group.policy_version,
                 adapter=sent.group.adapter,
                 reason=reason,
+                ticket=sent.group.ticket or "",
             )
         )
         outcomes.append(outcome)
@@ -100,6 +107,8 @@ class Producer:
         self._late: list[Sent] = []
         self._answered: deque[Sent] = deque(maxlen=KEPT_GROUPS)
         self._count = itertools.count()
+        # With many rewinds long: groups are on their way when their version is taken back.
+        self._generating_s = 2.0 if world.mix.rewinds else 0.6
 
     async def work(self, stopping: asyncio.Event) -> None:
         """Produce until `stopping` is set."""
@@ -110,7 +119,7 @@ class Producer:
             self._late = [sent for sent in self._late if sent.due_s > now_s]
             if self._answered and self._rng.random() < 0.2:
                 groups.append(self._rng.choice(self._answered))
-            await asyncio.sleep(self._rng.uniform(0.02, 0.6))  # generating
+            await asyncio.sleep(self._rng.uniform(0.02, self._generating_s))
             if groups:
                 await self._append(groups)
 

@@ -16,12 +16,17 @@ from replaybuf.wire.contract import Attachment, AttachRequest, WaitingAnswer
 from tests.chaos.content import priority_of
 from tests.chaos.history import OK, UNAVAILABLE, Attached, BatchAsked, Event, TrainerWrote
 from tests.chaos.trainer import read_body
+from tests.simulation.direct import DirectRank
 from tests.simulation.servers import Client, Gone, Server
 from tests.simulation.world import World
 
 WAIT_S = 0.8
 CHECKPOINT_EVERY_STEPS = 3
-REATTACHES = 0.05
+"""Each step with many rewinds: they are short, and hit groups that are on their way."""
+REATTACHES, OFTEN = 0.05, 0.4
+"""Share of steps after which a trainer attaches again, without and with many rewinds."""
+RESAMPLES, MOSTLY = 0.25, 0.7
+"""Share of attaches that give the groups of later batches back, without and with many rewinds."""
 RETRIED = (*UNAVAILABLE, "not-durable")
 
 
@@ -43,16 +48,27 @@ async def attach(
 
 
 class Trainer:
-    """Trains one run. `keep` checkpoints stay resumable; it remembers all but the oldest of them."""
+    """Trains one run. `keep` checkpoints stay resumable; it remembers all but the oldest of them.
 
-    def __init__(self, world: World, client: Client, run: str, history: list[Event], keep: int) -> None:
+    `direct`: its ranks build their bodies from Redis.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        client: Client,
+        run: str,
+        history: list[Event],
+        keep: int,
+        direct: DirectRank | None = None,
+    ) -> None:
         self._client, self._run, self._history, self._keep = client, run, history, keep
-        self._rng, self._world = world.rng, world
+        self._rng, self._world, self._direct = world.rng, world, direct
         self._checkpoints: tuple[int, ...] = (0,)
         self._refused = 0
         self._attachment = Attachment(epoch=0, step=0, generation=0, published_version=0, dp_world_size=1)
         self._trained: list[str] = []
-        self._adapters, self._completed = world.mix.own_batches, dict[str, int]()
+        self._adapters, self._completed = world.mix.all_adapters, dict[str, int]()
         self.steps = 0
         """Acks that were answered."""
 
@@ -64,7 +80,7 @@ class Trainer:
             if self._attachment.step == 0:  # step 0 is a checkpoint too, and the first to be dropped
                 await self._write_until_answered("checkpoint", 0)
             while not stopping.is_set() and await self._train_step():
-                if self._rng.random() < REATTACHES:
+                if self._rng.random() < (OFTEN if self._world.mix.rewinds else REATTACHES):
                     break
 
     # ------------------------------------------------------------------ life
@@ -78,7 +94,8 @@ class Trainer:
         resume_step = self._rng.choice(self._checkpoints) if self._refused < 2 else None
         # Before the call: it may take effect without an answer, and drop the later checkpoints.
         self._checkpoints = tuple(step for step in self._checkpoints if resume_step is None or step <= resume_step)
-        on_resume: Literal["redeliver", "resample"] = "resample" if self._rng.random() < 0.25 else "redeliver"
+        resampled = self._rng.random() < (MOSTLY if self._world.mix.rewinds else RESAMPLES)
+        on_resume: Literal["redeliver", "resample"] = "resample" if resampled else "redeliver"
         request = AttachRequest(
             dp_world_size=self._rng.choice((1, 2, 2, 3)), resume_step=resume_step, on_resume=on_resume
         )
@@ -114,7 +131,8 @@ class Trainer:
         self._attachment = msgspec.structs.replace(self._attachment, step=step + 1)
         if not await self._publish(step):
             return False
-        if (step + 1) % CHECKPOINT_EVERY_STEPS == 0 and not await self._checkpoint(step + 1):
+        every = 1 if self._world.mix.rewinds else CHECKPOINT_EVERY_STEPS
+        if (step + 1) % every == 0 and not await self._checkpoint(step + 1):
             return False
         if self._attachment.epoch > 1 and self._rng.random() < 0.1:
             kind = self._rng.choice(("ack", "publish", "checkpoint"))
@@ -134,6 +152,8 @@ class Trainer:
     async def _fetch(self, step: int, rank: int) -> bool:
         """Ask until the batch is there; return False if it never will be, or at the end."""
         while not self._stopping.is_set():
+            if self._world.mix.rewinds:
+                self._client.ask_any()
             asked = await self._ask(step, rank)
             if asked.body:
                 self._trained += [rollout.group_id for rollout in asked.body.rollouts]
@@ -155,7 +175,7 @@ class Trainer:
 
     async def _ask(self, step: int, rank: int, only: Server | None = None) -> BatchAsked:
         layout = self._attachment.epoch, self._attachment.dp_world_size
-        return await ask(self._client, self._run, step, layout, rank, self._history, only)
+        return await ask(self._client, self._run, step, layout, rank, self._history, only, self._direct)
 
     async def _write_until_answered(self, kind: str, value: int, adapter: str = "") -> bool:
         """Repeat a write until the service decides; return whether it accepted."""
@@ -192,14 +212,21 @@ async def ask(
     rank: int,
     history: list[Event],
     only: Server | None = None,
+    direct: DirectRank | None = None,
 ) -> BatchAsked:
-    """Ask for a rank's part of a batch, and record it. `layout`: epoch and number of ranks."""
+    """Ask for a rank's part of a batch, and record it. `layout`: epoch and number of ranks.
+
+    `direct`: builds the body from Redis. What it cannot build comes from the server.
+    """
     epoch, ranks = layout
 
     async def work(service: Service, gone: Gone) -> bytes | WaitingAnswer:
         serving = await service.serving(run)
         outcome = await serving.batches.part(step, epoch, rank, WAIT_S, gone=gone)
-        return outcome if isinstance(outcome, WaitingAnswer) else bytes(await outcome.body())
+        if isinstance(outcome, WaitingAnswer):
+            return outcome
+        built = direct.build(await outcome.plan()) if direct else None
+        return bytes(await outcome.body()) if built is None else built
 
     done = await client.observe(run, work, WAIT_S, only=only)
     body = read_body(done.result) if isinstance(done.result, bytes) else None

@@ -89,12 +89,12 @@ class World:
             (time, "time_ns", lambda: int(1e9 * self.wall_s())),
             (time, "monotonic", self.now_s),
             (time, "perf_counter", self.now_s),
-            (time, "sleep", _refuse("time.sleep")),
+            (time, "sleep", self._refuse("time.sleep")),
             (os, "getpid", lambda: 1),
             (socket, "gethostname", lambda: "host"),
             (secrets, "token_hex", lambda size: self.rng.randbytes(size).hex()),
-            (socket, "create_connection", _refuse("socket.create_connection")),
-            (socket.socket, "connect", _refuse("socket.connect")),
+            (socket, "create_connection", self._refuse("socket.create_connection")),
+            (socket.socket, "connect", self._refuse("socket.connect")),
         ]
         with contextlib.ExitStack() as stack:
             state = random.getstate()
@@ -106,9 +106,10 @@ class World:
                 stack.enter_context(mock.patch.object(owner, name, double))
             yield
 
+    def _refuse(self, name: str) -> Callable[..., NoReturn]:
+        def refuse(*arguments: Any, **options: Any) -> NoReturn:
+            error = RuntimeError(f"{name} would leave the simulation: use the event loop")
+            self.loop.end_with(error)  # who called it may catch the error
+            raise error
 
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    def refuse(*arguments: Any, **options: Any) -> NoReturn:
-        raise RuntimeError(f"{name} would leave the simulation: use the event loop")
-
-    return refuse
+        return refuse

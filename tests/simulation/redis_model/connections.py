@@ -30,8 +30,12 @@ def use_model(connection: Connection, server: RedisServer) -> None:
     """Let all clients of a store's connection reach the modelled server. Call it before the first command."""
     for client in (connection.client, connection._blocking):
         client.connection_pool.connection_class = functools.partial(_Connection, server)  # type: ignore[assignment]
-    payloads: Any = connection.payload_client.connection_pool
-    payloads.connection_class = functools.partial(_BlockingConnection, server)
+    lead_to(connection.payload_client, server)
+
+
+def lead_to(client: Any, server: RedisServer) -> None:
+    """Let a client of threads reach the modelled server."""
+    client.connection_pool.connection_class = functools.partial(_BlockingConnection, server)
 
 
 def split(pieces: Iterable[Any]) -> list[Sequence[bytes]]:

@@ -13,7 +13,7 @@ from tests.simulation.loop import Node
 from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
 from tests.simulation.redis_model.functions import Functions
 from tests.simulation.redis_model.link import RECORDS, WAITS, Link, record_of
-from tests.simulation.redis_model.values import Values
+from tests.simulation.redis_model.values import Saved, Values
 from tests.simulation.world import EPOCH_S, World
 
 LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
@@ -21,6 +21,10 @@ LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
 TRANSACTION = (b"MULTI", b"EXEC")
 SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
+LATEST_NEWS_S = 1.5
+TELLING = re.compile(rb"\xa4type[\xa1-\xbf](?:ATTACH|REWIND|CONFIG)")
+"""Ledger records that change what a follower may do: news of them are late more often."""
+TELLING_FACTOR, MOST_LATE = 5, 0.5
 INFO = (
     "# Server\r\nredis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nserver_mode:standalone\r\n"
     "redis_mode:standalone\r\nrun_id:{id}\r\n"
@@ -38,9 +42,13 @@ class RedisServer:
         self.wall_ahead_s = 0.0
         self.values = Values(self._now_ms)
         self.links: list[Link] = []
+        self.records: dict[bytes, dict[int, tuple[bytes, bytes]]] = {}
+        """By ledger and entry: the newest record that was written there, and the newest group that it noted."""
         self._code = ""
         self._blocked: list[tuple[Link, Sequence[bytes]]] = []
         self._starts = 0
+        self.replaced = False
+        """Whether a replica with a shorter history answers."""
         self.start()
 
     def _now_ms(self) -> int:
@@ -66,6 +74,22 @@ class RedisServer:
         self.values.lose(lost)
         for link in list(self.links):
             link.cut()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the right server runs."""
+        return not (self.node.dead or self.node.stopped or self.replaced)
+
+    def take_over(self, held: Saved) -> Saved:
+        """Let another server answer that holds this; return what the former one held. All of it counts as synced."""
+        self.world.note("another server takes over", node=self.node)
+        self.node.dead, self.replaced = True, not self.replaced
+        for link in list(self.links):
+            link.cut()
+        former = self.values.copy()
+        self.values.load(held)
+        self.start()
+        return former
 
     # ------------------------------------------------------------------ commands
 
@@ -132,18 +156,27 @@ class RedisServer:
         fence = self.values.get(names[0], bytes) if words[1] in LED else None
         reply = self._functions.run(words[1], names, arguments)
         if words[1] in RECORDS and reply[0] == b"ok":
-            self.world.coverage.add_record(record_of(arguments), len(self.world.faults.happened))
+            self._note_record(names[0], arguments, reply[1])
         if words[1] in LED and reply[0] == b"ok" and arguments[0] != fence:
             self.world.wrong.append(f"{words[1].decode()} of a former leader, {arguments[0].decode()}, was executed")
         return reply
+
+    def _note_record(self, fence: bytes, arguments: Sequence[bytes], detail: bytes) -> None:
+        record = record_of(arguments)
+        self.world.coverage.add_record(record, len(self.world.faults.happened))
+        number = int(arguments[arguments.index(record) - 1])
+        self.records.setdefault(fence, {})[number] = record, detail.partition(b" ")[2]
 
     # ------------------------------------------------------------------ blocking commands
 
     def _read(self, link: Link, words: Sequence[bytes]) -> Any:
         found = read_new(self.values, words[1:])
         upper = [word.upper() for word in words]
-        if found or b"BLOCK" not in upper:
+        if b"BLOCK" not in upper:
             return found
+        if found:
+            self._send_news(link, found)
+            return WAITS
         entry = (link, words)
         self._blocked.append(entry)
         after_s = int(words[upper.index(b"BLOCK") + 1]) / 1000
@@ -164,7 +197,16 @@ class RedisServer:
                 self._blocked.remove(entry)
             elif found := read_new(self.values, words[1:]):
                 self._blocked.remove(entry)
-                link.answer(found)
+                self._send_news(link, found)
+
+    def _send_news(self, link: Link, news: Any) -> None:
+        """Answer a read of new entries, late at times: until then a follower knows nothing of them."""
+        world, late_s = self.world, 0.0
+        tells = any(TELLING.search(word) for entries in news.values() for _, words in entries for word in words)
+        rate = min(MOST_LATE, world.faults.late_news * (TELLING_FACTOR if tells else 1))
+        if world.faults.happens("late news", rate, world):
+            late_s = world.rng.uniform(0.0, LATEST_NEWS_S)
+        world.at(self.node, world.now_s() + late_s, link.answer, news)
 
     # ------------------------------------------------------------------ the disk
 
