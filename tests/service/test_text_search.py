@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from replaybuf.cli.main import main
 from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.service.http.call import text_search
 from replaybuf.service.http.call.browse import list_groups
@@ -97,6 +99,29 @@ def test_one_call_looks_at_a_bounded_number_of_groups_and_the_next_reads_on(
     assert page["groups"] == [] and page["searched"]["groups"] == text_search.SEARCHED_GROUPS
     page = texts.get("groups", contains="here", desc="true", after=page["next"]).json()
     assert [one["group_id"] for one in page["groups"]] == ["needle"] and page["searched"]["groups"] == 1
+
+
+def test_the_command_shows_the_text_around_and_how_far_it_looked(
+    with_texts: ServeProcess,
+    texts: RunClient,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REPLAYBUF_URL", with_texts.url)
+    monkeypatch.setenv("COLUMNS", "200")
+    texts.append(*(said(tokenizer, name, f"it is \x1b[31m{name}!") for name in ("seven", "eight", "other seven")))
+
+    def listed(*options: str) -> str:
+        main(["groups", "list", texts.run, "--contains", "SEVEN", *options])
+        return capsys.readouterr().out
+
+    everything = listed()
+    assert "seven!" in everything and "eight" not in everything and "\x1b" not in everything
+    assert "looked at all 3 groups (" in everything and "2 with this text" in everything and "--after" not in everything
+    page = listed("--limit", "1")
+    assert "stopped early: looked at 1 group (" in page and "more: --after 3" in page
+    assert [one["match"]["text"] for one in json.loads(listed("--json"))["groups"]] == ["seven", "seven"]
 
 
 def test_one_call_looks_at_a_bounded_number_of_bytes(
