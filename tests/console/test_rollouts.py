@@ -9,16 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.conftest import RunClient, ServeProcess, group
-from tests.console.conftest import AXE, HOSTILE, OpenPage
+from tests.console.conftest import AXE, HOSTILE, WIDE, OpenPage
 from tests.generator.qwen import write_qwen
 from tests.waiting import eventually
 
 TRICK = f"{HOSTILE}\u202egnp.exe"
-WIDE = """() => [...document.querySelectorAll('*')]
-  .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX !== 'visible')
-  .filter((one) => !one.classList.contains('hidden'))
-  .map((one) => one.outerHTML.slice(0, 200))"""
-"""Elements that scroll sideways."""
 ANSWERS = ["I add 17 and 25. The answer is 42.", "17 plus 25 is 41, I think.", TRICK, "x" * 20_000]
 
 
