@@ -110,19 +110,19 @@ def list_(run: RunName, /, options: Annotated[QueryOptions, Parameter(name="*")]
     if options.json:
         print_json(page)
         return
-    if page.searched is None:
-        columns = ("group", "state", "prompt", ">version", ">reward", ">± std", ">size", ">tokens", "steps")
-        print_table(columns, map(_row, page.groups))
-    else:
+    if page.searched:
         print_table(("group", ">version", ">reward", ">rollout", "part", "text"), map(_match_row, page.groups))
         print(_looked_at(page.searched, len(page.groups), page.next is None))
+    else:
+        columns = ("group", "state", "prompt", ">version", ">reward", ">± std", ">size", ">tokens", "steps")
+        print_table(columns, map(_row, page.groups))
     if page.next is not None:
         print(f"more: --after {page.next}")
 
 
 def _match_row(group: GroupSummary) -> list[object]:
     head = [group.group_id, group.policy_version, f"{group.reward_mean:.3f}"]
-    if (match := group.match) is None:
+    if not (match := group.match):
         return [*head, None, None, None]
     return [*head, match.place, match.part, f"{match.before}{match.text}{match.behind}"]
 
