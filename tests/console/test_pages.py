@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import RunClient, ServeProcess, group
 from tests.console.conftest import AXE, HOSTILE, WIDE
+from tests.waiting import eventually
 
 # Address, text that the page shows, selector that is there when the page is complete.
 PAGES = [
@@ -68,8 +69,10 @@ def test_a_page_fits_every_width(trained: RunClient, open_page: Callable[..., An
     page.wait_for_selector(selector)
     for width in (3840, 1280, 1120, 768, 390, 360):
         page.set_viewport_size({"width": width, "height": 900})
-        # Charts are drawn anew after the window has its size.
-        page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
+        # Charts are drawn anew a moment after the window has its size.
+        eventually(
+            lambda: page.evaluate("document.documentElement.scrollWidth - innerWidth"), 30.0, lambda over: over <= 0
+        )
         assert width < 1120 or page.evaluate(WIDE) == []
 
 
