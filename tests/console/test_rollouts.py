@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_an_id_is_found_by_its_start_and_a_wrong_one_is_said_so(written: RunClie
     page.get_by_role("button", name="Show").click()
     page.get_by_text("No group and no prompt has an id that starts with").wait_for()
     assert page.locator("main img").count() == 0
+
+
+@pytest.mark.parametrize(("label", "value"), [("Step", "-1"), ("Step", "1.5"), ("Staleness from", "-1")])
+def test_a_filter_out_of_bounds_is_not_sent(trained: RunClient, open_page: OpenPage, label: str, value: str) -> None:
+    """The browser says so at the field."""
+    page = open_page(str(trained.http.base_url), "/runs/sums/rollouts")
+    page.get_by_text("Search and filters").click()
+    field = page.get_by_label(label, exact=True)
+    field.fill(value)
+    page.get_by_role("button", name="Show").click()
+    assert not field.evaluate("(input) => input.validity.valid") and "?" not in page.evaluate("location.hash")
+    field.fill("1")
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url(re.compile("[?&](step|min_staleness)=1"))
 
 
 def test_a_freed_group_shows_its_sample_and_says_how_to_keep_more(written: RunClient, open_page: OpenPage) -> None:
