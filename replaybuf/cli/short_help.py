@@ -24,7 +24,7 @@ FIRST_OPTIONS = {
     "eval": "engine environment prompts tokenizer max-tokens samples temperature url json token",
     "fetch-weights": "engine folder host port publish-token url token on-publish",
     "simulate": "strategy option steps config-run from run report-dir slots group-s token-s json",
-    "groups list": "state step min-reward max-reward version prompt-id order limit after url token json",
+    "groups list": "contains state step min-reward max-reward version prompt-id order limit after url token json",
 }
 """Options in the short help of commands with many; of other commands all are shown, required ones always."""
 

@@ -11,7 +11,7 @@ const LAST_ROWS = 3;
 // Distances of marks on an axis of whole numbers.
 const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 9 }, (_, power) => first * 10 ** power)).sort((one, other) => one - other);
 
-// Section of the page, title, unit, series as [name, column]; `band`: the first two series are the edges of a band.
+// Section of the page, title, unit, series as [name, column, place of its colour if another]; `band`: the first two series are the edges of a band.
 export const CHARTS = [
   { section: "Learning", title: "Reward", unit: "mean of groups ± spread inside a group", series: [["mean + std", (c) => plus(c, 1)], ["mean − std", (c) => plus(c, -1)], ["mean", (c) => c.reward_mean]], band: true },
   { section: "Learning", title: "Reward of groups", unit: "lowest, highest", series: [["highest", (c) => c.reward_max], ["lowest", (c) => c.reward_min]] },
@@ -88,7 +88,7 @@ export class Chart {
     this.plot?.destroy();
     const { time, smooth, log } = this.how;
     const thin = smooth > 1;
-    const stroke = (place) => color(`--line-${this.spec.band ? (place === 2 ? 1 : 6) : (place % 6) + 1}`);
+    const stroke = (place) => color(`--line-${this.spec.band ? (place === 2 ? 1 : 6) : ((this.spec.series[place][2] ?? place) % 6) + 1}`);
     const points = { show: data[0].length < 3, filter: (plot, line) => findLonePoints(plot.data[line]) };
     const value = (_, number) => format(number);
     const series = this.spec.series.map(([label], place) => ({ label, stroke: `${stroke(place)}${thin ? "66" : ""}`, width: this.spec.band && place < 2 ? 0.5 : thin ? 1 : 1.5, points, value }));

@@ -82,7 +82,7 @@ function morph(old, node) {
 export function table(caption, columns, rows, empty) {
   if (!rows.length) return h("p", { class: "empty" }, empty);
   const head = columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name));
-  const body = rows.map((row) => h("tr", {}, columns.map(([, kind, cell]) => h("td", { class: kind }, cell(row)))));
+  const body = rows.map((row) => h("tr", {}, columns.map(([name, kind, cell]) => h("td", { class: kind, "data-label": typeof name === "string" ? name : null }, cell(row)))));
   return h(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },

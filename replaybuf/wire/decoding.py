@@ -22,6 +22,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _RANGE = re.compile(r"Expected `\w+` ([<>]=? \S+)")
 """msgspec's message for a number outside its bound."""
+_LENGTH = re.compile(r"Expected `(?:object|array)` of length ([<>]=?) (\d+)")
+"""msgspec's message for too many or too few entries."""
 _BOUND = re.compile(r"[<>]=? |matching regex|Invalid enum")
 """Parts of msgspec's messages for values of the right type outside their bound."""
 _STEP = re.compile(r"\[\.{3}\]|\[\d+\]|[^.\[\]]+")
@@ -146,6 +148,10 @@ def _explain(error: msgspec.ValidationError, body: Any, shape: type, at: str) ->
     if valid := _valid_words(message, kinds):
         message = f"{message}; valid: {', '.join(valid)}"
     error_type = Invalid if _BOUND.search(message) else Malformed
+    if container and (bounds := _LENGTH.fullmatch(message)):
+        entries = len(_opened(value))
+        bound = f"{bounds[1]} {bounds[2]}"
+        return error_type(f"{name} has {entries} entries; it must be {bound}", name=name, value=entries, bound=bound)
     if bounds := _RANGE.fullmatch(message):
         return error_type(f"{subject}; it must be {bounds[1]}", name=name, value=shown, bound=bounds[1])
     return error_type(f"{subject}: {message}", name=name, value=shown, bound=message)

@@ -18,6 +18,12 @@ WAIT_MS = 60_000
 """A busy machine is slow: tests wait for what they need, and only a fault reaches this bound."""
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
+WIDE = """() => [...document.querySelectorAll('*')]
+  .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX !== 'visible')
+  .filter((one) => !one.classList.contains('hidden'))
+  .map((one) => one.outerHTML.slice(0, 200))"""
+"""Elements that scroll sideways."""
+
 
 def find_chromium() -> str | None:
     """Return the path of a Chromium, `CHROMIUM` of the environment first."""

@@ -169,7 +169,7 @@ def test_the_prompts_of_each_source_and_lost_long_rollouts_are_shown(run: RunCli
     table = page.get_by_role("table", name="Prompts by source")
     table.wait_for()
     assert table.locator("tbody tr").all_inner_texts() == ["code\t2\t0\t0\t0 %", "sums\t2\t2\t0\t100 %"]
-    page.get_by_text("A used group has 1.00 uses. 2.00 groups were generated per use.").wait_for()
+    page.get_by_text("A trained group was used 1.00 times. Producers stored 2.00 groups per use.").wait_for()
     flow = run.get("flow").json()
     flow["coverage"]["lengths"] = {"used": 310.2, "stored": 420.0, "biased": True}
     page.route("**/flow", lambda route: route.fulfill(json=flow))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import RunClient, ServeProcess, group
-from tests.console.conftest import AXE, HOSTILE
+from tests.console.conftest import AXE, HOSTILE, WIDE
+from tests.waiting import eventually
 
 # Address, text that the page shows, selector that is there when the page is complete.
 PAGES = [
@@ -60,14 +61,32 @@ def test_a_page_is_accessible(
     assert found == []
 
 
-@pytest.mark.parametrize("width", [360, 768, 3840])
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_a_page_fits_every_width(trained: RunClient, open_page: Callable[..., Any], address: str, width: int) -> None:
-    """From a phone to 4k, nothing makes the whole page scroll sideways."""
+def test_a_page_fits_every_width(trained: RunClient, open_page: Callable[..., Any], address: str) -> None:
+    """From a phone to 4k, nothing makes the whole page scroll sideways; at 1120 pixels and more no part of it does."""
     selector = next(selector for known, _, selector in PAGES if known == address)
-    page = open_page(str(trained.http.base_url), address, viewport={"width": width, "height": 900})
+    page = open_page(str(trained.http.base_url), address)
     page.wait_for_selector(selector)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for width in (3840, 1280, 1120, 768, 390, 360):
+        page.set_viewport_size({"width": width, "height": 900})
+        # Charts are drawn anew a moment after the window has its size.
+        eventually(
+            lambda: page.evaluate("document.documentElement.scrollWidth - innerWidth"), 30.0, lambda over: over <= 0
+        )
+        assert width < 1120 or page.evaluate(WIDE) == []
+
+
+@pytest.mark.parametrize("width", [390, 1120])
+def test_the_list_of_runs_needs_no_scrolling(trained: RunClient, open_page: Callable[..., Any], width: int) -> None:
+    """On a phone each run is a card, whose figures have their names."""
+    page = open_page(str(trained.http.base_url), viewport={"width": width, "height": 900})
+    page.get_by_role("link", name="sums").wait_for()
+    assert page.evaluate(WIDE) == []
+    row = page.locator(".runs tbody tr", has_text="sums")
+    step = row.locator("[data-label=Step]")
+    named = step.evaluate("(cell) => getComputedStyle(cell, '::before').content")
+    assert ("Step" in named or "data-label" in named) == (width == 390)
+    assert page.get_by_role("button", name="Trainer seen").is_visible() == (width == 1120)
 
 
 def test_hostile_names_and_metadata_are_shown_as_text(trained: RunClient, open_page: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,16 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.conftest import RunClient, ServeProcess, group
-from tests.console.conftest import AXE, HOSTILE, OpenPage
+from tests.console.conftest import AXE, HOSTILE, WIDE, OpenPage
 from tests.generator.qwen import write_qwen
 from tests.waiting import eventually
 
 TRICK = f"{HOSTILE}\u202egnp.exe"
-WIDE = """() => [...document.querySelectorAll('*')]
-  .filter((one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX !== 'visible')
-  .filter((one) => !one.classList.contains('hidden'))
-  .map((one) => one.outerHTML.slice(0, 200))"""
-"""Elements that scroll sideways."""
 ANSWERS = ["I add 17 and 25. The answer is 42.", "17 plus 25 is 41, I think.", TRICK, "x" * 20_000]
 
 
@@ -126,6 +122,20 @@ def test_an_id_is_found_by_its_start_and_a_wrong_one_is_said_so(written: RunClie
     page.get_by_role("button", name="Show").click()
     page.get_by_text("No group and no prompt has an id that starts with").wait_for()
     assert page.locator("main img").count() == 0
+
+
+@pytest.mark.parametrize(("label", "value"), [("Step", "-1"), ("Step", "1.5"), ("Staleness from", "-1")])
+def test_a_filter_out_of_bounds_is_not_sent(trained: RunClient, open_page: OpenPage, label: str, value: str) -> None:
+    """The browser says so at the field."""
+    page = open_page(str(trained.http.base_url), "/runs/sums/rollouts")
+    page.get_by_text("Search and filters").click()
+    field = page.get_by_label(label, exact=True)
+    field.fill(value)
+    page.get_by_role("button", name="Show").click()
+    assert not field.evaluate("(input) => input.validity.valid") and "?" not in page.evaluate("location.hash")
+    field.fill("1")
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url(re.compile("[?&](step|min_staleness)=1"))
 
 
 def test_a_freed_group_shows_its_sample_and_says_how_to_keep_more(written: RunClient, open_page: OpenPage) -> None:

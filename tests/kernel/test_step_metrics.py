@@ -30,6 +30,14 @@ def test_every_number_is_found_again_by_its_name_and_step(steps: list[Reported])
     assert set(columns) == {name for reported in kept for name in reported}
 
 
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_what_is_no_number_counts_as_missing_before_and_after_a_restart(value: float | None) -> None:
+    """A live ack may bring NaN; the ledger, which a restart reads, has null in its place."""
+    metrics = StepMetrics()
+    row = metrics.pack({"loss": value, "kl": 1.0})
+    assert (metrics.names, metrics.missing, metrics.columns([row])) == (["kl"], 1, {"kl": [1.0]})
+
+
 def test_names_beyond_the_bound_are_left_out_and_counted() -> None:
     """A trainer with other names in each step; those that came first stay."""
     metrics = StepMetrics()

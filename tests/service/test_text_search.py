@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from replaybuf.cli.main import main
 from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.service.http.call import text_search
 from replaybuf.service.http.call.browse import list_groups
-from replaybuf.service.http.call.text_search import find_text
+from replaybuf.service.http.call.text_search import TURN_TOKENS, Turn, search_turn, text_pieces
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.group import Group
@@ -99,6 +102,29 @@ def test_one_call_looks_at_a_bounded_number_of_groups_and_the_next_reads_on(
     assert [one["group_id"] for one in page["groups"]] == ["needle"] and page["searched"]["groups"] == 1
 
 
+def test_the_command_shows_the_text_around_and_how_far_it_looked(
+    with_texts: ServeProcess,
+    texts: RunClient,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REPLAYBUF_URL", with_texts.url)
+    monkeypatch.setenv("COLUMNS", "200")
+    texts.append(*(said(tokenizer, name, f"it is \x1b[31m{name}!") for name in ("seven", "eight", "other seven")))
+
+    def listed(*options: str) -> str:
+        main(["groups", "list", texts.run, "--contains", "SEVEN", *options])
+        return capsys.readouterr().out
+
+    everything = listed()
+    assert "seven!" in everything and "eight" not in everything and "\x1b" not in everything
+    assert "looked at all 3 groups (" in everything and "2 with this text" in everything and "--after" not in everything
+    page = listed("--limit", "1")
+    assert "stopped early: looked at 1 group (" in page and "more: --after 3" in page
+    assert [one["match"]["text"] for one in json.loads(listed("--json"))["groups"]] == ["seven", "seven"]
+
+
 def test_one_call_looks_at_a_bounded_number_of_bytes(
     server: EmbeddedServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +174,23 @@ def spoken(tokenizer: Tokenizer, text: str) -> Group:
 @pytest.mark.parametrize("before", [0, 1, 1534, 1535, 1536, 2046, 2047, 2048, 9000])
 def test_a_text_is_found_wherever_a_long_completion_is_cut(tokenizer: Tokenizer, before: int) -> None:
     """Also letters of several tokens, and those whose fold is longer."""
-    match = find_text(spoken(tokenizer, "." * before + "Große Straße!" + "," * 2000), "grosse strasse", tokenizer)
+    pieces = text_pieces(spoken(tokenizer, "." * before + "Große Straße!" + "," * 2000))
+    match = search_turn(pieces, "grosse strasse", tokenizer).match
     assert match is not None and match.text == "Große Straße" and match.behind.startswith("!,")
     assert set(match.before) <= {"."}
+
+
+@pytest.mark.parametrize(("rollouts", "tokens"), [(16, 32_768), (20_000, 1)])
+def test_a_turn_is_bounded_by_tokens_and_not_by_the_group(tokenizer: Tokenizer, rollouts: int, tokens: int) -> None:
+    """Also where a group has many short rollouts. A match ends the search in its turn."""
+    hay, needle = [tokenizer.encode(text)[0] for text in (".", "!")]
+    ids = [[hay] * tokens] * (rollouts - 1) + [[needle] * tokens]
+    pieces = text_pieces(built_group(*(rollout(completion_ids=one, inference_logprobs=[-0.5] * tokens) for one in ids)))
+    used_s: list[float] = []
+    turn = Turn(ended=False)
+    while not turn.ended:
+        begun_s = time.thread_time()
+        turn = search_turn(pieces, "!", tokenizer)
+        used_s.append(time.thread_time() - begun_s)
+    assert turn.match is not None and turn.match.place == rollouts - 1
+    assert len(used_s) >= 0.9 * rollouts * tokens / TURN_TOKENS and sorted(used_s)[len(used_s) // 2] < 0.05, used_s

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid, Malformed
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.contract import AckRequest
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.group import GroupJson
 from tests.builders import steady, wire_group, wire_groups
@@ -99,7 +100,10 @@ def test_a_body_with_nan_is_still_checked_strictly() -> None:
         ),
         ({"a": {"groups_per_batch": 1}, "b": 5}, r"adapters\[\.{3}\]: Expected `object`, got `int`"),
         ({"c.d": {"groups_per_batch": 0}}, "adapters.c.d.groups_per_batch is 0; it must be >= 1"),
-        ({f"a{number}": {"groups_per_batch": 1} for number in range(257)}, "adapters: .* length <= 256"),
+        (
+            {f"a{number}": {"groups_per_batch": 1} for number in range(257)},
+            "adapters has 257 entries; it must be <= 256",
+        ),
     ],
 )
 def test_an_error_in_a_map_names_the_map_and_the_field(adapters: dict[str, Any], message: str) -> None:
@@ -111,6 +115,13 @@ def test_a_number_out_of_range_is_named_with_its_bound() -> None:
     with pytest.raises(Invalid, match=r"^batch.seq_len is 1; it must be >= 2$") as caught:
         decoded(b'{"batch": {"seq_len": 1}}')
     assert (caught.value.name, caught.value.value, caught.value.bound) == ("batch.seq_len", 1, ">= 2")
+
+
+def test_too_many_entries_are_named_with_their_number() -> None:
+    metrics = {f"m{number}": 0.5 for number in range(65)}
+    with pytest.raises(Invalid) as raised:
+        decode_json(json.dumps({"epoch": 1, "metrics": metrics}).encode(), AckRequest)
+    assert (raised.value.name, raised.value.value, raised.value.bound) == ("metrics", 65, "<= 64")
 
 
 def test_a_map_inside_a_list_is_named() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import Parameter
+from rich import filesize
 from rich.console import Console
 from rich.text import Text
 
@@ -25,7 +26,7 @@ from replaybuf.cli.service import (
 )
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import counted
-from replaybuf.wire.answer.browse import GroupState, GroupSummary, StoredRollout
+from replaybuf.wire.answer.browse import GroupState, GroupSummary, SearchedGroups, StoredRollout
 from replaybuf.wire.answer.overview import Flow
 from replaybuf.wire.answer.samples import Sample
 from replaybuf.wire.config import check_run_name
@@ -63,6 +64,8 @@ class QueryOptions(ServiceOptions):
     """Source in the group's metadata; "" = none."""
     adapter: str | None = None
     """Adapter of the group."""
+    contains: str | None = None
+    """Letters of a prompt or a completion, in any case; freed groups have no text: see groups samples."""
     order: Literal["arrival", "reward", "staleness"] = "arrival"
     """What to sort by."""
     desc: bool = True
@@ -107,10 +110,28 @@ def list_(run: RunName, /, options: Annotated[QueryOptions, Parameter(name="*")]
     if options.json:
         print_json(page)
         return
-    columns = ("group", "state", "prompt", ">version", ">reward", ">± std", ">size", ">tokens", "steps")
-    print_table(columns, map(_row, page.groups))
+    if page.searched:
+        print_table(("group", ">version", ">reward", ">rollout", "part", "text"), map(_match_row, page.groups))
+        print(_looked_at(page.searched, len(page.groups), page.next is None))
+    else:
+        columns = ("group", "state", "prompt", ">version", ">reward", ">± std", ">size", ">tokens", "steps")
+        print_table(columns, map(_row, page.groups))
     if page.next is not None:
         print(f"more: --after {page.next}")
+
+
+def _match_row(group: GroupSummary) -> list[object]:
+    head = [group.group_id, group.policy_version, f"{group.reward_mean:.3f}"]
+    if not (match := group.match):
+        return [*head, None, None, None]
+    return [*head, match.place, match.part, f"{match.before}{match.text}{match.behind}"]
+
+
+def _looked_at(searched: SearchedGroups, matches: int, everything: bool) -> str:
+    """Say how far a search came: one call reads a bounded number of groups and bytes."""
+    size = f"{counted(searched.groups, 'group')} ({filesize.decimal(searched.bytes)})"
+    start = "looked at all" if everything else "the search stopped early: looked at"
+    return f"{start} {size}; {matches} with this text"
 
 
 def _row(group: GroupSummary) -> list[object]:

@@ -28,10 +28,10 @@ const COMPARED = [
 ];
 
 class ComparedChart extends Chart {
-  // Each of `lines` is [name of the run, its values of x, its values]; `x` names the axis.
+  // Each of `lines` is [name of the run, its values of x, its values, place of its colour]; `x` names the axis.
   showLines(lines, x) {
     const [joined, ...values] = uPlot.join(lines.map(([, at, line]) => [at, line]));
-    this.spec = { ...this.spec, x, series: lines.map(([name], place) => [name, () => values[place]]) };
+    this.spec = { ...this.spec, x, series: lines.map(([name, , , colour], place) => [name, () => values[place], colour]) };
     this.show(joined, null);
   }
 }
@@ -116,12 +116,14 @@ export function openCompare({ query, refreshNow }) {
     }
   }
 
+  // A run has one colour in all charts, also in those that other runs are missing from.
+  const lineOf = (one, x, values) => [one.name, x, values, runs.indexOf(one)];
   const unionOf = (runs, namesOf) => [...new Set(runs.flatMap((one) => [...namesOf(one)]))];
 
   function draw() {
     const evaluated = runs.filter((one) => one.status && one.sets.size);
     const resultsOf = (one, name) => one.sets.get(name) ?? [];
-    const lines = (name) => evaluated.map((one) => [one.name, resultsOf(one, name).map((each) => each.version), resultsOf(one, name).map((each) => each.reward_mean)]);
+    const lines = (name) => evaluated.map((one) => lineOf(one, resultsOf(one, name).map((each) => each.version), resultsOf(one, name).map((each) => each.reward_mean)));
     heldOut.show(unionOf(evaluated, (one) => one.sets.keys()).sort(), lines, "version");
     const drawn = shown();
     for (const part of [heading, bar, grid, metrics.grid]) part.hidden = !drawn.length;
@@ -131,10 +133,10 @@ export function openCompare({ query, refreshNow }) {
       one.began_s ??= at_s[0];
       one.x = axis.value === "step" ? step : at_s.map((value) => (value - one.began_s) / 3600);
     }
-    for (const chart of charts) chart.showLines(drawn.map((one) => [one.name, one.x, chart.spec.read(one.history)]), axis.value);
+    for (const chart of charts) chart.showLines(drawn.map((one) => lineOf(one, one.x, chart.spec.read(one.history))), axis.value);
     const column = (one, name) => one.history.metrics[name] ?? one.x.map(() => null);
     const names = orderMetrics(unionOf(drawn, (one) => Object.keys(one.history.metrics)));
-    metrics.show(names, (name) => drawn.map((one) => [one.name, one.x, column(one, name)]), axis.value);
+    metrics.show(names, (name) => drawn.map((one) => lineOf(one, one.x, column(one, name))), axis.value);
   }
 
   const title = "Runs side by side";

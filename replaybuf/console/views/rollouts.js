@@ -13,14 +13,15 @@ const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of
 const LISTS = [["", "Groups"], ["samples", "Samples of trained steps"], ["ends", "First step and newest"]];
 // What people look for first: [name, order, direction].
 const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "reward", "false"], ["Longest", "longest_tokens", "true"], ["Widest spread", "reward_std", "true"]];
-// Name, label, type, and what the field does.
+const WHOLE = { min: "0", step: "1" };
+// Name, label, type, what the field does, and its bounds.
 const FIELDS = [
   ["text", "Text", "search", "Letters of a prompt or completion, in any case."],
   ["id_prefix", "Id", "search", "Start of the id of a group or of its prompt."],
-  ["step", "Step", "number", "Groups that this step trained."],
+  ["step", "Step", "number", "Groups that this step trained. Values: 0 or more.", WHOLE],
   ["min_reward", "Reward from", "number", "Lowest mean reward of a group."],
   ["max_reward", "Reward to", "number", "Highest mean reward of a group."],
-  ["min_staleness", "Staleness from", "number", "Lowest staleness at the next step to assemble."],
+  ["min_staleness", "Staleness from", "number", "Lowest staleness at the next step to assemble. Values: 0 or more.", WHOLE],
   ["source", "Source", "text", "As the producer recorded it: source or env."],
 ];
 const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => one.completion_tokens };
@@ -82,7 +83,7 @@ function withoutText(error) {
   throw error;
 }
 
-// How far a search went: groups are read in the order of the page, up to a bound of the service.
+// How far a search went: the service reads groups in the order of the page, up to a bound.
 function lookedAt({ groups, next, searched }, query) {
   const which = query.get("order") ? "first" : query.get("desc") === "false" ? "oldest" : "newest";
   const part = query.get("after") ? counted(searched.groups, "further group") : next === null ? `all ${counted(searched.groups, "group")} that have bytes` : `the ${which} ${counted(searched.groups, "group")}`;
@@ -130,7 +131,7 @@ function tabs(query, run, sampled) {
 function form(query, run) {
   const control = (name, label, hint, node) => h("div", { class: "field" }, h("label", { for: `f-${name}` }, label), node, h("span", { class: "hint", id: `h-${name}` }, hint));
   const attributes = (name) => ({ id: `f-${name}`, name, "aria-describedby": `h-${name}` });
-  const inputs = FIELDS.map(([name, label, type, hint]) => control(name, label, hint, h("input", { ...attributes(name), type, step: "any", maxlength: 250, autocomplete: "off", value: query.get(name) ?? "" })));
+  const inputs = FIELDS.map(([name, label, type, hint, bounds]) => control(name, label, hint, h("input", { ...attributes(name), type, step: "any", ...bounds, maxlength: 250, autocomplete: "off", value: query.get(name) ?? "" })));
   const choice = (name, fallback, options) => h("select", attributes(name), options.map(([value, shown]) => h("option", { value, selected: (query.get(name) ?? fallback) === value }, shown)));
   const state = control("state", "State", "Where the group is now.", choice("state", "", STATES.map((one) => [one, one.replaceAll("_", " ") || "any"])));
   const order = control("order", "Order", "Only groups that are not freed are sorted, except by arrival.", choice("order", "", ORDERS));

@@ -222,7 +222,7 @@ function describePrompts({ coverage, reuse }) {
   ];
   const longer = lengths?.used > lengths?.stored;
   const rows = Object.entries(sources).sort(([, a], [, b]) => a.share - b.share);
-  const uses = reuse.uses_per_group && h("p", { class: "quiet" }, `A used group has ${decimal(reuse.uses_per_group, 2)} uses. ${decimal(reuse.generated_share, 2)} groups were generated per use.`);
+  const uses = reuse.uses_per_group && h("p", { class: "quiet" }, `A trained group was used ${decimal(reuse.uses_per_group, 2)} times. Producers stored ${decimal(reuse.generated_share, 2)} groups per use.`);
   return [
     coverage.issued > 0 && h("p", { class: "quiet" }, `${percent(coverage.share)} of the prompts that ended were trained: ${count(coverage.trained)} trained, ${count(coverage.dropped)} dropped, ${count(coverage.failed)} failed.`),
     uses,

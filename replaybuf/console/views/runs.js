@@ -22,11 +22,11 @@ const COLUMNS = [
   ["State", "", (row) => STATES.indexOf(stateOf(row)), (row) => pill(stateOf(row))],
   ["Waits for", "why", (row) => row.waiting?.reason ?? "", why],
   ["Step", "number", (row) => row.step, (row) => (row.max_steps ? `${count(row.step)} / ${count(row.max_steps)}` : count(row.step))],
-  ["Version", "number", (row) => row.published_version, (row) => count(row.published_version)],
+  ["Version", "number minor extra", (row) => row.published_version, (row) => count(row.published_version)],
   ["Tokens/s", "number", (row) => row.tokens_per_s, (row) => count(row.tokens_per_s)],
   ["Reward", "reward", (row) => row.rewards.at(-1) ?? -Infinity, reward],
-  ["Staleness", "number", (row) => row.staleness ?? -1, (row) => decimal(row.staleness, 1)],
-  ["Buffer", "number", (row) => row.groups_live, (row) => count(row.groups_live)],
+  ["Staleness", "number extra", (row) => row.staleness ?? -1, (row) => decimal(row.staleness, 1)],
+  ["Buffer", "number extra", (row) => row.groups_live, (row) => count(row.groups_live)],
   ["Trainer seen", "number", (row) => row.trainer_last_seen_s ?? Infinity, (row) => age(row.trainer_last_seen_s)],
   ["Producers seen", "number", (row) => row.producers_last_seen_s ?? Infinity, producers],
 ];
@@ -124,7 +124,7 @@ export function openRuns({ refreshNow }) {
     update(body, rows.length ? table : nothing);
     const columns = new Set(overview.runs.map((row) => row.leader).filter(Boolean)).size > 1 ? [...COLUMNS, LEADER] : COLUMNS;
     update(head, columns.map(heading));
-    updateInTurns(lines, shown.map((row) => () => h("tr", {}, columns.map(([, kind, , cell]) => h("td", { class: kind }, cell(row))))));
+    updateInTurns(lines, shown.map((row) => () => h("tr", {}, columns.map(([label, kind, , cell]) => h("td", { class: kind, "data-label": label }, cell(row))))));
     const left = rows.length - shown.length;
     update(compare, describePicked(rows));
     update(more, left ? h("button", { type: "button" }, `Show ${left} more`) : "");

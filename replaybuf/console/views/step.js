@@ -39,7 +39,7 @@ function describeRecord(record, columns) {
       ["Mean reward", figure("reward_mean", (value) => decimal(value))],
       ["Mean staleness", figure("staleness", (value) => decimal(value, 2))],
       ["Stored to batch", figure("age_s", (value) => `${decimal(value, 1)} s`)],
-      ["Made", figure("at_s", clockTime)],
+      ["Assembled", figure("at_s", clockTime)],
       ["Trained", figure("acked_s", clockTime)],
       ["Generation", count(record.generation)],
       ["Strategy", `${record.strategy} ${JSON.stringify(record.options)}`],
@@ -63,7 +63,7 @@ function describeWhy(answer) {
     before && ["Since the batch before", `${count(before.stored)} stored; dropped: ${list(before.dropped)}; rejected: ${list(before.rejected)}`],
     ["Filters", answer.filters?.map((one) => one.name ?? one).join(", ") || "none"],
     answer.choice && ["Chosen by staleness", spread(answer.choice.staleness)],
-    answer.choice && ["Chosen by number of this use", spread(answer.choice.times_sampled)],
+    answer.choice && ["Chosen by use, 1 = the first", spread(answer.choice.times_sampled)],
   ].filter(Boolean);
   const unknown = Object.entries(answer.unknown ?? {}).map(([name, cause]) => h("p", { class: "quiet" }, `${name}: ${cause}`));
   return [h("h2", {}, "Why this batch"), facts(pairs), unknown, answer.packing && describePacking(answer.packing)];

@@ -20,7 +20,7 @@ _MISSING = math.nan
 class StepMetrics(msgspec.Struct):
     """Names of metrics in the order in which they first came, and what could not be kept.
 
-    `missing`: values that the trainer reported as missing; `left_out`: values of names beyond `MOST_NAMES`.
+    `missing`: values that are null, NaN or infinite; `left_out`: values of names beyond `MOST_NAMES`.
     """
 
     names: list[str] = []
@@ -31,7 +31,8 @@ class StepMetrics(msgspec.Struct):
         """Pack the metrics of one step, float64 by place of their names; new names are added."""
         values = array("d", [_MISSING]) * (len(self.names) if reported else 0)
         for name, value in reported.items():
-            if value is None:
+            # The ledger has null for NaN and infinities: a fold after a restart must count them alike.
+            if value is None or not math.isfinite(value):
                 self.missing += 1
             elif name in self.names:
                 values[self.names.index(name)] = value
