@@ -1,4 +1,4 @@
-"""Write benchmarks/results/README.md from benchmarks/results/*.json; docs/benchmarks.md includes it.
+"""Write benchmarks/results/README.md from benchmarks/results/*.json; docs/benchmark-results.md includes it.
 
     python benchmarks/tables.py
 
