@@ -76,7 +76,7 @@ class Service:
         self.runs: dict[str, Run] = {}
         self.unreadable = UnreadableRuns(clock.monotonic)
         self.traffic, self.loop_watch = Traffic(), LoopWatch()
-        self._servers = LivingServers(store, url, alone=embedded or not balance)
+        self._servers = LivingServers(store, url, alone=embedded or not balance, wall=clock.wall)
         self.report: ServerReport | None = None
         self.outage: str | None = None
         self._leadership = Leadership(store, self._servers, url)

@@ -39,6 +39,7 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
             store = await Store.open(server.url, policy, private=True, explain_outage=lambda: server.outage)
         else:
             store = await Store.open(str(options.redis_url), policy)
+            await store.servers.claim(options.deployment)
         if policy.level == "strict":
             store.connection.known.load(options.data_dir / "acknowledged")
         service = Service(

@@ -11,8 +11,15 @@ from cyclopts.types import NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 from replaybuf.kernel.state.retention import KEPT_GROUPS
 from replaybuf.store.redis.durability import Level
+from replaybuf.wire.config import RUN_NAME
 
 BODY_BUDGET_BYTES = 1 << 30
+
+
+def check_deployment(_: object, name: str | None) -> None:
+    """Raise `ValueError` for a name that is not made like one of a run."""
+    if name is not None and not RUN_NAME.fullmatch(name):
+        raise ValueError("use 1 to 63 lower-case letters, digits, '.', '_', '-'; begin with a letter or digit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,9 @@ class ServeOptions:
     balance: bool = True
     """Hand runs over to other servers on the same Redis until each leads its share, one run per second at most.
     With --no-balance it hands none over and gets none: it leads what it creates, and runs whose leader has ended."""
+    deployment: Annotated[str | None, Parameter(validator=check_deployment)] = None
+    """Name of the servers that belong together. The first server to start gives it to the Redis; a server with another
+    name, or without one, is then refused. Default: every server may use the Redis."""
     allowed_hosts: Annotated[tuple[str, ...], Parameter(name="allowed-host", consume_multiple=True, negative="")] = ()
     """More names of this server, HOST or HOST:PORT: clients may use them in URLs, and pages of these hosts may call it.
     Needed for names of a proxy or of a container."""

@@ -51,6 +51,7 @@ import crc32c
 RUNS = "rb:runs"
 DELETING = "rb:deleting"
 SERVERS = "rb:servers"
+DEPLOYMENT = "rb:deployment"
 ORPHAN_TTL_S = 3600
 """Lifetime of a payload without an index entry."""
 BUCKETS = 64

@@ -461,10 +461,11 @@ local MOST_SERVERS = 256
 local function announce(keys, args)
   begin_serving() -- an announcement is no data of which this Redis could be an older copy
   local now, most_silent, count = now_ms(), tonumber(args[3]), 0
-  local own, others = {args[1], args[2], 0, 0}, {}
+  local ahead = string.format('%.0f', tonumber(args[4]) - now) -- of the server's clock
+  local own, others = {args[1], args[2], 0, 0, ahead}, {}
   local holders, values = redis.call('HKEYS', keys[1]), redis.call('HVALS', keys[1])
   for at, holder in ipairs(holders) do
-    local since, seen, release = string.match(values[at], '^(%d+) (%d+) (.*)$')
+    local since, seen, release, ahead_ms = string.match(values[at], '^(%d+) (%d+) (%S*) ?(-?%d*)$')
     -- The clock of Redis was set back if a time is in the future.
     local alive_ms, silent_ms = math.max(0, now - (since or 0)), math.max(0, now - (seen or 0))
     if silent_ms > most_silent then
@@ -473,13 +474,13 @@ local function announce(keys, args)
       own[3] = alive_ms
     else
       count = count + 1
-      for _, part in ipairs({holder, release, alive_ms, silent_ms}) do
+      for _, part in ipairs({holder, release, alive_ms, silent_ms, ahead_ms}) do
         others[#others + 1] = part
       end
     end
   end
   if count < MOST_SERVERS then
-    redis.call('HSET', keys[1], args[1], string.format('%.0f %.0f %s', now - own[3], now, args[2]))
+    redis.call('HSET', keys[1], args[1], string.format('%.0f %.0f %s %s', now - own[3], now, args[2], ahead))
   end
   for _, part in ipairs(others) do
     own[#own + 1] = part

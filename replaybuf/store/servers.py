@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from replaybuf.errors import Conflict
 from replaybuf.store import keys
 from replaybuf.store.redis.connection import Connection, text
 
@@ -11,33 +12,55 @@ from replaybuf.store.redis.connection import Connection, text
 class AnnouncedServer(NamedTuple):
     """A server that has announced itself under the holder of its leases.
 
-    `alive_s`: since its first announcement after a silence; `silent_s`: since its last one.
+    `alive_s`: since its first announcement after a silence; `silent_s`: since its last one. `ahead_s`: by how much its
+    clock is ahead of that of Redis, 0 = unknown.
     """
 
     holder: str
     release: str
     alive_s: float
     silent_s: float
+    ahead_s: float = 0.0
 
 
 class ServerStore:
-    """Announces servers."""
+    """Announces servers, and keeps those of another deployment away."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def announce(self, holder: str, release: str, most_silent_s: float) -> list[AnnouncedServer]:
+    async def claim(self, deployment: str | None) -> None:
+        """Give this Redis to a deployment, if it has none. Raises `Conflict` for the Redis of another deployment."""
+        pipe = self._connection.pipeline()
+        if deployment:
+            pipe.execute_command("SET", keys.DEPLOYMENT, deployment, "NX")
+        pipe.execute_command("GET", keys.DEPLOYMENT)
+        owner = (await self._connection.run_durably(pipe))[-1]
+        if owner is not None and text(owner) != deployment:
+            ours = f"this server is of {deployment!r}" if deployment else "this server names none"
+            raise Conflict(
+                f"{self._connection.url} belongs to the deployment {text(owner)!r}, and {ours}: start it with "
+                f"--deployment {text(owner)}, or with another Redis; if that deployment is gone, delete the key "
+                f"{keys.DEPLOYMENT}",
+                name="deployment",
+                value=deployment,
+                bound=text(owner),
+            )
+
+    async def announce(self, holder: str, release: str, most_silent_s: float, wall_s: float) -> list[AnnouncedServer]:
         """Announce a server, and forget those that have been silent for longer; return all, this one first.
+
+        `wall_s`: the time by its clock.
 
         One function call reads, compares and forgets, so a server that announces itself meanwhile is not forgotten.
         """
         pipe = self._connection.pipeline()
-        pipe.fcall("rb_announce", 1, keys.SERVERS, holder, release, int(most_silent_s * 1000))
+        pipe.fcall("rb_announce", 1, keys.SERVERS, holder, release, int(most_silent_s * 1000), int(wall_s * 1000))
         (reply,) = await self._connection.run(pipe.execute())
-        fields = [iter(reply)] * 4
+        fields = [iter(reply)] * 5
         return [
-            AnnouncedServer(text(name), text(of), int(alive) / 1000, int(silent) / 1000)
-            for name, of, alive, silent in zip(*fields, strict=True)
+            AnnouncedServer(text(name), text(of), int(alive) / 1000, int(silent) / 1000, int(ahead or 0) / 1000)
+            for name, of, alive, silent, ahead in zip(*fields, strict=True)
         ]
 
     async def withdraw(self, holder: str) -> None:

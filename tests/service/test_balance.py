@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,6 +92,28 @@ def test_runs_are_handed_over_to_steady_servers_of_the_same_release(tmp_path: Pa
     asyncio.run(main())
 
 
+def test_a_clock_that_differs_by_more_than_a_second_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One late announcement is no difference. Runs are shared all the same."""
+
+    async def main() -> None:
+        async with alone(tmp_path) as store:
+            here = LivingServers(store, "http://here")
+            late = LivingServers(store, "http://late", wall=lambda: time.time() - 3.0)
+            for _ in range(4):
+                await late.announce()
+                await here.announce()
+            messages = [record.getMessage() for record in caplog.records if "clocks differ" in record.getMessage()]
+            assert [re.sub(r"\d\.\d", "x", message).partition(" ours")[0] for message in messages] == [
+                "clocks differ: that of http://late is x s behind",
+                "clocks differ: that of http://here is x s ahead of",
+            ]
+            assert here.any and late.any
+
+    asyncio.run(main())
+
+
 def test_one_run_at_a_time_is_offered_and_one_that_came_back_waits(tmp_path: Path) -> None:
     """The other server may be unable to lead it. An offer of which nothing came is made again, after all others."""
 
@@ -110,7 +133,9 @@ def test_one_run_at_a_time_is_offered_and_one_that_came_back_waits(tmp_path: Pat
                 assert await balance.next(runs) == (moving[0], OTHER)
             unshared = LivingServers(store, "http://unshared", alone=True)
             assert await Balance(unshared, time.monotonic).next(runs) is None
-            assert unshared.holder not in {server.holder for server in await store.servers.announce("x", "", SILENT_S)}
+            assert unshared.holder not in {
+                server.holder for server in await store.servers.announce("x", "", SILENT_S, 0.0)
+            }
 
     asyncio.run(main())
 

@@ -235,10 +235,10 @@ CALLS: list[list[object]] = [
     function("rb_lead", [LEAD], "there", 50000, "0", token=""),
     function("rb_lead", [LEAD], "here", 50000, "0", token=""),
     function("rb_hand_over", [LEAD], "there", 50000, token="3:here"),
-    plain("rb_announce", [keys.SERVERS], "here", "1.0", 60000),
-    plain("rb_announce", [keys.SERVERS], "there", "1.0", 60000),
+    plain("rb_announce", [keys.SERVERS], "here", "1.0", 60000, 1000),
+    plain("rb_announce", [keys.SERVERS], "there", "1.0", 60000, 1000),
     ["HSET", keys.SERVERS, "silent", "1 2 1.0", "strange", "value"],
-    plain("rb_announce", [keys.SERVERS], "here", "1.1", 60000),
+    plain("rb_announce", [keys.SERVERS], "here", "1.1", 60000, 1000),
     ["HKEYS", keys.SERVERS],
     plain("rb_resign", [LEAD], "there"),
     function("rb_delete", [MARK], "deleting:1", token="4:there"),
@@ -272,7 +272,7 @@ def test_functions_answer_as_on_a_real_server(both: Both) -> None:
         if words[1] == "rb_hold":  # each server has a name
             real, modelled = (reply[1::4] + reply[3::4] + reply[4::4] for reply in (real, modelled))
         if words[1] == "rb_announce":  # each server has a clock
-            real, modelled = (reply[0::4] + reply[1::4] for reply in (real, modelled))
+            real, modelled = (reply[0::5] + reply[1::5] for reply in (real, modelled))
         assert _without_times(modelled) == _without_times(real), words[:2]
     for key in (*GUARDED, *keys.all_of(RUN, [""]), SNAP, OLD, SPILL, TICKETS, MARK, *PAYLOADS, LATE, "a", "b"):
         real, modelled = both.call("TTL", key)

@@ -11,7 +11,16 @@ import msgspec
 import pytest
 import redis
 
-from replaybuf.errors import CheckOutdated, DataLost, NoRoom, NotLeader, ServiceUnavailable, TooLarge, UnsupportedServer
+from replaybuf.errors import (
+    CheckOutdated,
+    Conflict,
+    DataLost,
+    NoRoom,
+    NotLeader,
+    ServiceUnavailable,
+    TooLarge,
+    UnsupportedServer,
+)
 from replaybuf.store import EmbeddedServer, PendingGroup, Store, WritePolicy, keys
 from replaybuf.store.redis import pipeline
 from replaybuf.store.redis.server import read_name
@@ -204,22 +213,39 @@ def test_a_lead_is_handed_over_by_its_leader_to_one_successor(server: EmbeddedSe
     with_store(server, work)
 
 
+def test_a_redis_belongs_to_the_deployment_that_named_it_first(server: EmbeddedServer) -> None:
+    """Without names every server is welcome; afterwards only those of the same name."""
+
+    async def work(store: Store) -> None:
+        await store.servers.claim(None)
+        for _ in range(2):
+            await store.servers.claim("mine")
+        for other in ("yours", None):
+            with pytest.raises(Conflict, match="belongs to the deployment 'mine'"):
+                await store.servers.claim(other)
+        await store.connection.client.delete(keys.DEPLOYMENT)
+        await store.servers.claim("yours")
+        await store.connection.client.delete(keys.DEPLOYMENT)
+
+    with_store(server, work)
+
+
 def test_servers_that_fall_silent_are_forgotten(server: EmbeddedServer) -> None:
     """A server that comes back counts as a new one; strange values do no harm."""
 
     async def work(store: Store) -> None:
         servers, client = store.servers, store.connection.client
         first_s = time.monotonic()
-        await servers.announce("a", "1.0", 60.0)
-        assert [server.holder for server in await servers.announce("b", "1.1", 60.0)] == ["b", "a"]
+        await servers.announce("a", "1.0", 60.0, 0.0)
+        assert [server.holder for server in await servers.announce("b", "1.1", 60.0, 0.0)] == ["b", "a"]
         await client.hset(keys.SERVERS, mapping={"strange": "value", "old": "1 2 1.0"})
         await asyncio.sleep(0.05)
-        own, other = await servers.announce("a", "1.0", 60.0)
+        own, other = await servers.announce("a", "1.0", 60.0, 0.0)
         assert (own.holder, own.release, own.silent_s, other.holder, other.release) == ("a", "1.0", 0.0, "b", "1.1")
         assert 0.05 <= own.alive_s <= time.monotonic() - first_s + 1.0 and other.silent_s >= 0.05
         assert set(await client.hkeys(keys.SERVERS)) == {b"a", b"b"}
         await asyncio.sleep(0.05)
-        assert [tuple(server) for server in await servers.announce("b", "1.1", 0.02)] == [("b", "1.1", 0.0, 0.0)]
+        assert [server[:4] for server in await servers.announce("b", "1.1", 0.02, 0.0)] == [("b", "1.1", 0.0, 0.0)]
         await servers.withdraw("b")
         assert not await client.exists(keys.SERVERS)
 

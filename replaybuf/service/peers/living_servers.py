@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import logging
 import secrets
+from collections.abc import Callable, Sequence
 
 from replaybuf.kernel.decide.leaders import wanted_leader
 from replaybuf.plugins.entry_points import ADMISSIONS, FILTERS, STRATEGIES, installed
+from replaybuf.service.clock import SYSTEM_CLOCK
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.store import AnnouncedServer, Store
 from replaybuf.version import __version__
 
+logger = logging.getLogger(__name__)
+
+MOST_APART_S = 1.0
+"""Clocks of two servers that differ by more are reported."""
 SILENT_S = 5.0
 """A server that was silent for longer counts as dead; each announces itself once a second."""
 FRESH_S = 2.5
@@ -38,14 +45,17 @@ class LivingServers:
     """Servers of our release that live, ourselves included: `holder` names this server, and its leases.
 
     `alone`: no other server uses this Redis, or this one has no part in the sharing. It announces nothing, so no server
-    waits for a run of it.
+    waits for a run of it. `wall`: the clock of this server, which decides nothing here.
     """
 
-    def __init__(self, store: Store, url: str, *, alone: bool = False) -> None:
+    def __init__(
+        self, store: Store, url: str, *, alone: bool = False, wall: Callable[[], float] = SYSTEM_CLOCK.wall
+    ) -> None:
         # Random: a restarted container has the same process id as before.
         self.holder = f"{secrets.token_hex(8)}@{url}"
-        self._store = store
+        self._store, self._wall = store, wall
         self._alone = alone
+        self._apart: dict[str, bool] = {}
         self._others: dict[str, AnnouncedServer] = {}
         self._names = frozenset({self.holder})
         self._steady = False
@@ -56,10 +66,28 @@ class LivingServers:
         if self._alone:
             return
         self._release = self._release or await asyncio.to_thread(name_release)
-        own, *others = await self._store.servers.announce(self.holder, self._release, SILENT_S)
+        own, *others = await self._store.servers.announce(self.holder, self._release, SILENT_S, self._wall())
+        self._compare_clocks(own, others)
         self._steady = own.alive_s >= STEADY_S
         self._others = {server.holder: server for server in others if server.release == own.release}
         self._names = frozenset({self.holder, *self._others})
+
+    def _compare_clocks(self, own: AnnouncedServer, others: Sequence[AnnouncedServer]) -> None:
+        """Report a clock that differs in two announcements in a row: one of them may have come late."""
+        seen, self._apart = self._apart, {}
+        for server in others:
+            apart_s = server.ahead_s - own.ahead_s
+            if abs(apart_s) <= MOST_APART_S:
+                continue
+            if seen.get(server.holder) is False:
+                logger.warning(
+                    "clocks differ: that of %s is %.1f s %s ours. Times in states and logs differ by as much; "
+                    "nothing is decided by them. Synchronise the clocks (NTP)",
+                    server.holder.partition("@")[2] or server.holder,
+                    abs(apart_s),
+                    "ahead of" if apart_s > 0 else "behind",
+                )
+            self._apart[server.holder] = server.holder in seen
 
     async def withdraw(self) -> None:
         """Let the others share our runs at once."""
