@@ -90,6 +90,10 @@ local serving_since_ms
 local serving_as
 -- Time that every living server has to show what it knows, before the lead changes.
 local SETTLE_MS = 2000
+-- Time before a run is written: a leader that does not know the newest groups of the others must not go on without
+-- them. A server that lives shows its ends as soon as it has connected.
+local UNWRITTEN_MS = 1000
+local LOOK_MS = 500
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -114,6 +118,18 @@ local function settles_in_ms()
   end
   serving_since_ms = math.min(serving_since_ms, now_ms()) -- the clock of Redis was set back
   return serving_since_ms + SETTLE_MS - now_ms()
+end
+
+-- Return for how long no run may be written. The replication id, which takes long to read, is read twice a second: to
+-- become a replica and a primary again takes longer.
+local looked_ms = 0
+local function writes_in_ms()
+  local now = now_ms()
+  if math.abs(now - looked_ms) > LOOK_MS then
+    looked_ms = now
+    return settles_in_ms() - SETTLE_MS + UNWRITTEN_MS
+  end
+  return serving_since_ms + UNWRITTEN_MS - now
 end
 
 -- Wrap a function of one run: it changes nothing if Redis holds less than any caller knows to be stored (an older
@@ -161,14 +177,29 @@ local function guarded(callback)
     if newest ~= run.token then
       return {'fenced', newest}
     end
-    local outcome, detail = callback(keys, args, run)
+    local outcome, detail = callback(keys, args, run, entries)
     return {outcome or 'ok', detail or '', incarnation}
   end
 end
 
+-- Wrap a function that writes: it changes no run just after a start or promotion of a Redis that several servers use,
+-- but for runs that began since then.
+local new_runs = {}
+local function writing(callback)
+  return guarded(function(keys, args, run, entries)
+    local left_ms = run.shown ~= '' and writes_in_ms() or 0
+    if left_ms > 0 and entries == 0 then
+      new_runs[run.ledger] = true
+    elseif left_ms > 0 and not new_runs[run.ledger] then
+      return 'starting', left_ms
+    end
+    return callback(keys, args, run)
+  end)
+end
+
 -- Wrap a function that only a leader may call: it changes nothing without a token.
 local function led(callback)
-  return guarded(function(keys, args, run)
+  return writing(function(keys, args, run)
     if run.token == '' then
       return 'fenced', newest_fence(run.fence)
     end
@@ -699,8 +730,8 @@ local function register(name, callback)
   redis.register_function{function_name = name, callback = callback, flags = {'allow-oom'}}
 end
 
-register('rb_publish', guarded(publish))
-register('rb_publish_stored', guarded(publish_stored))
+register('rb_publish', writing(publish))
+register('rb_publish_stored', writing(publish_stored))
 register('rb_begin_round', led(begin_round))
 register('rb_ends', guarded(ends))
 register('rb_append', led(append))
@@ -715,7 +746,7 @@ register('rb_done', led(done))
 register('rb_accept_loss', accept_loss)
 register('rb_snapshot', led(snapshot))
 register('rb_drop', led(drop))
-register('rb_evaluate', guarded(evaluate))
+register('rb_evaluate', writing(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
 register('rb_note', note)

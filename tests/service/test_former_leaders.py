@@ -36,7 +36,7 @@ FRAME_BYTES = 1_400
 """A little more than a small group takes."""
 TAKEOVER_CALLS = 15
 """Calls to Redis and the folder, of a takeover and the sweep after it."""
-DELETION_CALLS = 12
+DELETION_CALLS = 10
 """Calls to Redis and the folder, of a deletion."""
 RESTORE_CALLS = 12
 """Calls to Redis of a restore, up to the one that lets the run appear."""

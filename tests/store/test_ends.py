@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from replaybuf.errors import DataLost, LedgerGap, NotLeader
+from replaybuf.errors import DataLost, LedgerGap, NotLeader, ServiceUnavailable
 from replaybuf.store import EmbeddedServer, Ends, Store, WritePolicy, keys
 from replaybuf.store.loss.known_ends import KnownEnds
 from replaybuf.store.loss.saved_ends import LINE_BYTES
@@ -331,3 +331,48 @@ def test_nobody_takes_the_lead_on_a_redis_that_has_just_started(tmp_path: Path) 
         assert asyncio.run(lead(valkey.url, "two", force=True))
         valkey.client.delete(keys.lead("r"))
         eventually(lambda: asyncio.run(lead(valkey.url, "three")), within_s=20.0)
+
+
+def test_a_leader_writes_nothing_to_a_redis_that_just_started_until_others_showed_what_they_know(
+    tmp_path: Path,
+) -> None:
+    """A follower has stored a group of which the leader has not heard, and an older copy of Redis lacks it."""
+
+    async def main(valkey: Valkey) -> None:
+        leader, follower = await Store.open(valkey.url), await Store.open(valkey.url)
+        try:
+            token = str((await leader.runs.take_lease("r", "one", 60.0)).token)
+            await leader.ledger.append("r", token, 1, AckRecord(step=0, epoch=1))
+            valkey.kill()
+            shutil.copytree(valkey.folder, tmp_path / "older")
+            valkey.start()
+            await _once_answered(lambda: follower.groups.append("r", [to_append("new")], {"": 0}, time.time()))
+            valkey.kill()
+            shutil.rmtree(valkey.folder)
+            (tmp_path / "older").rename(valkey.folder)
+            valkey.start()
+            for write in (writes(leader, "r", token)[name] for name in ("ledger", "tickets", "append", "samples")):
+                with pytest.raises(ServiceUnavailable, match="has just started"):
+                    await _once_answered(write, but="has just started")
+            with pytest.raises(DataLost):
+                await _once_answered(lambda: follower.streams.read_end("r"))
+            with pytest.raises(DataLost):
+                await _once_answered(writes(leader, "r", token)["ledger"])
+        finally:
+            await leader.close()
+            await follower.close()
+
+    with Valkey(tmp_path / "valkey") as valkey:
+        asyncio.run(main(valkey))
+
+
+async def _once_answered(call: Callable[[], Awaitable[object]], *, but: str | None = None) -> object:
+    """Make a call until Redis answers it otherwise than with `ServiceUnavailable`, or with one that says `but`."""
+    async with asyncio.timeout(30.0):
+        while True:
+            try:
+                return await call()
+            except ServiceUnavailable as error:
+                if but and but in error.detail:
+                    raise
+            await asyncio.sleep(0.02)

@@ -39,6 +39,7 @@ def with_store(server: EmbeddedServer, work: Work) -> None:
     async def main() -> None:
         store = await Store.open(server.url)
         try:
+            await store.streams.read_end("none")  # the first call of an empty Redis, which then is no older copy
             await work(store)
         finally:
             await store.close()
@@ -260,6 +261,7 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
         await embedded.start()
         store = await Store.open(embedded.url)
         try:
+            await store.streams.read_end("full")
             await store.groups.append("full", [to_append("before")], {"": 0}, time.time())
             with redis.Redis(unix_socket_path=str(embedded.socket_path)) as client:
                 client.config_set("maxmemory", 1)

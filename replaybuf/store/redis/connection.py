@@ -39,6 +39,7 @@ from replaybuf.store.redis.faults import (
     lacks_functions,
     older,
     replaced,
+    starting,
     translate,
     unavailable,
     without_password,
@@ -89,8 +90,7 @@ class Connection:
         self.policy = policy
         self.known = KnownEnds()
         self._shown = "" if private or policy.level == "relaxed" else "1"
-        self.unconfirmed = 0
-        self.replicas_confirmed = 0
+        self.unconfirmed = self.replicas_confirmed = 0
         self.process_id = ""
         self._topology = parse_topology(url, self._forget_server)
         self.cluster = self._topology if isinstance(self._topology, Cluster) else None
@@ -227,6 +227,8 @@ class Connection:
             raise older(run, known, shown, relaxed=self.policy.level == "relaxed")
         if outcome == "fenced":
             raise fenced(run, token, text(reply[1]))
+        if outcome == "starting":
+            raise starting(self.url, int(reply[1]) / 1000)
         if outcome == "replaced":  # the ends stay until the state that was read with them is dropped
             raise replaced(run, self.known.of(run).incarnation, int(reply[1]))
         if reply[2] and not self.known.of(run):

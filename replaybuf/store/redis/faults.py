@@ -52,6 +52,12 @@ def unavailable(url: str, how: str) -> ServiceUnavailable:
     return ServiceUnavailable(f"Redis at {url} {how}", name="redis", value=url)
 
 
+def starting(url: str, left_s: float) -> ServiceUnavailable:
+    """Build the error of a Redis that has just begun to serve, and may be an older copy."""
+    how = "has just started or become the primary; before anything is written, every server shows what it knows of it"
+    return ServiceUnavailable(f"Redis at {url} {how}", name="redis", value=url, retry_after_s=left_s)
+
+
 def dropped_payload(url: str) -> ServiceUnavailable:
     """Build the error of a Redis that evicted what was just written."""
     return unavailable(url, "dropped a payload; set maxmemory-policy noeviction")
