@@ -122,7 +122,7 @@ def copy_to(older: Valkey, valkey: Valkey) -> None:
 
 
 def store_five(run: RunClient) -> None:
-    """Store five groups; every answer is `stored`. A primary that got its first replica takes no writes for a second."""
+    """Store five groups; every answer is `stored`. After its first replica a primary takes no writes for a second."""
     five = [group(f"late-{n}") for n in range(5)]
     response = eventually(lambda: run.post("groups", groups=five), 20.0, lambda answer: answer.status_code != 503)
     assert [result["status"] for result in response.json()["results"]] == ["stored"] * 5
