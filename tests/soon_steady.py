@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from replaybuf.cli.main import main
 from replaybuf.service import host
 from replaybuf.service.peers import living_servers
 
-STEADY_S, SHARE_PERIOD_S = 2.0, 0.3
+STEADY_S, SHARE_PERIOD_S = float(os.environ.get("STEADY_S", "2.0")), 0.3
+"""An endless time keeps each run where it is, while the servers know each other."""
 
 if __name__ == "__main__":
     living_servers.STEADY_S = STEADY_S

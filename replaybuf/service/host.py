@@ -230,7 +230,7 @@ class Service:
             run.close()
         with contextlib.suppress(ServiceUnavailable):
             await self._servers.withdraw()
-            for run in self.runs.values():
+            for run in [*self.runs.values()]:  # a call that still runs may open one
                 await self.store.runs.release_lease(run.name, self._servers.holder)
         self.store.connection.known.sync()
 

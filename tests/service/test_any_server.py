@@ -27,6 +27,16 @@ LIVE_TOKENS = 2_000
 APPENDED_AT_ONCE = 8
 
 
+class NeverSteady(ServeProcess):
+    """A server that gets no run from others: on a busy machine a test takes longer than until it is trusted."""
+
+    module = "tests.soon_steady"
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        super().__init__(data_dir, *options)
+        self.environment["STEADY_S"] = "1e9"
+
+
 class Sides:
     """A run, by its leader and by the server that follows."""
 
@@ -72,9 +82,9 @@ def pair(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> It
     """Two servers that know each other."""
     folder: Path = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
-        servers = []
+        servers: list[ServeProcess] = []
         for name in ("first", "second"):
-            started = ServeProcess(folder / name, "--redis-url", server.url)
+            started = NeverSteady(folder / name, "--redis-url", server.url)
             stack.callback(started.end)
             servers.append(started.start())
         sides = Sides(servers, "known", CONFIG)

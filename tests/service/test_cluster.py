@@ -255,12 +255,14 @@ def test_a_run_is_handed_over_between_two_servers(
         leaders = f"{first.url}/readyz"
         eventually(
             lambda: httpx.get(leaders, timeout=WITHIN_S).json()["leaders"][run.run],
-            WITHIN_S,
+            3
+            * WITHIN_S,  # one that is offered just after a failover of its node stays, and is offered again in a minute
             lambda leader: leader == second.url,
         )
         for server in (second, first):
             assert connect(server.url, run.run).ready_batch(0, epoch).is_success
-        assert run.ack(0, epoch).is_success and run.publish(1, epoch).is_success
+        for call in (lambda: run.ack(0, epoch), lambda: run.publish(1, epoch)):
+            eventually(call, WITHIN_S, lambda answer: answer.is_success)
         run.ready_batch(1, epoch)
         for appender in appenders:
             before = len(appender.acknowledged)
@@ -369,12 +371,17 @@ def test_what_would_not_be_safe_is_refused_with_the_reason(
 ) -> None:
     """Spill and a restore to a cluster; a backup of a run in a cluster goes on elsewhere, on one server."""
     run = connect(server.url, "copied")
-    refused = run.put(
-        batch={"groups_per_batch": 4}, limits={"max_bytes_in_memory": 1 << 30}, spill={"url": f"file://{tmp_path}"}
-    )
+    spill = {"limits": {"max_bytes_in_memory": 1 << 30}, "spill": {"url": f"file://{tmp_path}"}}
+
+    def answered(call: Callable[[], httpx.Response]) -> httpx.Response:
+        """Call until nodes that other tests killed serve again."""
+        return eventually(call, WITHIN_S, lambda answer: answer.status_code != 503)
+
+    refused = answered(lambda: run.put(batch={"groups_per_batch": 4}, **spill))
     assert refused.status_code == 422 and "spill cannot be used with a Redis Cluster" in refused.text
-    assert run.put(batch={"groups_per_batch": 4}).status_code == 201
-    run.append(*(group(f"g{number}") for number in range(6)))
+    assert answered(lambda: run.put(batch={"groups_per_batch": 4})).status_code in (200, 201)
+    groups = [group(f"g{number}") for number in range(6)]
+    assert answered(lambda: run.post("groups", groups=groups)).is_success
     file = tmp_path / "copied.backup"
     main(["backup", "copied", "--to", str(file), "--redis-url", cluster.url])
     with pytest.raises(SystemExit):
