@@ -88,6 +88,8 @@ end
 local serving_since_ms
 -- The replication id under which it did. A global outlives a demotion, but each promotion gives a primary another id.
 local serving_as
+-- Runs that began just after that: no older copy has them.
+local new_runs = {}
 -- Time that every living server has to show what it knows, before the lead changes.
 local SETTLE_MS = 2000
 -- Time before a run is written: a leader that does not know the newest groups of the others must not go on without
@@ -114,7 +116,7 @@ end
 local function settles_in_ms()
   local id = replication_id()
   if id ~= serving_as then
-    serving_since_ms, serving_as = now_ms(), id
+    serving_since_ms, serving_as, new_runs = now_ms(), id, {}
   end
   serving_since_ms = math.min(serving_since_ms, now_ms()) -- the clock of Redis was set back
   return serving_since_ms + SETTLE_MS - now_ms()
@@ -184,7 +186,6 @@ end
 
 -- Wrap a function that writes: it changes no run just after a start or promotion of a Redis that several servers use,
 -- but for runs that began since then.
-local new_runs = {}
 local function writing(callback)
   return guarded(function(keys, args, run, entries)
     local left_ms = run.shown ~= '' and writes_in_ms() or 0
