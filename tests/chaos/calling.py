@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from replaybuf.client.client import Client
 from replaybuf.errors import ReplaybufError
 from tests.chaos.history import OK, now_s
+from tests.waiting import eventually
 
 T = TypeVar("T")
 
@@ -43,6 +44,19 @@ def observed(run: str, client: Client, call: Callable[[], T]) -> Outcome[T]:
         outcome, detail = error.slug, error.detail
     seen = {"run": run, "sent_s": sent_s, "at_s": now_s(), "server": client.address, "outcome": outcome}
     return Outcome(seen | {"detail": detail}, result)
+
+
+def answered(within_s: float, call: Callable[[], T]) -> T:
+    """Repeat a call until it is answered, and return its answer."""
+
+    def answer() -> tuple[T, ...]:
+        try:
+            return (call(),)
+        except ReplaybufError as error:
+            print(f"{error.slug}: {error.detail}", flush=True)
+            return ()
+
+    return eventually(answer, within_s)[0]
 
 
 def load_options() -> argparse.Namespace:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -21,7 +19,7 @@ from replaybuf.errors import DataLost, ReplaybufError
 from replaybuf.store import keys
 from replaybuf.wire.answer.run_status import AcceptedLoss
 from replaybuf.wire.contract import WaitingAnswer
-from tests.chaos.calling import load_options
+from tests.chaos.calling import answered, load_options
 from tests.chaos.content import make_group
 from tests.chaos.history import LossAccepted, Recorder, now_s
 from tests.chaos.older_redis import fingerprint
@@ -29,8 +27,6 @@ from tests.chaos.processes import Child, Valkey, python, read_address
 from tests.chaos.trainer import read_body
 from tests.ports import free_ports
 from tests.waiting import eventually
-
-T = TypeVar("T")
 
 PER_BATCH, GROUPS = 4, 24
 MOST_LOST = 9
@@ -64,7 +60,7 @@ class LostRun:
         self._clients = [Client(url, self._name, timeout_s=TIMEOUT_S) for url in (",".join(self._urls), *self._urls)]
         batch = {"groups_per_batch": PER_BATCH, "tokens_per_batch": None, "seq_len": 64}
         strategy = {"name": "one-step-off-policy", "options": {"max_staleness": GROUPS}}
-        self._do(lambda: self._clients[0].put_run({"batch": batch, "strategy": strategy}))
+        answered(WORK_S, lambda: self._clients[0].put_run({"batch": batch, "strategy": strategy}))
         with replica.connect() as copy:
             copy.replicaof("127.0.0.1", str(primary.port))
             eventually(lambda: copy.info("replication")["master_link_status"], WORK_S, lambda state: state == "up")
@@ -110,7 +106,7 @@ class LostRun:
         self._compare("the entries and groups said to be lost", missing, (accepted.entries, accepted.groups))
         self._compare("the acknowledged groups that are lost", lost, accepted.groups)
         self._compare("the ends that are left", kept, (accepted.last_entry, accepted.last_group))
-        records = self._do(lambda: self._clients[0].get_ledger(accepted.last_entry, 1)).records
+        records = answered(WORK_S, lambda: self._clients[0].get_ledger(accepted.last_entry, 1)).records
         said = [(record["type"], record["entries"], record["groups"]) for record in records]
         self._compare("the record of the loss", [("LOSS", accepted.entries, accepted.groups)], said)
 
@@ -134,8 +130,8 @@ class LostRun:
         """Check that the servers know all that the primary holds: what nobody knows is not reported as lost."""
         entry, group = self._ends(self._valkeys[0])
         return all(
-            self._do(client.get_run).groups.stored == group
-            and self._do(lambda client=client: client.get_ledger(entry - 1, 1)).records  # type: ignore[misc]
+            answered(WORK_S, client.get_run).groups.stored == group
+            and answered(WORK_S, lambda client=client: client.get_ledger(entry - 1, 1)).records  # type: ignore[misc]
             for client in self._clients[1:]
         )
 
@@ -155,29 +151,29 @@ class LostRun:
     def _append(self, names: list[str], status: str) -> None:
         for name in names:
             group = make_group(name, 0, named=True)
-            (result,) = self._do(lambda group=group: self._clients[0].append([group]))  # type: ignore[misc]
+            (result,) = answered(WORK_S, lambda group=group: self._clients[0].append([group]))  # type: ignore[misc]
             self._compare(f"the answer to group {name}", status, result.status)
 
     def _train(self, steps: int) -> None:
         """Train on from the step of the run; check that each batch has whole groups of this run."""
         client = self._clients[0]
-        attached = self._do(lambda: client.attach(1))
+        attached = answered(WORK_S, lambda: client.attach(1))
         for step in range(attached.step, attached.step + steps):
             body = read_body(self._fetch(step, attached.epoch))
             self._compare(f"the groups of step {step}", PER_BATCH, len({rollout.group_id for rollout in body.rollouts}))
-            self._do(lambda step=step: client.ack(step, attached.epoch))  # type: ignore[misc]
-            self._do(lambda step=step: client.publish_policy(step + 1, attached.epoch))  # type: ignore[misc]
+            answered(WORK_S, lambda step=step: client.ack(step, attached.epoch))  # type: ignore[misc]
+            answered(WORK_S, lambda step=step: client.publish_policy(step + 1, attached.epoch))  # type: ignore[misc]
 
     def _fetch(self, step: int, epoch: int) -> bytes:
         def body() -> bytes | None:
-            answer = self._do(lambda: self._clients[0].fetch_batch(step, epoch, 0, wait_ms=500))
+            answer = answered(WORK_S, lambda: self._clients[0].fetch_batch(step, epoch, 0, wait_ms=500))
             return None if isinstance(answer, WaitingAnswer) else answer
 
         return eventually(body, WORK_S)  # type: ignore[return-value]
 
     def _check_end(self) -> None:
         """Check that all groups were trained once, and that a restart of the servers changes nothing."""
-        state = self._do(self._clients[0].get_run)
+        state = answered(WORK_S, self._clients[0].get_run)
         self._compare("the steps", GROUPS // PER_BATCH, state.step)
         self._compare("the stored groups", GROUPS, state.groups.stored)
         self._compare("the groups left or unreadable", (0, 0), (state.groups.live, state.groups.dead_lettered))
@@ -186,7 +182,7 @@ class LostRun:
         self._servers[0].start()
         self._urls[0] = eventually(lambda: self._new_address(), WORK_S)
         with Client(self._urls[0], self._name, timeout_s=TIMEOUT_S) as client:
-            again = self._do(client.get_run)
+            again = answered(WORK_S, client.get_run)
         self._compare("the state before and after a restart", (state.step, state.groups), (again.step, again.groups))
 
     def _new_address(self) -> str:
@@ -196,18 +192,6 @@ class LostRun:
     def _compare(self, what: str, expected: object, seen: object) -> None:
         if expected != seen:
             self.differences.append(f"{what}: {expected} expected, {seen} seen")
-
-    def _do(self, call: Callable[[], T]) -> T:
-        """Repeat a call until it is answered, and return its answer."""
-
-        def answer() -> tuple[T, ...]:
-            try:
-                return (call(),)
-            except ReplaybufError as error:
-                print(f"{error.slug}: {error.detail}", flush=True)
-                return ()
-
-        return eventually(answer, WORK_S)[0]
 
     def end(self) -> None:
         """Kill all processes."""
@@ -219,16 +203,16 @@ class LostRun:
 
 def main() -> None:
     """Read the command line and work."""
-    given = load_options()
-    folder = given.folder / given.name
+    options = load_options()
+    folder = options.folder / options.name
     folder.mkdir()
-    lost_run = LostRun(given.name, folder)
+    lost_run = LostRun(options.name, folder)
     try:
         lost_run.work()
     finally:
         lost_run.end()
-    recorder = Recorder(given.history, given.name)
-    recorder.write(LossAccepted(at_s=now_s(), run=given.run, side=given.name, differences=lost_run.differences))
+    recorder = Recorder(options.history, options.name)
+    recorder.write(LossAccepted(at_s=now_s(), run=options.run, side=options.name, differences=lost_run.differences))
     recorder.close()
     shutil.rmtree(folder)
 

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from replaybuf.client.client import Client
-from replaybuf.errors import Gone, NotFound, ReplaybufError
+from replaybuf.errors import Gone, NotFound
 from replaybuf.wire.contract import WaitingAnswer
-from tests.chaos.calling import load_options
+from tests.chaos.calling import answered, load_options
 from tests.chaos.content import checksum, make_group, tokens_of
 from tests.chaos.history import Recorder, Restored, now_s
 from tests.chaos.processes import python
 from tests.chaos.runs import spill_to
 from tests.chaos.trainer import read_body
 from tests.waiting import eventually
-
-T = TypeVar("T")
 
 GROUPS, PER_BATCH, STEPS_BEFORE = 24, 6, 1
 TIMEOUT_S, COMMAND_TIMEOUT_S = 3.0, 60.0
@@ -45,10 +42,10 @@ class SideRun:
         batch = {"groups_per_batch": PER_BATCH, "tokens_per_batch": None, "seq_len": 64}
         strategy = {"name": "one-step-off-policy", "options": {"max_staleness": GROUPS}}
         config: dict[str, Any] = {"batch": batch, "strategy": strategy, **spill_to(self._folder / "spill")}
-        self._do(lambda: client.put_run(config))
+        answered(WORK_S, lambda: client.put_run(config))
         for name in names:
             group = make_group(name, 0, named=True)
-            self._do(lambda group=group: client.append([group]))  # type: ignore[misc]
+            answered(WORK_S, lambda group=group: client.append([group]))  # type: ignore[misc]
         self._train(range(STEPS_BEFORE))
         before = self._facts()
         file = self._command("backup", self._name, "--to")
@@ -58,7 +55,7 @@ class SideRun:
         rest = self._train(range(STEPS_BEFORE, GROUPS // PER_BATCH))
         used = STEPS_BEFORE * PER_BATCH
         self._compare("the groups trained afterwards", sorted(names[used:]), sorted(rest))
-        self._compare("groups that became unreadable", 0, self._do(client.get_run).groups.dead_lettered)
+        self._compare("groups that became unreadable", 0, answered(WORK_S, client.get_run).groups.dead_lettered)
         self._delete()
         client.close()
 
@@ -69,11 +66,11 @@ class SideRun:
     def _facts(self) -> dict[str, object]:
         """Return the counts of the run, and the checksum of each rollout that is still needed."""
         client = self._client
-        state = self._do(client.get_run)
-        listed = self._do(lambda: client.list_groups("live", GROUPS)).groups
+        state = answered(WORK_S, client.get_run)
+        listed = answered(WORK_S, lambda: client.list_groups("live", GROUPS)).groups
         rollouts = {}
         for name in sorted(group.group_id for group in listed):
-            group = self._do(lambda name=name: client.get_group(name))  # type: ignore[misc]
+            group = answered(WORK_S, lambda name=name: client.get_group(name))  # type: ignore[misc]
             rollouts[name] = [checksum(one.prompt_ids + one.completion_ids) for one in group.rollouts or []]
         return {
             "step": state.step,
@@ -87,20 +84,20 @@ class SideRun:
     def _train(self, steps: range) -> list[str]:
         """Train steps and record a checkpoint; return the ids of the groups whose tokens were right."""
         client, trained = self._client, list[str]()
-        epoch = self._do(lambda: client.attach(1)).epoch
+        epoch = answered(WORK_S, lambda: client.attach(1)).epoch
         for step in steps:
             for rollout in read_body(self._fetch(step, epoch)).rollouts:
                 name = rollout.group_id
                 if rollout.tokens == checksum(tokens_of(name, "", rollout.rollout)) and name not in trained:
                     trained.append(name)
-            self._do(lambda step=step: client.ack(step, epoch))  # type: ignore[misc]
-            self._do(lambda step=step: client.publish_policy(step + 1, epoch))  # type: ignore[misc]
-        self._do(lambda: client.checkpoint(steps.stop, epoch, 1))
+            answered(WORK_S, lambda step=step: client.ack(step, epoch))  # type: ignore[misc]
+            answered(WORK_S, lambda step=step: client.publish_policy(step + 1, epoch))  # type: ignore[misc]
+        answered(WORK_S, lambda: client.checkpoint(steps.stop, epoch, 1))
         return trained
 
     def _fetch(self, step: int, epoch: int) -> bytes:
         def body() -> bytes | None:
-            answer = self._do(lambda: self._client.fetch_batch(step, epoch, 0, wait_ms=500))
+            answer = answered(WORK_S, lambda: self._client.fetch_batch(step, epoch, 0, wait_ms=500))
             return None if isinstance(answer, WaitingAnswer) else answer
 
         return eventually(body, WORK_S)  # type: ignore[return-value]
@@ -114,7 +111,7 @@ class SideRun:
                 client.patch_run({"state": "finished"})
                 client.delete_run()
 
-        self._do(delete)
+        answered(WORK_S, delete)
 
     def _command(self, *words: str, file: Path | None = None) -> Path:
         """Run a command of `replaybuf` until it succeeds, on `file`, or on a new one each time; return the file."""
@@ -130,18 +127,6 @@ class SideRun:
             return None if ended.returncode else path
 
         return eventually(succeeds, WORK_S)  # type: ignore[return-value]
-
-    def _do(self, call: Callable[[], T]) -> T:
-        """Repeat a call until it is answered, and return its answer."""
-
-        def answer() -> tuple[T, ...]:
-            try:
-                return (call(),)
-            except ReplaybufError as error:
-                print(f"{error.slug}: {error.detail}", flush=True)
-                return ()
-
-        return eventually(answer, WORK_S)[0]
 
 
 def main() -> None:

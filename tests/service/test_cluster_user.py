@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ssl
 from collections.abc import Callable
 from pathlib import Path
-
-import trustme
 
 from tests.cli.test_main import replaybuf
 from tests.clusters import ValkeyCluster, ask
 from tests.conftest import RunClient, ServeProcess, group
-from tests.service.test_redis_user import behind_tls, documented_rule
+from tests.service.test_redis_user import behind_tls, documented_rule, issued_by_new_authority
 from tests.waiting import eventually
 
 WITHIN_S = 30.0
@@ -24,9 +21,7 @@ def test_a_run_lives_on_a_cluster_behind_tls_with_the_rights_of_the_page(
     tmp_path: Path, connect: Callable[[str, str], RunClient]
 ) -> None:
     """Each node announces the port of its TLS. A wrong password and an unknown authority are named at start."""
-    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    authority.issue_cert("127.0.0.1").configure_cert(context)
+    context = issued_by_new_authority(tmp_path / "ca.pem")
     with ValkeyCluster(tmp_path / "cluster", replicas=0) as cluster, contextlib.ExitStack() as stack:
         ports = [stack.enter_context(behind_tls(node.port, context)) for node in cluster.nodes]
         for node, port in zip(cluster.nodes, ports, strict=True):

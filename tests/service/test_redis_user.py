@@ -92,12 +92,18 @@ def behind_tls(port: int, context: ssl.SSLContext) -> Iterator[int]:
         thread.join(TIMEOUT_S)
 
 
+def issued_by_new_authority(certificate: Path) -> ssl.SSLContext:
+    """Write the certificate of a new authority; return the context of a server on 127.0.0.1 that it vouches for."""
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.cert_pem.write_to_path(str(certificate))
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return context
+
+
 def test_a_redis_behind_tls_is_used_if_its_certificate_is_trusted(
     tmp_path: Path, connect: Callable[[str, str], RunClient]
 ) -> None:
-    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    authority.issue_cert("127.0.0.1").configure_cert(context)
+    context = issued_by_new_authority(tmp_path / "ca.pem")
     with Valkey(tmp_path / "valkey") as valkey, behind_tls(valkey.port, context) as port:
         untrusted = replaybuf(
             "serve", "--data-dir", str(tmp_path / "none"), "--port", "0", "--redis-url", f"rediss://127.0.0.1:{port}/0"

@@ -24,9 +24,9 @@ def judge(history: Sequence[AnyEvent], mix: Mix, *, jumped: bool) -> list[str]:
     # The next leader takes a deadline from the wall clock of the last one; where they differ it is an estimate.
     estimated = set(issued_too_early(run)) if jumped else set()
     violations = [
-        f"{found.guarantee}: {found.what}"
-        for found in check(history)
-        if found.what not in estimated and not found.what.startswith(halted)
+        f"{violation.guarantee}: {violation.what}"
+        for violation in check(history)
+        if violation.what not in estimated and not violation.what.startswith(halted)
     ]
     violations += _stored_by_old_rules(run)
     # A group that lacks a late column leaves its slot until it has it.
