@@ -128,10 +128,11 @@ def start_run(run: RunClient) -> int:
 def stopped_demo(root: Path) -> None:
     """Write the folder of a demo that was stopped after a warm start of ten steps; a whole one takes a minute."""
     warm_start = pytest.importorskip("replaybuf_trainer.warm_start")
+    problems = pytest.importorskip("replaybuf_trainer.problems")
     folder, _, lock = open_folder(DemoOptions(data_dir=root, steps=1000))
     os.close(lock)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(warm_start, "SCANNED_ENTRIES", 6000)
+        patched.setattr(problems, "SCANNED_ENTRIES", 6000)
         warm_start.make(folder.model, TASK, 0, target_accuracy=0.0)
 
 

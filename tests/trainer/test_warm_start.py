@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -14,28 +15,31 @@ from replaybuf.generator.environments import check_prompts, load_environment, sc
 from replaybuf.generator.prompts import Prompt
 from replaybuf.generator.prompts.sources import read_prompts
 from replaybuf.lab.demo import folder
+from replaybuf.lab.study.file import StudyFile
 from replaybuf.wire.text.model_tokenizer import Tokenizer
-from replaybuf_trainer import warm_start
+from replaybuf_trainer import problems, warm_start
 from replaybuf_trainer.models.tiny import CHARACTERS, character_tokenizer, new_model
-from replaybuf_trainer.warm_start import Words, collect_words, make, sampled_accuracy
+from replaybuf_trainer.options import InitModelOptions
+from replaybuf_trainer.problems import TASKS, Problems, collect_problems
+from replaybuf_trainer.warm_start import make, sampled_accuracy
 
 pytest.importorskip("reasoning_gym")
 
 SCANNED_ENTRIES = 6000
-"""A tenth of what the command looks through: some 5,500 words."""
+"""A tenth of what the command looks through: some 5,500 problems."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_scan() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(warm_start, "SCANNED_ENTRIES", SCANNED_ENTRIES)
+        patched.setattr(problems, "SCANNED_ENTRIES", SCANNED_ENTRIES)
         yield
 
 
-@pytest.fixture(scope="module")
-def words() -> Words:
-    """The words of seed 0."""
-    return collect_words(0)
+@pytest.fixture(scope="module", params=TASKS)
+def drawn(request: pytest.FixtureRequest) -> tuple[str, Problems]:
+    """A task and its problems of seed 0."""
+    return request.param, collect_problems(request.param, 0)
 
 
 @pytest.fixture(scope="module")
@@ -76,32 +80,65 @@ def test_an_unknown_character_is_rejected() -> None:
         character_tokenizer().encode("crème>")
 
 
-# ---------------------------------------------------------------------- the words
+# ---------------------------------------------------------------------- the problems
 
 
-def test_held_out_words_occur_nowhere_else(words: Words) -> None:
-    """Neither as a word nor backwards, in either case, in training, warm start or checks."""
-    for kept in (words.held_out, words.check):
-        apart = {word.lower() for word in kept} | {word.lower()[::-1] for word in kept}
-        assert not apart & {word.lower() for word in words.train}
-        assert not apart & {word.lower()[::-1] for word in words.train}
-    assert not {word.lower() for word in words.held_out} & {word.lower() for word in words.check}
-    assert not {word.lower()[::-1] for word in words.held_out} & {word.lower() for word in words.check}
+def terms(prompt: str) -> tuple[int, str, int]:
+    """Split the prompt of a sum into its numbers and its sign."""
+    sign = "+" if "+" in prompt else "-"
+    left, right = prompt.removesuffix("=").split(sign)
+    return int(left), sign, int(right)
 
 
-def test_there_are_enough_words(words: Words) -> None:
-    """200 held out, most left to train on, no word twice, all of 3 to 6 letters."""
-    assert len(words.held_out) == 200
-    assert len(words.train) > SCANNED_ENTRIES / 2
-    every = [word.lower() for part in (words.train, words.check, words.held_out) for word in part]
-    assert len(every) == len(set(every))
-    assert {len(word) for word in every} == {3, 4, 5, 6}
+def other_form(task: str, prompt: str) -> str:
+    """Return the problem that gives this one away: the word backwards, or the terms exchanged."""
+    if task == "spell_backward":
+        return f"{prompt[-2::-1]}>"
+    left, sign, right = terms(prompt)
+    return f"{right}{sign}{left}="
 
 
-def test_the_seed_decides_the_words(words: Words) -> None:
+def test_held_out_problems_occur_nowhere_else(drawn: tuple[str, Problems]) -> None:
+    """Neither as they are nor in their other form, in either case, in training, warm start or checks."""
+    task, parts = drawn
+    sets = [{problem.prompt.lower() for problem in part} for part in (parts.train, parts.check, parts.held_out)]
+    for number, part in enumerate(sets):
+        for other in sets[number + 1 :]:
+            assert not part & (other | {other_form(task, prompt) for prompt in other})
+
+
+def test_there_are_enough_problems(drawn: tuple[str, Problems]) -> None:
+    """200 held out, thousands left to train on, none twice."""
+    _, parts = drawn
+    assert len(parts.held_out) == 200 and len(parts.check) == 400
+    assert len(parts.train) > SCANNED_ENTRIES / 3
+    prompts = [problem.prompt.lower() for part in (parts.train, parts.check, parts.held_out) for problem in part]
+    assert len(prompts) == len(set(prompts))
+
+
+def test_answers_are_right_and_short(drawn: tuple[str, Problems]) -> None:
+    """The engine samples at most 8 tokens, the end token among them."""
+    task, parts = drawn
+    for problem in (*parts.held_out, *parts.train):
+        if task == "spell_backward":
+            right = problem.prompt[-2::-1]
+        else:
+            first, sign, second = terms(problem.prompt)
+            right = str(first + second if sign == "+" else first - second)
+        assert problem.answer == right and len(problem.answer) < warm_start.MAX_NEW_TOKENS
+
+
+def test_the_seed_decides_the_problems(drawn: tuple[str, Problems]) -> None:
     """The same seed gives the same ones, another one others."""
-    assert collect_words(0) == words
-    assert collect_words(1).held_out != words.held_out
+    task, parts = drawn
+    assert collect_problems(task, 0) == parts
+    assert collect_problems(task, 1).held_out != parts.held_out
+
+
+def test_command_and_study_know_the_same_tasks() -> None:
+    """Neither of them can import the table: it lies behind torch's package."""
+    for fields in (InitModelOptions, StudyFile):
+        assert get_args(get_type_hints(fields)["task"]) == tuple(TASKS)
 
 
 # ---------------------------------------------------------------------- the folder
@@ -144,7 +181,7 @@ def test_a_target_that_is_not_reached_leaves_no_folder(tmp_path: Path, monkeypat
 
 def test_the_error_for_an_unknown_task_lists_the_tasks(tmp_path: Path) -> None:
     """Before anything is made."""
-    with pytest.raises(Invalid, match=r"'poetry'; it must be one of: spell_backward"):
+    with pytest.raises(Invalid, match=r"'poetry'; it must be one of: spell_backward, chain_sum"):
         make(tmp_path / "model", "poetry", 0, 0.5)
     assert list(tmp_path.iterdir()) == []
 
@@ -153,13 +190,14 @@ def test_without_reasoning_gym_the_error_has_the_install_command(monkeypatch: py
     """In full, to be copied."""
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(MissingExtra, match=r"pip install 'replaybuf\[demo\]'"):
-        collect_words(0)
+        collect_problems("chain_sum", 0)
 
 
-def test_accuracy_is_the_share_of_words_spelled_without_a_fault() -> None:
+def test_accuracy_is_the_share_of_right_answers(drawn: tuple[str, Problems]) -> None:
     """A model that has learned nothing has none."""
+    _, parts = drawn
     rng = np.random.default_rng(0)
-    assert sampled_accuracy(new_model(0).eval(), character_tokenizer(), ["word", "other"], rng) == 0.0
+    assert sampled_accuracy(new_model(0).eval(), character_tokenizer(), parts.check[:2], rng) == 0.0
 
 
 def test_problems_have_the_fields_for_scoring(made: Path) -> None:

@@ -19,10 +19,10 @@ class InitModelOptions:
 
     out: Path
     """Model folder to create."""
-    task: str = "spell_backward"
-    """Task from reasoning-gym; only spell_backward is supported."""
+    task: Literal["spell_backward", "chain_sum"] = "spell_backward"
+    """Task from reasoning-gym: words to spell backwards, or sums and differences of two numbers below 100."""
     seed: NonNegativeInt = 0
-    """Seed of the weights, the words and their order."""
+    """Seed of the weights, the problems and their order."""
     target_accuracy: NormFloat = 0.25
     """Accuracy at which the supervised warm start ends, from 0 to 1, measured with sampling."""
     threads: PositiveInt = 1

@@ -1,13 +1,11 @@
 """A short supervised warm start, so that reinforcement learning starts with a policy that is sometimes right.
 
-The task is `spell_backward` of reasoning-gym: the prompt is a word and `>`, the answer is the word backwards and the
-end token. Held-out words are neither in the warm start nor among the training prompts. The warm start ends when the
-sampled accuracy (T = 1) on separate check words reaches the target.
+Held-out problems are neither in the warm start nor among the training prompts. The warm start ends when the sampled
+accuracy (T = 1) on separate check problems reaches the target.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -16,55 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.errors import Invalid
 from replaybuf_trainer.engine.sampler import Row, Wave
 from replaybuf_trainer.folders import whole_folder
 from replaybuf_trainer.models.tiny import character_tokenizer, new_model
+from replaybuf_trainer.problems import Problem, Problems, collect_problems
 
-TASKS = ("spell_backward",)
-SHORTEST, LONGEST = 3, 6
-HELD_OUT_WORDS = 200
-CHECK_WORDS = 400
-SCANNED_ENTRIES = 60_000
 BATCH = 128
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 20
 CHECK_EVERY_STEPS = 10
 MAX_STEPS = 3000
-MAX_NEW_TOKENS = LONGEST + 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Words:
-    """Disjoint sets of words; no word of `train` is the reverse of a word in `check` or `held_out`."""
-
-    train: list[str]
-    check: list[str]
-    held_out: list[str]
-
-
-def collect_words(seed: int) -> Words:
-    """Draw the distinct words of the dataset. Raises `MissingExtra` without reasoning-gym."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise MissingExtra("the warm start", "demo") from None
-    dataset = reasoning_gym.create_dataset(
-        "spell_backward", min_word_len=SHORTEST, max_word_len=LONGEST, size=SCANNED_ENTRIES, seed=0
-    )
-    distinct: dict[str, str] = {}
-    for number in range(SCANNED_ENTRIES):
-        word = dataset[number]["metadata"]["word"]
-        if word.isascii() and word.isprintable():
-            distinct.setdefault(word.lower(), word)
-    order = np.random.default_rng(seed).permutation(len(distinct))
-    listed = list(distinct.values())
-    words = [listed[i] for i in order]
-    held_out, check = words[:HELD_OUT_WORDS], words[HELD_OUT_WORDS : HELD_OUT_WORDS + CHECK_WORDS]
-    kept_apart = {word.lower() for word in held_out + check}
-    kept_apart |= {word[::-1] for word in kept_apart}
-    train = [word for word in words[HELD_OUT_WORDS + CHECK_WORDS :] if word.lower() not in kept_apart]
-    return Words(train, check, held_out)
+MAX_NEW_TOKENS = 8
 
 
 def make(folder: Path, task: str, seed: int, target_accuracy: float) -> None:
@@ -72,35 +33,29 @@ def make(folder: Path, task: str, seed: int, target_accuracy: float) -> None:
 
     Raises `Invalid` for an unknown task, and if the accuracy stays below the target for `MAX_STEPS`.
     """
-    if task not in TASKS:
-        raise Invalid(
-            f"task is {task!r}; it must be one of: {', '.join(TASKS)}", name="task", value=task, bound=list(TASKS)
-        )
-    words = collect_words(seed)
-    print(
-        f"{len(words.train)} words to train on, {len(words.held_out)} held out, {len(words.check)} for checks",
-        flush=True,
-    )
+    problems = collect_problems(task, seed)
+    counts = f"{len(problems.train)} to train on, {len(problems.held_out)} held out, {len(problems.check)} for checks"
+    print(f"problems of {task}: {counts}", flush=True)
     tokenizer, model = character_tokenizer(), new_model(seed)
     print(f"model: Qwen3, {sum(p.numel() for p in model.parameters()):,} parameters, random weights", flush=True)
-    warm_up(model, tokenizer, words, seed, target_accuracy)
+    warm_up(model, tokenizer, problems, seed, target_accuracy)
     with whole_folder(folder) as scratch:
         model.save_pretrained(scratch, safe_serialization=True)
         tokenizer.save_pretrained(scratch)
-        _write_prompts(scratch / "prompts.jsonl", words.train, "train", task)
-        _write_prompts(scratch / "held_out.jsonl", words.held_out, "held_out", task)
+        _write_prompts(scratch / "prompts.jsonl", problems.train, "train", task)
+        _write_prompts(scratch / "held_out.jsonl", problems.held_out, "held_out", task)
     print(f"written: {folder}, with prompts.jsonl and held_out.jsonl", flush=True)
 
 
-def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy: float) -> None:
-    """Train on (word, word backwards) until the sampled accuracy on the check words reaches the target."""
+def warm_up(model: Any, tokenizer: Any, problems: Problems, seed: int, target_accuracy: float) -> None:
+    """Train on prompts and answers until the sampled accuracy on the check problems reaches the target."""
     print(f"supervised warm start until {target_accuracy:.0%} sampled accuracy (this is not reinforcement learning)")
     began = time.monotonic()
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     accuracy = 0.0
     for step in range(MAX_STEPS):
-        chosen = [words.train[i] for i in rng.integers(len(words.train), size=BATCH)]
+        chosen = [problems.train[i] for i in rng.integers(len(problems.train), size=BATCH)]
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS)
         loss = _supervised_loss(model, tokenizer, chosen)
@@ -109,7 +64,7 @@ def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % CHECK_EVERY_STEPS == 0:
-            accuracy = sampled_accuracy(model, tokenizer, words.check, rng)
+            accuracy = sampled_accuracy(model, tokenizer, problems.check, rng)
             seconds = time.monotonic() - began
             print(
                 f"step {step + 1}: loss {loss.item():.3f}, sampled accuracy {accuracy:.3f}, {seconds:.0f} s", flush=True
@@ -124,40 +79,42 @@ def warm_up(model: Any, tokenizer: Any, words: Words, seed: int, target_accuracy
     )
 
 
-def sampled_accuracy(model: Any, tokenizer: Any, words: list[str], rng: np.random.Generator) -> float:
-    """Return the share of words that the model spells backwards correctly, one sample each at T = 1."""
+def sampled_accuracy(model: Any, tokenizer: Any, problems: list[Problem], rng: np.random.Generator) -> float:
+    """Return the share of problems that the model answers correctly, one sample each at T = 1."""
     stop = frozenset({tokenizer.eos_token_id})
-    rows = [Row(tokenizer.encode(f"{word}>"), MAX_NEW_TOKENS, 1.0, stop, rng.random(MAX_NEW_TOKENS)) for word in words]
+    rows = [
+        Row(tokenizer.encode(problem.prompt), MAX_NEW_TOKENS, 1.0, stop, rng.random(MAX_NEW_TOKENS))
+        for problem in problems
+    ]
     model.eval()
     wave = Wave(model, rows)
     while not wave.done:
         wave.step()
     answers = [tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
-    return float(np.mean([answer == word[::-1] for answer, word in zip(answers, words, strict=True)]))
+    return float(np.mean([answer == problem.answer for answer, problem in zip(answers, problems, strict=True)]))
 
 
-def _supervised_loss(model: Any, tokenizer: Any, words: list[str]) -> torch.Tensor:
+def _supervised_loss(model: Any, tokenizer: Any, problems: list[Problem]) -> torch.Tensor:
     """Return the mean cross-entropy of the answers' tokens; prompts have no loss."""
-    sequences = [[*tokenizer.encode(f"{word}>{word[::-1]}"), tokenizer.eos_token_id] for word in words]
-    width = max(map(len, sequences))
-    ids = torch.full((len(words), width), tokenizer.pad_token_id)
-    labels = torch.full((len(words), width), -100)
-    for number, (word, sequence) in enumerate(zip(words, sequences, strict=True)):
-        ids[number, : len(sequence)] = torch.tensor(sequence)
-        labels[number, len(word) + 1 : len(sequence)] = torch.tensor(sequence[len(word) + 1 :])
+    prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+    answers = [[*tokenizer.encode(problem.answer), tokenizer.eos_token_id] for problem in problems]
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(problems), width), tokenizer.pad_token_id)
+    labels = torch.full((len(problems), width), -100)
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids[number, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+        labels[number, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
-def _write_prompts(path: Path, words: list[str], split: str, task: str) -> None:
+def _write_prompts(path: Path, problems: list[Problem], split: str, task: str) -> None:
     with path.open("w") as file:
-        for number, word in enumerate(words):
-            answer = word[::-1]
-            scoring = {"dataset": task, "entry": {"question": word, "answer": answer, "metadata": {"word": word}}}
+        for number, problem in enumerate(problems):
             line = {
                 "prompt_id": f"{task}/{split}/{number}",
-                "prompt": f"{word}>",
-                "answer": answer,
-                "metadata": {"reasoning_gym": {**scoring, "partial_credit": False}},
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+                "metadata": {"reasoning_gym": {"dataset": task, "entry": problem.entry, "partial_credit": False}},
             }
             file.write(json.dumps(line) + "\n")

@@ -158,9 +158,11 @@ def run_text(request: Request, settings: Settings = DEMO) -> str:
     return FILE.substitute({name: inline_toml(value) for name, value in values.items()})
 
 
-def warm_start_program(words: Sequence[str], model: Path, seed: int, target_accuracy: float) -> Program:
+def warm_start_program(
+    words: Sequence[str], model: Path, seed: int, target_accuracy: float, task: str = TASK
+) -> Program:
     """Return the program that makes the initial model with its problems. `words`: run a command of replaybuf."""
-    options = ["--task", TASK, "--seed", str(seed), "--target-accuracy", str(target_accuracy)]
+    options = ["--task", task, "--seed", str(seed), "--target-accuracy", str(target_accuracy)]
     return Program(
         name="init-model",
         command=[*words, "init-model", "--out", str(model), *options],

@@ -53,7 +53,7 @@ class StudyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     data_dir: str = "study"
-    task: Literal["spell_backward"] = "spell_backward"
+    task: Literal["spell_backward", "chain_sum"] = "spell_backward"
     target_accuracy: Annotated[float, Meta(ge=0, le=1)] = TARGET_ACCURACY
     warm_start_seed: Annotated[int, Meta(ge=0)] = 0
     model: str | None = None

@@ -71,9 +71,8 @@ async def run_study(plan: StudyPlan, console: Console, lock: int, program: Seque
     what a session raises.
     """
     if plan.needs_warm_start:
-        warm_up = warm_start_program(
-            program, plan.model, seed=plan.file.warm_start_seed, target_accuracy=plan.file.target_accuracy
-        )
+        file = plan.file
+        warm_up = warm_start_program(program, plan.model, file.warm_start_seed, file.target_accuracy, file.task)
 
         async def warm_start(supervisor: Supervisor) -> None:
             child = supervisor.start(warm_up)
