@@ -159,9 +159,11 @@ class Session:
     async def _start_engines(self, supervisor: Supervisor) -> None:
         for engine in self._plan.engines:
             if engine.program:
-                supervisor.start(engine.program)
+                supervisor.start(engine.program, slow=True)
         for engine in self._plan.engines:
             await self._wait_for(engine)
+            if engine.program:
+                supervisor.has_started(engine.program)
             self._view.event(f"{engine.name} at {engine.url}")
 
     async def _wait_for(self, engine: Engine) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import re
 import signal
@@ -84,7 +85,11 @@ class Restarts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 1.0
     longest_pause_s: Annotated[Seconds, Meta(description="Longest pause before a restart, in seconds.")] = 30.0
     reset_s: Annotated[
-        Seconds, Meta(description="A process that has run for this many seconds gets all its restarts back.")
+        Seconds,
+        Meta(
+            description="A process that has run for this many seconds gets all its restarts back; an engine must run "
+            "for the time of its start in addition."
+        ),
     ] = 60.0
 
     def pause_s(self, failures: int) -> float:
@@ -173,6 +178,7 @@ class Supervisor:
         self._stop: asyncio.Future[Stop] = self._loop.create_future()
         self._forced = asyncio.Event()
         self._stopping = False
+        self._start_s: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -189,11 +195,21 @@ class Supervisor:
             for number in SIGNALS:
                 self._loop.remove_signal_handler(number)
 
-    def start(self, program: Program) -> Child:
-        """Start a child. Raises `Invalid` if its command cannot be run."""
+    def start(self, program: Program, *, slow: bool = False) -> Child:
+        """Start a child. Raises `Invalid` if its command cannot be run.
+
+        `slow`: an exit before `has_started` is a failed start, however long it took.
+        """
         child = self._spawn(program)
         self._register(child)
+        if slow:
+            self._start_s[program.name] = math.inf
         return child
+
+    def has_started(self, program: Program) -> None:
+        """Note that a slow program is up now."""
+        (child,) = (child for child in self.children if child.program is program)
+        self._start_s[program.name] = self._loop.time() - child.started_s
 
     async def listening(self, child: Child, timeout_s: float) -> str:
         """Wait until the child prints its address; return the URL. Raises `ServiceUnavailable` after `timeout_s`."""
@@ -301,7 +317,8 @@ class Supervisor:
         restarts = child.program.restarts
         if restarts is None or code in child.program.final_codes:
             return False
-        recovered = self._loop.time() - child.started_s >= restarts.reset_s
+        start_s = self._start_s.get(child.name, 0.0)
+        recovered = self._loop.time() - child.started_s >= start_s + restarts.reset_s
         failures = 1 if recovered else child.failures + 1
         if failures > restarts.most:
             return False

@@ -361,6 +361,24 @@ def test_a_child_that_ran_long_enough_gets_its_restarts_back(tmp_path: Path) -> 
     assert (tmp_path / "train.log").read_text().splitlines()[-1] == "try 4"
 
 
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_slow_start_that_fails_again_and_again_uses_up_the_restarts(tmp_path: Path, has_started: bool) -> None:
+    """With `reset_s` 0 too: a process that takes minutes to fail has not run yet. Once it was up, it has."""
+
+    async def scene() -> object:
+        async with Supervisor(tmp_path) as supervisor:
+            restarts = Restarts(most=1, first_pause_s=0.01, reset_s=0.0)
+            command = dying_until(4, tmp_path / "vllm.log")
+            program = Program(name="vllm", command=command, may_finish=True, restarts=restarts)
+            child = supervisor.start(program, slow=True)
+            if has_started:
+                supervisor.has_started(program)
+            return await supervisor.supervise(supervisor.finished(child))
+
+    outcome = asyncio.run(scene())
+    assert outcome is None if has_started else isinstance(outcome, Stop) and "after 1 restart" in outcome.reason
+
+
 def test_an_exit_code_that_no_restart_cures_stops_everything_with_its_meaning(tmp_path: Path) -> None:
     async def scene() -> object:
         async with Supervisor(tmp_path) as supervisor:
