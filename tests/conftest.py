@@ -269,6 +269,13 @@ class RunClient:
             assert self.publish(step + 1, epoch).status_code == 200
         return bodies
 
+    def reach_version(self, version: int) -> None:
+        """Train a new run, whose batches have one group, until it has published this version."""
+        epoch = self.attach()
+        for step in range(version):
+            self.append(group(f"version-{step}", step))
+            self.train(epoch, range(step, step + 1))
+
 
 def lasting(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a run without what time alone changes: how long ago its clients called, how long it waits."""

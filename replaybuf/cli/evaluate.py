@@ -82,11 +82,7 @@ def evaluate(
     options.check()
     of_checkpoints.check(options)
     if of_checkpoints.checkpoints is None:
-        result = run_async(_evaluate(options))
-        if options.json:
-            print(msgspec.json.format(msgspec.json.encode(result)).decode())
-        else:
-            Console().print(_table(result))
+        _print(run_async(_evaluate(options)), options)
         return
     checkpoints = open_checkpoints(of_checkpoints.checkpoints, options.tokenizer)
     scores = ScoreFile(of_checkpoints.scores or of_checkpoints.checkpoints / SCORES_FILE)
@@ -117,7 +113,18 @@ async def _evaluate(options: EvaluateOptions) -> EvaluationRequest:
         with work_bar(f"evaluating {held_out.name}") as done:
             result = await held_out.report(fleet, adapter=options.adapter, producer=default_producer(), done=done)
         async with _service(options) as client:
-            return result if client is None else await client.record_evaluation(result)
+            try:
+                return result if client is None else await client.record_evaluation(result)
+            except Invalid:
+                _print(result, options)  # it took minutes
+                raise
+
+
+def _print(result: EvaluationRequest, options: EvaluateOptions) -> None:
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        Console().print(_table(result))
 
 
 async def _score(

@@ -233,7 +233,7 @@ class Schedule:
         logger.info("evaluation %s", describe(result))
         try:
             await inflight.retry("evaluation", lambda: inflight.client.record_evaluation(result))
-        except NotFound as error:
+        except (NotFound, Invalid) as error:  # an older service; a version that a rewind took back meanwhile
             logger.warning("the service does not record evaluation %s: %s", self.held_out.name, error)
 
 

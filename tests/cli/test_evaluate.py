@@ -25,17 +25,19 @@ async def evaluated(folder: Path, engine: str, *options: str, environment: str =
 
 
 def test_it_prints_json_and_the_run_records_the_result(tmp_path: Path, run: RunClient) -> None:
-    assert run.put(batch={"groups_per_batch": 1}, group_size=4).status_code == 201
+    assert run.put(batch={"groups_per_batch": 1}).status_code == 201
+    run.reach_version(2)
+    before = run.state()
 
     async def main() -> None:
-        async with EngineDouble(version=7).up() as engine:
+        async with EngineDouble(version=2).up() as engine:
             keep = (run.run, "--url", str(run.http.base_url))
             code, out, error = await evaluated(tmp_path, engine.url, *keep, "--json", "--samples", "2")
         assert code == 0, error
         printed = json.loads(out)
         assert (printed["name"], printed["version"], printed["reward_mean"], printed["standard_error"]) == (
             "words",
-            7,
+            2,
             1.0,
             0.0,
         )
@@ -44,8 +46,22 @@ def test_it_prints_json_and_the_run_records_the_result(tmp_path: Path, run: RunC
         assert {(request["n"], request["temperature"]) for request in engine.requests} == {(1, 0.0)}
 
     bounded(main())
-    state = run.state()
-    assert (state["groups"]["stored"], state["tickets"]["issued"]) == (0, 0)
+    after = run.state()
+    assert (after["groups"], after["tickets"]) == (before["groups"], before["tickets"])
+
+
+def test_a_result_that_the_run_refuses_is_printed_all_the_same(tmp_path: Path, run: RunClient) -> None:
+    """The engine serves a version that the run has not trained."""
+    assert run.put(batch={"groups_per_batch": 1}).status_code == 201
+
+    async def main() -> None:
+        async with EngineDouble(version=7).up() as engine:
+            keep = (run.run, "--url", str(run.http.base_url))
+            code, out, error = await evaluated(tmp_path, engine.url, *keep, "--json")
+        assert (code, json.loads(out)["version"]) == (1, 7)
+        assert "version is 7; the trainer has reached 0" in error
+
+    bounded(main())
 
 
 def test_it_prints_a_table_and_needs_no_service(tmp_path: Path) -> None:

@@ -277,16 +277,15 @@ def test_status_prints_the_waiting_reason_of_a_run(service: ServeProcess, run: R
     shown = replaybuf("status", "--url", service.url, run.run).stdout
     assert "too_few_groups" in shown
     assert "stored 5.0, used -, dropped -" in shown and "issued 0, stored 0, trained 0, dropped 0" in shown
-    evaluation = {"name": "held-out", "version": 3, "versions": [3, 4], "reward_mean": 0.5, "rollouts": 20, "failed": 1}
-    assert run.post("evaluations", **evaluation | {"reward_mean": 0.25, "version": 2}).status_code == 200
-    assert run.post("evaluations", **evaluation).status_code == 200
-    shown = replaybuf("status", "--url", service.url, run.run).stdout
-    assert "evaluation held-out" in shown and "version 3, 4: reward 0.500" in shown and "0.250" not in shown
     shown = replaybuf("status", "--url", f"http://127.0.0.1:1,{service.url}", run.run).stdout
     assert "too_few_groups" in shown, "unreachable servers are skipped"
     run.append(group("b"))
-    assert run.batch(0, run.attach()).status_code == 200
+    run.train(run.attach(), range(1))
+    evaluation = {"name": "held-out", "version": 0, "reward_mean": 0.5, "rollouts": 20, "failed": 1}
+    assert run.post("evaluations", **evaluation | {"reward_mean": 0.25, "versions": [0]}).status_code == 200
+    assert run.post("evaluations", **evaluation, versions=[0, 1]).status_code == 200
     shown = replaybuf("status", "--url", service.url, run.run).stdout
+    assert "evaluation held-out" in shown and "version 0, 1: reward 0.500" in shown and "0.250" not in shown
     assert re.search(r"staleness at use +│ 0: 2", shown) and re.search(r"times sampled at use +│ 1: 2", shown)
     assert replaybuf("status", "--url", service.url, "nobody").returncode == 1
 

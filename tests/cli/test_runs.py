@@ -107,11 +107,12 @@ def test_a_command_that_cannot_be_carried_out_says_why(
 
 def test_results_on_held_out_prompts_are_listed_newest_first(terminal: Terminal, run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 1})
-    for version, error in ((0, None), (4, 0.125)):
+    run.reach_version(1)
+    for version, error in ((0, None), (1, 0.125)):
         assert post(run, result(version, standard_error=error, failed=1)).status_code == 200
     lines = [line.split() for line in terminal("evals", run.run).splitlines() if "held-out" in line]
-    assert lines == [["held-out", "4", "0.500", "0.125", "4", "1"], ["held-out", "0", "0.500", "-", "4", "1"]]
-    assert [evaluation["version"] for evaluation in terminal.json("evals", run.run)] == [4, 0]
+    assert lines == [["held-out", "1", "0.500", "0.125", "4", "1"], ["held-out", "0", "0.500", "-", "4", "1"]]
+    assert [evaluation["version"] for evaluation in terminal.json("evals", run.run)] == [1, 0]
 
 
 def test_a_held_out_set_has_the_same_name_in_list_status_and_report(

@@ -59,17 +59,20 @@ def test_a_metric_has_its_value_in_each_step(run: RunClient, open_page: OpenPage
     assert columns_of(page, "entropy")["value"] == ("", "", "1.5")
 
 
-def test_held_out_results_are_shown_by_version_before_the_first_batch(run: RunClient, open_page: OpenPage) -> None:
+def test_held_out_results_are_shown_by_version_also_before_the_first_batch(run: RunClient, open_page: OpenPage) -> None:
     """The newest result of a version counts; a set has its own chart."""
-    run.put(batch={"groups_per_batch": 2})
-    for body in (result(0), result(4, reward_mean=0.75, standard_error=0.25), result(0, reward_mean=0.25)):
-        assert post(run, body).status_code == 200
-    assert post(run, result(1, name=HOSTILE)).status_code == 200
+    run.put(batch={"groups_per_batch": 1})
+    assert post(run, result(0, name=HOSTILE)).status_code == post(run, result(0)).status_code == 200
     page = open_page(str(run.http.base_url), f"/runs/{run.run}")
     page.get_by_role("heading", name="Held-out: held-out").wait_for()
     page.get_by_text("No batch yet. Charts begin with the first step.").wait_for()
+    run.reach_version(2)
+    for body in (result(2, reward_mean=0.75, standard_error=0.25), result(0, reward_mean=0.25)):
+        assert post(run, body).status_code == 200
+    page.reload()
+    page.get_by_role("heading", name="Held-out: held-out").wait_for()
     shown = columns_of(page, "Held-out: held-out")
-    assert (shown["version"], shown["mean"]) == (("0", "4"), ("0.25", "0.75"))
+    assert (shown["version"], shown["mean"]) == (("0", "2"), ("0.25", "0.75"))
     assert (shown["mean + error"], shown["mean − error"]) == (("", "1"), ("", "0.5"))
     assert page.title() != "taken" and titles(page)[0].startswith("Held-out: <img")
 

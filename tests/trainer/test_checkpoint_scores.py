@@ -140,7 +140,8 @@ def test_a_command_that_was_killed_goes_on_at_the_next_checkpoint(
 def test_the_run_records_each_result(
     engine: ServedEngine, models: Path, folder: Path, run: RunClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.put(batch={"groups_per_batch": 1}, group_size=4).status_code == 201
+    assert run.put(batch={"groups_per_batch": 1}).status_code == 201
+    run.reach_version(20)
     scored(capsys, words(engine.url, models, folder, "--url", str(run.http.base_url), "--run", run.run))
     assert [result["version"] for result in run.get("evaluations").json()["evaluations"]] == [3, 20]
 

@@ -26,9 +26,20 @@ class RecordedEvaluations:
         self.newest: dict[tuple[str, str], Evaluation] = {}
 
     async def record(self, asked: EvaluationRequest) -> Evaluation:
-        """Store a result. Raises `Invalid` for an unknown adapter and for a number that is not finite."""
+        """Store a result.
+
+        Raises `Invalid` for an unknown adapter, a version that the trainer has not reached, and a number that is not
+        finite.
+        """
         journal = self._journal
         check_adapter(asked.adapter, journal.config)
+        newest = journal.state.version_at(journal.state.step, asked.adapter)
+        if (version := max(asked.version, *asked.versions)) > newest:
+            detail = (
+                f"version is {version}; the trainer has reached {newest}: send the version whose weights sampled, "
+                "and nothing if a rewind took it back"
+            )
+            raise Invalid(detail, name="version", value=version, bound=[0, newest])
         scores = {name: getattr(asked, name) for name in ("reward_mean", "standard_error", "temperature", "seconds")}
         for name, value in (scores | {f"parts.{part}": mean for part, mean in asked.parts.items()}).items():
             if value is not None and not math.isfinite(value):
