@@ -330,7 +330,8 @@ class ServiceDouble:
             Route(f"{root}/groups", self._guarded(self._groups), methods=["POST"]),
             Route(f"{root}/policy", self._guarded(self._policy)),
             Route(f"{root}/producers/{{producer}}", self._guarded(self._heartbeat), methods=["PUT"]),
-            Route(f"{root}/evaluations", self._guarded(self._evaluations), methods=["GET", "POST"]),
+            Route(f"{root}/evaluations", self._guarded(self._evaluations), methods=["GET"]),
+            Route(f"{root}/evaluations", self._guarded(self._evaluation), methods=["POST"]),
         ]
         async with served(routes, port) as self.url:
             yield self
@@ -424,8 +425,9 @@ class ServiceDouble:
         return JSONResponse({"results": results})
 
     async def _evaluations(self, request: Request) -> Response:
-        if request.method == "GET":
-            return JSONResponse({"evaluations": self.evaluations})
+        return JSONResponse({"evaluations": self.evaluations})
+
+    async def _evaluation(self, request: Request) -> Response:
         result = await request.json() | {"at_s": 0.0, "generation": 0}
         await self.change(evaluations=[*self.evaluations, result])
         return JSONResponse(result)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replaybuf.errors import ServiceUnavailable
+from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.generator.environments import Score
 from replaybuf.generator.environments.scoring import Scorer
 from replaybuf.generator.evaluation import HeldOut, Schedule
@@ -133,11 +133,29 @@ def test_a_result_is_recorded_once_the_service_is_back(tmp_path: Path) -> None:
         engine, service = EngineDouble(), ServiceDouble()
         service.open = 1
         away = ServiceUnavailable("restarting", retry_after_s=0.0)
-        service.faults["evaluations"] = deque([away, away])
+        service.faults["evaluation"] = deque([away, away])
         async with evaluating(tmp_path, engine, service):
             await service.until(lambda: len(service.evaluations) == 1)
 
     run(main())
+
+
+def test_a_refused_result_is_logged_and_the_generator_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a rewind that took the version back while it was evaluated."""
+
+    async def main() -> None:
+        engine, service = EngineDouble(), ServiceDouble()
+        service.open = 1
+        service.faults["evaluation"] = deque([Invalid("version is 0; it was taken back", name="version")])
+        async with evaluating(tmp_path, engine, service):
+            await service.until(lambda: not service.faults["evaluation"])
+            await publish(engine, service, 10)
+            await service.until(lambda: len(service.evaluations) == 1)
+
+    run(main())
+    assert "the service does not record evaluation words: version is 0; it was taken back" in caplog.text
 
 
 def test_held_out_prompts_that_are_training_prompts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
