@@ -43,8 +43,8 @@ class Chart(NamedTuple):
 
 
 def number(value: float) -> str:
-    """Write a number for people, with four digits."""
-    return f"{value:.4g}"
+    """Write a number for people, with four digits; in full from 1,000 on."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def draw(chart: Chart) -> str:

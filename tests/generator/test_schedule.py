@@ -140,9 +140,7 @@ def test_a_result_is_recorded_once_the_service_is_back(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_refused_result_is_logged_and_the_generator_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_result_is_logged_and_the_generator_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As after a rewind that took the version back while it was evaluated."""
 
     async def main() -> None:

@@ -97,17 +97,20 @@ def test_a_resample_takes_rows_back_and_a_redelivery_keeps_them() -> None:
     assert [row.step for row in run.state.figures.rows] == [0, 1]
 
 
-def test_rows_are_bounded_and_the_newest_keep_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With at most 8 rows the older ones cover several steps, without a gap."""
-    monkeypatch.setattr(step_figures, "MOST_ROWS", 8)
+@pytest.mark.parametrize("trained", [17, 100, 130, 1000])
+def test_rows_are_bounded_and_show_the_whole_run(monkeypatch: pytest.MonkeyPatch, trained: int) -> None:
+    """With at most 16 rows the newest 8 keep every step; the older ones cover as many steps each, without a gap."""
+    monkeypatch.setattr(step_figures, "MOST_ROWS", 16)
     run = Run(max_uses=None)
     run.store(0)
-    for _ in range(100):
+    for _ in range(trained):
         run.train(1)
     rows = run.state.figures.rows
-    assert len(rows) <= 8
+    assert len(rows) <= 16
     assert [row.step for row in rows[1:]] == [row.last + 1 for row in rows[:-1]]
-    assert (rows[0].step, rows[-1].last, rows[-1].steps) == (0, 99, 1)
+    assert (rows[0].step, rows[-1].last) == (0, trained - 1)
+    assert all(row.steps == 1 for row in rows[-8:])
+    assert max(row.steps for row in rows) <= trained / 2, "a run of any length has a curve"
 
 
 def test_waits_count_for_the_step_that_was_acked_after_them() -> None:
@@ -152,6 +155,7 @@ def test_merged_rows_have_means_extremes_and_sums() -> None:
         (3, 6, 100, [3, 4, 5, 6]),
         (None, None, 5, [0, 2, 4, 6, 8]),
         (20, None, 5, []),
+        (None, None, 3, [0, 4, 8]),
     ],
 )
 def test_a_range_is_merged_to_at_most_so_many_points(
@@ -160,6 +164,12 @@ def test_a_range_is_merged_to_at_most_so_many_points(
     """All rows, a range, pairs, nothing."""
     figures = StepFigures(rows=[StepRow(step=step) for step in range(10)])
     assert [row.step for row in figures.between(first, last, points)] == expected
+
+
+def test_rows_of_many_steps_count_as_many() -> None:
+    """A point of a chart covers as many steps as the others, whatever the rows cover."""
+    figures = StepFigures(rows=[StepRow(step=0, steps=90), *(StepRow(step=step) for step in range(90, 100))])
+    assert [(row.step, row.steps) for row in figures.between(None, None, 10)] == [(0, 90), (90, 10)]
 
 
 def test_a_snapshot_keeps_the_rows_and_an_older_one_has_none() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.figures.step_metrics import MOST_NAMES, StepMetrics, merge_metrics
+from replaybuf.kernel.figures.step_metrics import MOST_NAMES, StepMetrics, mean_per_step, merge_metrics
 from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, take
 from replaybuf.wire.ledger import AckRecord
 from tests.kernel.test_state import Run
@@ -28,6 +28,16 @@ def test_every_number_is_found_again_by_its_name_and_step(steps: list[Reported])
     ] == kept
     assert metrics.missing == sum(value is None for reported in steps for value in reported.values())
     assert set(columns) == {name for reported in kept for name in reported}
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(allow_nan=False, allow_infinity=False)), min_size=1))
+def test_a_mean_is_between_its_values_and_equal_values_are_their_mean(values: list[tuple[int, float]]) -> None:
+    """To the last bit for equal ones, and finite for the largest floats."""
+    numbers = [number for _, number in values]
+    slack = 1e-9 * max(abs(number) for number in numbers)
+    assert min(numbers) - slack <= mean_per_step(values) <= max(numbers) + slack
+    same = [(steps, numbers[0]) for steps, _ in values]
+    assert mean_per_step(same) == numbers[0]
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])

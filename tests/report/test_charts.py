@@ -35,6 +35,12 @@ def test_every_point_lies_inside_the_picture(chart: Chart) -> None:
             assert 0 <= float(part.get("cx", "")) <= WIDTH and 0 <= float(part.get("cy", "")) <= HEIGHT
 
 
+def test_large_numbers_are_written_in_full() -> None:
+    """The last of 100,000 steps is not 1e+05."""
+    picture = draw(Chart("Loss", "", "step", [0, 99_873], [Line("loss", [2.0, 0.00012345])]))
+    assert re.findall(r"<text[^>]*>([^<]*)<", picture) == ["2", "0.0001234", "step 0", "99,873"]
+
+
 def test_a_line_breaks_at_a_missing_value_and_a_lone_value_is_a_point() -> None:
     lines = [Line("loss", [1.0, 2.0, None, 3.0, None, 4.0, 5.0])]
     picture = ElementTree.fromstring(draw(Chart("Loss", "", "step", range(7), lines)))

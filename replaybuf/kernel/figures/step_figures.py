@@ -1,13 +1,14 @@
 """Figures per step for people: reward, staleness, reuse, lengths, ages and drops of each batch, folded from the ledger.
 
-No decision reads them. Memory is bounded: beyond `MOST_ROWS` rows, pairs of the older half are merged, so the whole run
-stays visible and its newest part keeps every step.
+No decision reads them. Memory is bounded: beyond `MOST_ROWS` rows, the older half is merged to rows that cover the same
+number of steps each, so the whole run stays visible and its newest part keeps every step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from replaybuf.kernel.figures.changes import Changes
 from replaybuf.kernel.figures.milestones import Milestones
-from replaybuf.kernel.figures.step_metrics import StepMetrics, merge_metrics
+from replaybuf.kernel.figures.step_metrics import StepMetrics, mean_per_step, merge_metrics
 from replaybuf.kernel.rows.index import FREED, Index
 from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointRecord, PolicyRecord, RewindRecord
 
@@ -133,8 +134,7 @@ class StepFigures(msgspec.Struct):
     def between(self, first: int | None, last: int | None, points: int) -> list[StepRow]:
         """Return rows with steps from `first` to `last`, merged to at most `points`; None = no bound."""
         rows = [row for row in self.rows if (first is None or row.last >= first) and (last is None or row.step <= last)]
-        size = -(-len(rows) // points)
-        return rows if size <= 1 else [merge(rows[start : start + size]) for start in range(0, len(rows), size)]
+        return rows if len(rows) <= points else _merge_spans(rows, -(-_covered(rows) // points))
 
     def add_batch(self, record: BatchRecord, index: Index, rows: _Integers, versions: _Integers) -> None:
         """Fold a batch of the groups in `rows` of the index, at these versions of the policy, [groups] each."""
@@ -146,8 +146,10 @@ class StepFigures(msgspec.Struct):
         self.newest_s = record.at_s or self.newest_s
         self.pending = {}
         if len(self.rows) > MOST_ROWS:
-            older = self.rows[: MOST_ROWS // 2]
-            self.rows = [merge(older[n : n + 2]) for n in range(0, len(older), 2)] + self.rows[MOST_ROWS // 2 :]
+            older, newer = self.rows[: -MOST_ROWS // 2], self.rows[-MOST_ROWS // 2 :]
+            # Spans are powers of two, so that longer ones are made of whole shorter ones.
+            span = 1 << (-(-_covered(older) // (MOST_ROWS // 4)) - 1).bit_length()
+            self.rows = _merge_spans(older, span) + newer
 
     def _covers(self, step: int) -> bool:
         return bool(self.rows) and self.rows[-1].last >= step
@@ -161,10 +163,23 @@ def stands_still(idle_s: float | None, rows: Sequence[StepRow]) -> bool:
     return idle_s is not None and idle_s > bound_s
 
 
+def _covered(rows: Sequence[StepRow]) -> int:
+    """Return the number of steps from the first row to the last."""
+    return rows[-1].last + 1 - rows[0].step
+
+
+def _merge_spans(rows: Sequence[StepRow], span: int) -> list[StepRow]:
+    """Merge rows that begin in the same `span` steps, counted from the first row."""
+    spans = groupby(rows, key=lambda row: (row.step - rows[0].step) // span)
+    return [merge(list(members)) for _, members in spans]
+
+
 def merge(rows: Sequence[StepRow]) -> StepRow:
     """Merge neighbours into one row: means per step, extremes, and sums of drops and waits."""
+    if len(rows) == 1:
+        return rows[0]
     steps, newest = sum(row.steps for row in rows), rows[-1]
-    means = {name: sum(getattr(row, name) * row.steps for row in rows) / steps for name in _MEANS}
+    means = {name: mean_per_step([(row.steps, getattr(row, name)) for row in rows]) for name in _MEANS}
     return StepRow(
         step=rows[0].step,
         steps=steps,

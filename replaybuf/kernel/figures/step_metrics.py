@@ -64,6 +64,13 @@ def merge_metrics(rows: Sequence[tuple[int, bytes]]) -> bytes:
     merged = array("d")
     for values in zip_longest(*(unpack(row) for _, row in rows), fillvalue=_MISSING):
         known = [(number, value) for number, value in zip(steps, values, strict=True) if not math.isnan(value)]
-        weight = sum(number for number, _ in known)
-        merged.append(sum(number * value for number, value in known) / weight if weight else _MISSING)
+        merged.append(mean_per_step(known) if known else _MISSING)
     return merged.tobytes()
+
+
+def mean_per_step(values: Sequence[tuple[int, float]]) -> float:
+    """Return the mean of values, each of so many steps. It is exact for equal values: their chart is one number."""
+    steps, first = sum(number for number, _ in values), values[0][1]
+    if all(value == first for _, value in values):
+        return first
+    return sum(value * (number / steps) for number, value in values)  # a sum of products may be infinite
