@@ -264,8 +264,7 @@ class Batches:
         missing = [number for number in numbers if number not in fetched.groups]
         if not missing:
             return fetched
-        rest = await self._fetch(missing)
-        return await call_beside(len(numbers), join_fetched, numbers, fetched, rest)
+        return join_fetched(numbers, fetched, await self._fetch(missing))
 
     async def _overlong(self, fetched: FetchedGroups) -> list[int]:
         """List groups whose prompt leaves no completion token in the trainer's rows.

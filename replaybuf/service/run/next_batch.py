@@ -113,7 +113,7 @@ class NextBatch:
         prepared.closed = prepared.batch is None
         if prepared.fetching:
             await asyncio.wait([prepared.fetching])  # if it fails, the decision fetches itself
-        return await call_beside(len(numbers), prepared.fetched, numbers, self._state.pool.columns.late_of(numbers))
+        return prepared.fetched(numbers, self._state.pool.columns.late_of(numbers))
 
     async def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
         """Return the prepared batch if it has this record; drop the rest. `used`: prepared groups in the record."""
@@ -196,8 +196,7 @@ class NextBatch:
         whole = await self._fetch(prepared, numbers)
         if not whole or isinstance(chosen, WaitingAnswer) or layout is None or self._key() != key:
             return
-        columns = self._state.pool.columns.late_of(numbers)
-        fetched = await call_beside(len(numbers), prepared.fetched, numbers, columns)
+        fetched = prepared.fetched(numbers, self._state.pool.columns.late_of(numbers))
         if len(fetched.groups) < len(numbers):
             return  # a late column arrived meanwhile; that is a change, so the next call fetches the group again
         draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())

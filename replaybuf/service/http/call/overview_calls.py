@@ -22,7 +22,7 @@ from replaybuf.service.http.body.requests import Number, number, optional_number
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
 from replaybuf.service.report.status import coverage
 from replaybuf.service.run.served_run import Run
-from replaybuf.service.turns import call_beside, in_turns
+from replaybuf.service.turns import in_turns
 from replaybuf.version import __version__
 from replaybuf.wire.answer.evaluations import MOST_LISTED
 from replaybuf.wire.answer.overview import Flow, History, Overview, RunRow, ShownChange, VersionCounts
@@ -56,7 +56,7 @@ async def get_overview(request: Request) -> Response:
 async def get_flow(request: Request) -> Response:
     """Show the flow of a run with live numbers."""
     run = await _run(request)
-    return _json(await describe_flow(run))
+    return _json(describe_flow(run))
 
 
 async def get_history(request: Request) -> Response:
@@ -116,13 +116,11 @@ def describe_row(run: Run) -> RunRow:
     )
 
 
-async def describe_flow(run: Run) -> Flow:
+def describe_flow(run: Run) -> Flow:
     """Describe where the groups of a run are, and how fast they move."""
     state, measured = run.state, run.measured
     arrivals, rows = state.index["arrival_s"], state.figures.rows
-    # A thread may count while rows change: the picture of one refresh is then a little wrong, and no decision reads it.
-    columns = state.index["policy_version"], state.index["state"]
-    versions = await call_beside(len(columns[0]), count_versions, *columns)
+    versions = count_versions(state.index["policy_version"], state.index["state"])
     return Flow(
         now_s=run.journal.clock.wall(),
         row=describe_row(run),
