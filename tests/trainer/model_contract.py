@@ -68,10 +68,10 @@ class ModelContract(abc.ABC):
             engine = VllmEngine(self.url, timeout_s=TIMEOUT_S)
             made = await engine.generate(prompt, Sampling(n=4, max_tokens=30))
             await engine.aclose()
-            given = [rollout_of(np.concatenate([prompt, np.array(ids, np.int32)]), 40) for ids in made.completions]
-            found = (await stage.compute(given)).values
+            rollouts = [rollout_of(np.concatenate([prompt, np.array(ids, np.int32)]), 40) for ids in made.completions]
+            logprobs = (await stage.compute(rollouts)).values
             sampled = np.split(made.inference_logprobs, np.cumsum(made.completion_lengths)[:-1])
-            assert largest_difference(found, sampled) < BOUND
+            assert largest_difference(logprobs, sampled) < BOUND
 
         self.run(main)
 
