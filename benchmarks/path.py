@@ -91,7 +91,7 @@ def main() -> None:
             if level == "relaxed":
                 with served.redis() as client:
                     client.config_set("appendonly", "no")
-            seen = measure(served, level, options.rounds, options.steps, options.groups, tokens)
+            figures = measure(served, level, options.rounds, options.steps, options.groups, tokens)
             references = raw_sets(
                 served,
                 payload // options.groups,
@@ -101,14 +101,14 @@ def main() -> None:
                 at_once=GROUPS_PER_APPEND,
             )
         for figure in FIGURES:
-            results.record(f"{level}, {figure}", {side: seen[figure, side] for side in SIDES}, unit="M tokens/s")
+            results.record(f"{level}, {figure}", {side: figures[figure, side] for side in SIDES}, unit="M tokens/s")
         results.record(
-            f"{level}, SETs of payloads alone", {MINIMAL: seen["stored", MINIMAL]} | references, unit="M tokens/s"
+            f"{level}, SETs of payloads alone", {MINIMAL: figures["stored", MINIMAL]} | references, unit="M tokens/s"
         )
         for process in PROCESSES:
-            spent = {side: seen[process, side] for side in SIDES}
+            spent = {side: figures[process, side] for side in SIDES}
             results.record(f"{level}, processor time of the {process}", spent, unit="ms per M tokens")
-        record_target(results, level, seen)
+        record_target(results, level, figures)
     loopback = [tokens / seconds / 1e6 for seconds in loopback_s(payload, options.rounds * 3)]
     results.record("loopback TCP, the payloads of a batch", {"sendall, recv_into": loopback}, unit="M tokens/s")
     results.save()

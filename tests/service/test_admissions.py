@@ -289,15 +289,15 @@ def test_groups_written_directly_become_dead_letters(guarded: ServeProcess, conn
 
     assert reasons(append(run, group("appended"))) == ["stored"]
     write("before")
-    eventually(counted, 30.0, wanted=lambda seen: seen == (2, 0))
+    eventually(counted, 30.0, wanted=lambda counts: counts == (2, 0))
     assert run.http.patch(run.path, json={"admissions": [{"name": "word"}]}).status_code == 200
     assert counted() == (1, 1)
     write("during")
-    eventually(counted, 30.0, wanted=lambda seen: seen == (1, 2))
+    eventually(counted, 30.0, wanted=lambda counts: counts == (1, 2))
     guarded.kill()
     write("away")
     guarded.start()
-    eventually(counted, 30.0, wanted=lambda seen: seen == (1, 3))
+    eventually(counted, 30.0, wanted=lambda counts: counts == (1, 3))
     letters = connect(guarded.url, "direct").get("dead-letters").json()["dead_letters"]
     assert {letter["group_id"]: letter["reason"] for letter in letters} == dict.fromkeys(
         ("before", "during", "away"), "not_admitted"

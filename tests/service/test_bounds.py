@@ -292,10 +292,10 @@ def test_no_number_in_a_group_breaks_the_run(run: RunClient, value: float) -> No
         ("version_spans", spans),
     ):
         for field_value in values:
-            made = group(f"{name}-{field_value}")
-            for rollout in made["rollouts"]:
+            wire = group(f"{name}-{field_value}")
+            for rollout in wire["rollouts"]:
                 rollout[name] = field_value
-            answer = run.post("groups", groups=[made])
+            answer = run.post("groups", groups=[wire])
             assert 400 <= answer.status_code < 500 or answer.status_code == 200, answer.text
     assert run.append(group("good"))[0]["status"] == "stored"
     epoch = run.attach()

@@ -75,8 +75,8 @@ class Server:
             self.app, timeout_keep_alive=75, interface="asgi3", lifespan="off", log_config=None, ws="none"
         )
         config.load()
-        made = functools.partial(Connection, self.table, config=config, server_state=self.state, app_state={})
-        async with await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0) as server:
+        factory = functools.partial(Connection, self.table, config=config, server_state=self.state, app_state={})
+        async with await asyncio.get_running_loop().create_server(factory, "127.0.0.1", 0) as server:
             self.port = server.sockets[0].getsockname()[1]
             try:
                 yield

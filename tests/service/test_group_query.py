@@ -111,15 +111,15 @@ def test_a_wrong_parameter_is_named(filled: RunClient, query: dict[str, Any], st
 def test_pages_neither_skip_nor_repeat_groups_while_others_are_stored(run: RunClient, query: dict[str, Any]) -> None:
     run.put(batch={"groups_per_batch": 100})
     run.append(*(rewarded(f"g{n}", (n * 7 % 5) / 5) for n in range(20)))
-    wanted, group_ids, after = set(ids(run, **query)), list[str](), 0
+    expected, group_ids, after = set(ids(run, **query)), list[str](), 0
     for page in range(20):
         reply = run.get("groups", limit=3, after=after, **query).json()
         group_ids += [group["group_id"] for group in reply["groups"]]
         run.append(rewarded(f"new{page}", page % 2))
-        if (after := reply["next"]) is None or not wanted.difference(group_ids):
+        if (after := reply["next"]) is None or not expected.difference(group_ids):
             break
     old = [name for name in group_ids if name.startswith("g")]
-    assert sorted(old) == sorted(wanted) and len(group_ids) == len(set(group_ids))
+    assert sorted(old) == sorted(expected) and len(group_ids) == len(set(group_ids))
 
 
 def test_freed_groups_are_found_by_their_index_entries(run: RunClient) -> None:

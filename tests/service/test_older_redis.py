@@ -485,8 +485,8 @@ def test_an_operator_lets_a_run_go_on_without_what_redis_lost(
         accepted = run.post("accept-loss", entries=problem["entries"], groups=problem["groups"])
         assert accepted.json() == {"run": "r", "entries": 2, "groups": 5, "last_entry": 2, "last_group": 6}
         for server in (serving, standby):
-            seen = connect(server.url, "r")
-            eventually(functools.partial(seen.http.get, seen.path), WITHIN_S, is_read_again)
+            reader = connect(server.url, "r")
+            eventually(functools.partial(reader.http.get, reader.path), WITHIN_S, is_read_again)
         attached = eventually(functools.partial(run.post, "attach"), WITHIN_S, is_done)  # either server may lead
         new = attached.json()["epoch"]
         assert new > lost > old

@@ -59,12 +59,12 @@ def mixed(number: int) -> dict[str, Any]:
     return made
 
 
-def versions_of(made: dict[str, Any]) -> list[list[int]]:
+def versions_of(wire: dict[str, Any]) -> list[list[int]]:
     """List the version of every token of each rollout, -1 for the prompt and for text of the environment."""
     rows = []
-    for rollout in made["rollouts"]:
+    for rollout in wire["rollouts"]:
         length = len(rollout["completion_ids"])
-        spans = rollout.get("version_spans") or [[made["policy_version"], 0, length]]
+        spans = rollout.get("version_spans") or [[wire["policy_version"], 0, length]]
         completion = [version for version, start, end in spans for _ in range(start, end)]
         sampled = rollout.get("completion_mask") or [1] * length
         versions = [version if bit else -1 for bit, version in zip(sampled, completion, strict=True)]
@@ -110,25 +110,25 @@ def tensors_of(body: bytes) -> tuple[dict[str, Any], list[dict[str, npt.NDArray[
 
 def check_rows(bodies: list[bytes], groups: list[dict[str, Any]], least: int) -> int:
     """Compare every token of all ranks with the appended groups; return how many tokens are in the loss."""
-    by_id, seen, in_loss = {made["group_id"]: made for made in groups}, 0, 0
+    by_id, rollout_count, in_loss = {wire["group_id"]: wire for wire in groups}, 0, 0
     for meta, rows in map(tensors_of, bodies):
         for row in rows:
             ends = row["cu_seqlens"].tolist()
             for number, (index, k) in enumerate(zip(row["group_index"], row["rollout_index"], strict=True)):
-                made = by_id[meta["group_ids"][index]]
-                span, expected = slice(ends[number], ends[number + 1]), np.array(versions_of(made)[k], np.int32)
+                wire = by_id[meta["group_ids"][index]]
+                span, expected = slice(ends[number], ends[number + 1]), np.array(versions_of(wire)[k], np.int32)
                 assert row["token_versions"][span].tolist() == expected.tolist()
                 assert row["loss_mask"][span].tolist() == (expected >= least).tolist()
                 for name in ("advantages", "inference_logprobs", "ref_logprobs"):
                     assert (row[name][span] != 0).tolist() == (expected >= least).tolist()
-                assert row["prompt_lengths"][number] == len(made["rollouts"][k]["prompt_ids"])
-                assert row["completion_lengths"][number] == len(made["rollouts"][k]["completion_ids"])
-                seen += 1
+                assert row["prompt_lengths"][number] == len(wire["rollouts"][k]["prompt_ids"])
+                assert row["completion_lengths"][number] == len(wire["rollouts"][k]["completion_ids"])
+                rollout_count += 1
             used = ends[len(row["group_index"])]
             assert (row["token_versions"][used:] == -1).all() and not row["loss_mask"][used:].any()
             in_loss += int(row["loss_mask"].sum())
         assert meta["loss_tokens"] == sum(int(row["loss_mask"].sum()) for row in rows)
-    assert seen == sum(len(made["rollouts"]) for made in groups)
+    assert rollout_count == sum(len(wire["rollouts"]) for wire in groups)
     return in_loss
 
 
@@ -219,7 +219,7 @@ def test_masked_tokens_are_counted_in_record_ledger_and_metric(pair: list[ServeP
     groups = [mixed(0), mixed(2)]
     epoch = start(run, groups, 2, stale_token_mask=1)
     body_of(run, epoch)
-    masked = sum(count_old(made, 2) for made in groups)
+    masked = sum(count_old(wire, 2) for wire in groups)
     pair[1].kill()
     for _ in range(2):
         record = run.get(f"batches/{FIRST}/record").json()
@@ -317,8 +317,8 @@ def test_metadata_of_a_batch_stays_within_what_readers_of_safetensors_accept(
         meta = read_batch(body).meta
         assert isinstance(meta.group_metadata, list)
         metadata |= dict(zip(meta.group_ids, meta.group_metadata, strict=True))
-    kept = (16 << 20) // len(msgspec.json.encode(groups["g0"]["metadata"]))
-    assert [metadata[name] is not None for name in groups] == [at < kept for at in range(100)]
+    limit = (16 << 20) // len(msgspec.json.encode(groups["g0"]["metadata"]))
+    assert [metadata[name] is not None for name in groups] == [at < limit for at in range(100)]
     assert all(value in (None, groups[name]["metadata"]) for name, value in metadata.items())
 
 

@@ -108,11 +108,11 @@ def test_changes_at_the_same_time_lose_no_token(path: Path) -> None:
 
 
 def test_the_file_stays_private_and_holds_no_token(path: Path) -> None:
-    made = [new_token("reader", name, path) for name in "ab"]
+    tokens = [new_token("reader", name, path) for name in "ab"]
     path.chmod(0o640)
     revoke_token("a", path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert not any(token in path.read_text() for token in made)
+    assert not any(token in path.read_text() for token in tokens)
     assert [entry.name for entry in path.parent.iterdir()] == ["tokens"]
 
 

@@ -94,11 +94,11 @@ def test_a_published_version_keeps_its_weights(run: RunClient, model: Path, tmp_
     version_1 = tmp_path / "weights" / "v000001"
     before = weights_digest(version_1)
     again = make_trainer(run, model, tmp_path, **settings)
-    again.add_callback(AtStep(5, lambda: seen.append(weights_digest(version_1))))
-    seen: list[str] = []
+    again.add_callback(AtStep(5, lambda: digests.append(weights_digest(version_1))))
+    digests: list[str] = []
     again.train(resume_from_checkpoint=newest_checkpoint(tmp_path))
     assert sorted(again.trained) == [3, 4, 5]
-    assert seen == [before]
+    assert digests == [before]
     assert run.state()["published_version"] == 3
     assert all(again.trained[step] == of_ledger(run, step, groups) for step in again.trained)
 

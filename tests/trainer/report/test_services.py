@@ -80,10 +80,10 @@ def prometheus() -> Iterator[Prometheus]:
     made.close()
 
 
-def scraped(made: Prometheus) -> dict[str, float]:
+def scraped(exporter: Prometheus) -> dict[str, float]:
     """Scrape the samples by name and labels, without prefix and run."""
     readings = {}
-    text = httpx.get(f"http://127.0.0.1:{made.listen('127.0.0.1', 0)}/metrics", trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{exporter.listen('127.0.0.1', 0)}/metrics", trust_env=False).text
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             assert labels.pop("run") == "r" and name.startswith("replaybuf_trainer_")
