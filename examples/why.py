@@ -112,8 +112,8 @@ def durable() -> None:
         served.kill()
         served.start()
         with Client(served.url, "why") as client:
-            found = client.get_run().groups.live
-            print(f"answered stored: {stored}; found after kill -9, before any checkpoint: {found}")
+            live = client.get_run().groups.live
+            print(f"answered stored: {stored}; found after kill -9, before any checkpoint: {live}")
 
 
 def staleness() -> None:
@@ -175,7 +175,7 @@ def failed() -> None:
             print(f"prompts failed: {status.tickets.failed}; steps trained: {steps}; the run is {status.state}")
 
 
-QUESTIONS = {one.__name__: one for one in (resume, durable, staleness, waiting, replay, failed)}
+QUESTIONS = {question.__name__: question for question in (resume, durable, staleness, waiting, replay, failed)}
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in QUESTIONS:

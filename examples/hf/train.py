@@ -45,28 +45,28 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--cpu", action="store_true")
-    given = parser.parse_args()
-    with Client(given.url, given.run) as client:
-        client.put_run({"batch": {"groups_per_batch": 16, "seq_len": 2048}, "max_steps": given.steps}, if_absent=True)
+    options = parser.parse_args()
+    with Client(options.url, options.run) as client:
+        client.put_run({"batch": {"groups_per_batch": 16, "seq_len": 2048}, "max_steps": options.steps}, if_absent=True)
     args = TrainingArguments(
-        given.output,
-        max_steps=given.steps,
-        save_steps=given.save_steps,
+        options.output,
+        max_steps=options.steps,
+        save_steps=options.save_steps,
         save_total_limit=2,
-        learning_rate=given.learning_rate,
+        learning_rate=options.learning_rate,
         logging_steps=1,
-        bf16=not given.cpu,
-        use_cpu=given.cpu,
+        bf16=not options.cpu,
+        use_cpu=options.cpu,
         report_to="none",
     )
     trainer = PolicyTrainer(
-        model=AutoModelForCausalLM.from_pretrained(given.model, dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"),
         args=args,
-        processing_class=AutoTokenizer.from_pretrained(given.model),
-        replaybuf=RunOptions(url=given.url, run=given.run),
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        replaybuf=RunOptions(url=options.url, run=options.run),
     )
-    trainer.engines = tuple(given.engine)
-    trainer.train(resume_from_checkpoint=newest_checkpoint(given.output))
+    trainer.engines = tuple(options.engine)
+    trainer.train(resume_from_checkpoint=newest_checkpoint(options.output))
     trainer.accelerator.end_training()  # leaves torch.distributed, which warns at the exit otherwise
 
 

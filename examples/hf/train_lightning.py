@@ -58,31 +58,31 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
-    given = parser.parse_args()
-    with Client(given.url, given.run) as client:
-        client.put_run({"batch": {"groups_per_batch": 16, "seq_len": 2048}, "max_steps": given.steps}, if_absent=True)
-    folder = Path(given.output).resolve()
+    options = parser.parse_args()
+    with Client(options.url, options.run) as client:
+        client.put_run({"batch": {"groups_per_batch": 16, "seq_len": 2048}, "max_steps": options.steps}, if_absent=True)
+    folder = Path(options.output).resolve()
 
     def publish(trainer: Trainer, module: Policy, version: int) -> str:
         weights = folder / "weights" / str(version)
         if trainer.is_global_zero:  # your engines load it from weights_uri; FSDP needs all ranks here
             module.model.save_pretrained(weights)
-            AutoTokenizer.from_pretrained(given.model).save_pretrained(weights)
+            AutoTokenizer.from_pretrained(options.model).save_pretrained(weights)
         return weights.as_uri()
 
-    saves = ModelCheckpoint(folder, every_n_train_steps=given.save_steps, save_top_k=2, monitor="step", mode="max")
+    saves = ModelCheckpoint(folder, every_n_train_steps=options.save_steps, save_top_k=2, monitor="step", mode="max")
     trainer = Trainer(
-        max_steps=given.steps,
-        accelerator="cpu" if given.cpu else "auto",
-        devices=given.devices,
-        strategy="ddp" if given.devices > 1 else "auto",
+        max_steps=options.steps,
+        accelerator="cpu" if options.cpu else "auto",
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
         callbacks=[saves, ReplaybufCallback(publish)],
         logger=False,
     )
     written = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     trainer.fit(
-        Policy(given.model, given.learning_rate),
-        datamodule=ReplaybufDataModule(RunOptions(url=given.url, run=given.run)),
+        Policy(options.model, options.learning_rate),
+        datamodule=ReplaybufDataModule(RunOptions(url=options.url, run=options.run)),
         ckpt_path=str(written[-1]) if written else None,
     )
 

@@ -36,39 +36,39 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--cpu", action="store_true")
-    given = parser.parse_args()
-    if given.cpu:
+    options = parser.parse_args()
+    if options.cpu:
         allow_cpu()
-    with Client(given.url, given.run) as client:
+    with Client(options.url, options.run) as client:
         batch = {"groups_per_batch": GROUPS, "tokens_per_batch": None, "seq_len": 128}
-        client.put_run({"batch": batch, "group_size": GROUP_SIZE, "max_steps": given.steps}, if_absent=True)
+        client.put_run({"batch": batch, "group_size": GROUP_SIZE, "max_steps": options.steps}, if_absent=True)
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
-    worker = ReplaybufRolloutWorker(given.url, given.run)
+    worker = ReplaybufRolloutWorker(options.url, options.run)
     trainer = AsyncGRPOTrainer(
-        model=given.model,
+        model=options.model,
         args=AsyncGRPOConfig(
-            given.output,
+            options.output,
             token_budget=0,  # a step of TRL is then a batch of the run: all rollouts of its groups
-            per_device_train_batch_size=GROUPS * GROUP_SIZE // given.accumulation // processes,
-            gradient_accumulation_steps=given.accumulation,
-            max_steps=given.steps,
-            save_steps=given.save_steps,
+            per_device_train_batch_size=GROUPS * GROUP_SIZE // options.accumulation // processes,
+            gradient_accumulation_steps=options.accumulation,
+            max_steps=options.steps,
+            save_steps=options.save_steps,
             save_total_limit=2,
-            learning_rate=given.learning_rate,
+            learning_rate=options.learning_rate,
             warmup_steps=10,  # without it and at 3e-4 the small model of the tests lost accuracy
             gradient_checkpointing=False,
-            bf16=not given.cpu,
-            use_cpu=given.cpu,
+            bf16=not options.cpu,
+            use_cpu=options.cpu,
             report_to=[],
         ),
         train_dataset=Dataset.from_dict({"prompt": ["not read: the prompts are those of the generator"]}),
         rollout_worker=worker,
         weight_transfer=ReplaybufWeightTransfer(
-            worker, given.model, given.engine, weights_dir=f"{given.output}/weights"
+            worker, options.model, options.engine, weights_dir=f"{options.output}/weights"
         ),
         callbacks=[ReplaybufCallback(worker)],
     )
-    trainer.train(resume_from_checkpoint=newest_checkpoint(given.output))
+    trainer.train(resume_from_checkpoint=newest_checkpoint(options.output))
     end(trainer)
 
 

@@ -57,8 +57,8 @@ def even_out(grid: list[list[list[int]]], totals: Ints, rollouts: Rollouts, seq_
                 break
         else:
             return
-        _replace(grid[heavy], exchange.heavy_row, exchange.given, exchange.taken, rollouts)
-        _replace(grid[light], exchange.light_row, exchange.taken, exchange.given, rollouts)
+        _replace(grid[heavy], exchange.heavy_row, exchange.heavy_rollouts, exchange.light_rollouts, rollouts)
+        _replace(grid[light], exchange.light_row, exchange.light_rollouts, exchange.heavy_rollouts, rollouts)
         totals[heavy] -= exchange.cost
         totals[light] += exchange.cost
         del sides[heavy], sides[light]
@@ -71,13 +71,13 @@ def _replace(rank: list[list[int]], row: int, out: list[int], into: list[int], r
 
 
 class _Exchange(NamedTuple):
-    """Rollouts `given` by `heavy_row` for rollouts `taken` from `light_row`; `cost` moves to the lighter rank."""
+    """`heavy_row` gives `heavy_rollouts` for the `light_rollouts` of `light_row`; `cost` moves to the lighter rank."""
 
     cost: int
     heavy_row: int
     light_row: int
-    given: list[int]
-    taken: list[int]
+    heavy_rollouts: list[int]
+    light_rollouts: list[int]
 
 
 class _Side(NamedTuple):

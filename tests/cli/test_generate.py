@@ -39,7 +39,7 @@ def write_prompts(folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def generator(folder: Path, url: str, run: str, engine: str, /, **options: str) -> AsyncIterator[AwaitedProcess]:
     """Start `replaybuf generate`, and kill it at the end if it still runs."""
-    given = {
+    flags = {
         "url": url,
         "run": run,
         "engine": engine,
@@ -49,8 +49,8 @@ async def generator(folder: Path, url: str, run: str, engine: str, /, **options:
         "max-tokens": "8",
         "metrics-file": str(folder / "generate.jsonl"),
     } | options
-    config = given.pop("config", None)
-    arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
+    config = flags.pop("config", None)
+    arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
     process = await fork_replaybuf(*(("--config", config) if config else ()), "generate", *arguments)
     try:
         yield process

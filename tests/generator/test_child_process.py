@@ -48,9 +48,9 @@ def child() -> Iterator[ChildProcess[Word]]:
 
 def test_answers_find_their_requests_in_any_order(child: ChildProcess[Word]) -> None:
     assert child.first.result(TIMEOUT_S).text == "ready"
-    (one, first), (two, second) = child.send(Word("a")), child.send(Word("b"))
+    (first_id, first), (second_id, second) = child.send(Word("a")), child.send(Word("b"))
     assert (first.result(TIMEOUT_S).text, second.result(TIMEOUT_S).text) == ("a", "b")
-    assert one != two and child.answered(one)
+    assert first_id != second_id and child.answered(first_id)
 
 
 def test_requests_of_a_dead_process_fail_before_and_after_its_end(child: ChildProcess[Word]) -> None:

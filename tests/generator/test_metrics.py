@@ -19,13 +19,13 @@ from tests.generator.worlds import gated, reference, run, world
 
 def samples(text: bytes) -> dict[str, float]:
     """Return values by name and labels, without the label run."""
-    found = {}
+    readings = {}
     for family in text_string_to_metric_families(text.decode()):
         for name, labels, value, *_ in family.samples:
             assert labels.pop("run") == "r"
             values = ",".join(f"{label}={said}" for label, said in sorted(labels.items()) if label != "engine")
-            found[name.removeprefix("replaybuf_generator_") + (f"{{{values}}}" if values else "")] = value
-    return found
+            readings[name.removeprefix("replaybuf_generator_") + (f"{{{values}}}" if values else "")] = value
+    return readings
 
 
 def test_groups_and_requests_are_counted_by_outcome_and_reason(tmp_path: Path) -> None:

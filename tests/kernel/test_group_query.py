@@ -93,16 +93,16 @@ def test_a_ranking_sorts_by_key_then_number_and_goes_on_behind_a_position(desc: 
     matcher = GroupMatcher(state, GroupQuery(order="reward", desc=desc))
     keys, numbers = matcher.keys_of(state.index["number"])
     expected = sorted(zip(keys.tolist(), numbers.tolist(), strict=True), reverse=desc)
-    found, after = list[int](), None
+    ranked_numbers, after = list[int](), None
     while True:
         ranking = Ranking(30, after, desc=desc)
         for part in np.array_split(np.random.default_rng(1).permutation(200), 5):
             ranking.add(keys[part], numbers[part])
-        found += ranking.numbers
+        ranked_numbers += ranking.numbers
         if len(ranking.numbers) < 30:
             break
         after = float(keys[ranking.numbers[-1] - 1]), ranking.numbers[-1]
-    assert found == [number for _, number in expected]
+    assert ranked_numbers == [number for _, number in expected]
 
 
 def test_a_million_groups_are_compared_in_windows_of_a_bounded_size() -> None:

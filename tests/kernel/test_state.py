@@ -412,8 +412,8 @@ def test_few_rewinds_give_the_exact_lost_version_and_many_never_a_higher_one(ver
     for generation in range(len(versions) + 1):
         lost = min((version for reached, version in exact if reached > generation), default=None)
         assert lost_version_since(remembered, generation) == lost
-        found = lost_version_since(bounded, generation)
-        assert found == lost if lost is None else found is not None and found <= lost
+        lost_version = lost_version_since(bounded, generation)
+        assert lost_version == lost if lost is None else lost_version is not None and lost_version <= lost
     assert len(remembered) <= 13
 
 

@@ -39,7 +39,7 @@ class Mine(Strategy[MineOptions]):
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let two strategies and a broken one be installed, and nothing else."""
-    found = EntryPoints(
+    plug_ins = EntryPoints(
         [
             EntryPoint("mine", "tests.plugins.test_entry_points:Mine", STRATEGIES),
             EntryPoint("broken", "tests.no_such_module:X", STRATEGIES),
@@ -49,7 +49,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
 
     def entry_points(**selection: Any) -> EntryPoints:
-        return found.select(**selection)
+        return plug_ins.select(**selection)
 
     monkeypatch.setattr(plugins, "entry_points", entry_points)
     plugins.installed.cache_clear()

@@ -47,7 +47,7 @@ def conserved(run: RunClient) -> None:
     for groups in (state["groups"], *(adapter["groups"] for adapter in state["adapters"].values())):
         places = groups["live"] + groups["in_batches"] + groups["retired"] + groups["dead_lettered"]
         assert groups["stored"] == places + sum(groups["evicted"].values())
-    assert state["groups"]["stored"] == sum(one["groups"]["stored"] for one in state["adapters"].values())
+    assert state["groups"]["stored"] == sum(adapter["groups"]["stored"] for adapter in state["adapters"].values())
 
 
 def put(run: RunClient, **config: Any) -> None:

@@ -148,13 +148,13 @@ def reasons(results: list[dict[str, Any]]) -> list[str]:
 
 def checkers(service: ServeProcess) -> list[int]:
     """List the processes that run plug-ins of a service."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if b"admission_process" in (folder / "cmdline").read_bytes() and parent in (service.pid, 1):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def test_a_group_is_stored_or_refused_with_the_plug_ins_reason_and_counted(
@@ -289,17 +289,17 @@ def test_groups_written_directly_become_dead_letters(guarded: ServeProcess, conn
 
     assert reasons(append(run, group("appended"))) == ["stored"]
     write("before")
-    eventually(counted, 30.0, wanted=lambda seen: seen == (2, 0))
+    eventually(counted, 30.0, wanted=lambda counts: counts == (2, 0))
     assert run.http.patch(run.path, json={"admissions": [{"name": "word"}]}).status_code == 200
     assert counted() == (1, 1)
     write("during")
-    eventually(counted, 30.0, wanted=lambda seen: seen == (1, 2))
+    eventually(counted, 30.0, wanted=lambda counts: counts == (1, 2))
     guarded.kill()
     write("away")
     guarded.start()
-    eventually(counted, 30.0, wanted=lambda seen: seen == (1, 3))
+    eventually(counted, 30.0, wanted=lambda counts: counts == (1, 3))
     letters = connect(guarded.url, "direct").get("dead-letters").json()["dead_letters"]
-    assert {one["group_id"]: one["reason"] for one in letters} == dict.fromkeys(
+    assert {letter["group_id"]: letter["reason"] for letter in letters} == dict.fromkeys(
         ("before", "during", "away"), "not_admitted"
     )
 
@@ -341,10 +341,10 @@ def wire(group_id: str, proof: bytes) -> GroupJson:
 async def send(run: Run, *wires: GroupJson) -> list[str]:
     """Append; return statuses and reasons."""
     try:
-        found = await run.appends.append(builders.arriving(Incoming(group_from_json(one)) for one in wires))
+        results = await run.appends.append(builders.arriving(Incoming(group_from_json(body)) for body in wires))
     except InvalidGroups as error:
-        found = error.results
-    return [one.reason or one.status for one in found]
+        results = error.results
+    return [result.reason or result.status for result in results]
 
 
 @pytest.mark.usefixtures("here")
@@ -396,7 +396,7 @@ def test_a_full_queue_is_answered_at_once(server: EmbeddedServer, monkeypatch: p
         assert caught.value.retry_after_s and time.monotonic() - began_s < spec.timeout_s
         assert run.admissions.deferred == 1
         assert await hanging == ["admission_timeout"]
-        assert [await one for one in waiting] == [["stored"], ["stored"]]
+        assert [await call for call in waiting] == [["stored"], ["stored"]]
         run.close()
 
     on_a_run(server, work, admissions=[spec])

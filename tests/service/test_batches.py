@@ -275,10 +275,10 @@ def test_the_service_fills_in_missing_advantages(run: RunClient) -> None:
     """The configured estimator fills; what a producer gave is kept."""
     run.put(batch={"groups_per_batch": 2}, advantage="dr-grpo")
     epoch = run.attach()
-    given = group("given")
-    for number, rollout in enumerate(given["rollouts"]):
+    complete_group = group("given")
+    for number, rollout in enumerate(complete_group["rollouts"]):
         rollout["advantage"] = 10.0 + number
-    run.append(group("filled"), given)
+    run.append(group("filled"), complete_group)
     row = read_batch(run.batch(0, epoch).content).micro_batches[0]
     by_rollout = {
         (int(g), int(k)): float(row.advantages[end - 1])

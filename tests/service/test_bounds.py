@@ -230,7 +230,7 @@ def test_every_query_parameter_is_bounded(run: RunClient, call: Call, parameter:
     for value in above:
         body = EXAMPLES.get(call.body.__name__) if call.body else None
         answer = run.http.request(call.method, path, params={"epoch": 1, parameter.name: value}, json=body)
-        unknown = "epoch" not in {one.name for one in call.query or ()}
+        unknown = "epoch" not in {field.name for field in call.query or ()}
         if unknown:
             answer = run.http.request(call.method, path, params={parameter.name: value}, json=body)
         assert (answer.status_code, answer.json()["name"]) == (422, parameter.name), answer.text
@@ -291,11 +291,11 @@ def test_no_number_in_a_group_breaks_the_run(run: RunClient, value: float) -> No
         ("temperature", [value]),
         ("version_spans", spans),
     ):
-        for one in values:
-            made = group(f"{name}-{one}")
-            for rollout in made["rollouts"]:
-                rollout[name] = one
-            answer = run.post("groups", groups=[made])
+        for field_value in values:
+            wire = group(f"{name}-{field_value}")
+            for rollout in wire["rollouts"]:
+                rollout[name] = field_value
+            answer = run.post("groups", groups=[wire])
             assert 400 <= answer.status_code < 500 or answer.status_code == 200, answer.text
     assert run.append(group("good"))[0]["status"] == "stored"
     epoch = run.attach()

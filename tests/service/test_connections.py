@@ -75,15 +75,15 @@ class Server:
             self.app, timeout_keep_alive=75, interface="asgi3", lifespan="off", log_config=None, ws="none"
         )
         config.load()
-        made = functools.partial(Connection, self.table, config=config, server_state=self.state, app_state={})
-        async with await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0) as server:
+        factory = functools.partial(Connection, self.table, config=config, server_state=self.state, app_state={})
+        async with await asyncio.get_running_loop().create_server(factory, "127.0.0.1", 0) as server:
             self.port = server.sockets[0].getsockname()[1]
             try:
                 yield
             finally:
                 self.gate.set()
-                for one in list(self.state.connections):
-                    one.transport.abort()
+                for protocol in list(self.state.connections):
+                    protocol.transport.abort()
                 for writer in self._writers:
                     writer.close()
                     with contextlib.suppress(ConnectionError):
@@ -356,8 +356,8 @@ def test_a_new_connection_takes_the_place_of_the_oldest_half_head() -> None:
 
     async def test(server: Server) -> None:
         idle = [await server.connect(HEAD + b"\r\n") for _ in range(2)]
-        for one in idle:
-            assert await answer(one) == (200, b"0")
+        for stream in idle:
+            assert await answer(stream) == (200, b"0")
         waiting = HEAD.replace(b"/", b"/wait", 1) + b"\r\n"
         busy = [await server.connect(waiting) for _ in range(5)]
         half = await server.connect(HEAD)
@@ -367,7 +367,7 @@ def test_a_new_connection_takes_the_place_of_the_oldest_half_head() -> None:
         assert await status(half) == 0
         busy += [await server.connect(waiting) for _ in range(2)]
         await until(lambda: server.calls == 10)
-        assert [await status(one) for one in idle] == [0, 0]
+        assert [await status(stream) for stream in idle] == [0, 0]
         busy.append(await server.connect(waiting))
         await until(lambda: server.calls == 11)
         code, body = await answer(await server.connect())
@@ -375,8 +375,8 @@ def test_a_new_connection_takes_the_place_of_the_oldest_half_head() -> None:
         assert server.traffic.connections == LIMITS.max_connections
         assert server.traffic.refused == {"too_many_connections": 5}
         server.gate.set()
-        for one in busy:
-            assert await answer(one) == (200, b"0")
+        for stream in busy:
+            assert await answer(stream) == (200, b"0")
 
     serve(test)
 
@@ -391,9 +391,9 @@ def test_one_address_keeps_its_newest_half_heads(bound: int, left: int) -> None:
         assert server.traffic.connections == 6
         server.table.count_time(0.5)
         await until(lambda: server.traffic.connections == left)
-        for one in half[6 - left :]:
-            await send(one[1], b"\r\n")
-            assert await answer(one) == (200, b"0")
+        for stream in half[6 - left :]:
+            await send(stream[1], b"\r\n")
+            assert await answer(stream) == (200, b"0")
         assert server.traffic.refused["too_many_half_heads"] == 6 - left
 
     serve(test, max_half_heads=bound)

@@ -39,7 +39,7 @@ def page(run: RunClient, name: str = "c", **query: Any) -> dict[str, Any]:
 
 
 def ids(answer: dict[str, Any]) -> list[str]:
-    return [found["group_id"] for found in answer["groups"]]
+    return [entry["group_id"] for entry in answer["groups"]]
 
 
 def done(run: RunClient, answer: dict[str, Any], name: str = "c") -> dict[str, Any]:
@@ -90,26 +90,26 @@ def test_trained_groups_come_in_the_order_of_their_steps_once_they_are_acked(run
     run.train(epoch, range(1))
     run.batch(1, epoch)
     first = page(run, limit=1)
-    assert [(found["group_id"], found["step"]) for found in first["groups"]] == [("a", 0)]
+    assert [(entry["group_id"], entry["step"]) for entry in first["groups"]] == [("a", 0)]
     assert done(run, first)["lag"] == 1
     run.ack(1, epoch)
-    assert [(found["group_id"], found["step"]) for found in page(run)["groups"]] == [("b", 0), ("c", 1), ("d", 1)]
+    assert [(entry["group_id"], entry["step"]) for entry in page(run)["groups"]] == [("b", 0), ("c", 1), ("d", 1)]
 
 
 def test_a_reader_waits_for_the_first_group(service: ServeProcess, run: RunClient) -> None:
     start(run)
-    found: list[str] = []
+    group_ids: list[str] = []
 
     def read() -> None:
         with Client(service.url, run.run) as client:
-            found.extend(group.group_id for group in client.read_cursor("c", wait_ms=20_000).groups)
+            group_ids.extend(group.group_id for group in client.read_cursor("c", wait_ms=20_000).groups)
 
     page(run)
     reader = threading.Thread(target=read)
     reader.start()
     run.append(group("late"))
     reader.join(25)
-    assert found == ["late"]
+    assert group_ids == ["late"]
 
 
 def test_a_rewind_says_which_steps_are_void(run: RunClient) -> None:
@@ -126,12 +126,12 @@ def test_a_rewind_says_which_steps_are_void(run: RunClient) -> None:
     assert page(run)["rewound_to"] == 1
     run.train(epoch, range(1, 2))
     again = page(run)
-    assert again["rewound_to"] == 1 and [found["step"] for found in again["groups"]] == [1]
+    assert again["rewound_to"] == 1 and [entry["step"] for entry in again["groups"]] == [1]
     done(run, again)
     done(run, read)  # late: of the history that is void
     run.train(epoch, range(2, 3))
     following = page(run)
-    assert following["rewound_to"] is None and [found["step"] for found in following["groups"]] == [2]
+    assert following["rewound_to"] is None and [entry["step"] for entry in following["groups"]] == [2]
 
 
 def test_a_position_survives_kill_9_and_a_checkpoint_keeps_bytes(
@@ -156,7 +156,7 @@ def test_a_position_survives_kill_9_and_a_checkpoint_keeps_bytes(
     run = connect(own_service.start().url, "kept")
     stored, trained = page(run, "s"), page(run, "t")
     assert ids(stored) == ["b", "c", "d"] and ids(trained) == ["c"]
-    assert all(found["rollouts"] for found in stored["groups"]) and stored["gap"] is None
+    assert all(entry["rollouts"] for entry in stored["groups"]) and stored["gap"] is None
     done(run, stored, "s"), done(run, trained, "t")
     epoch = run.attach(3)
     run.train(epoch, range(3, 4))
@@ -336,8 +336,8 @@ def test_a_page_ends_at_its_bytes(run: RunClient, server: EmbeddedServer) -> Non
         await append(run, "a", "b", "c")
         cursor = Cursor("c", "stored", Position())
         with patch.object(cursors, "PAGE_BYTES", 1):
-            found = find_page(run.state, cursor, 100)
-        assert [item.number for item in found.items] == [1] and found.position.number == 1
+            first_page = find_page(run.state, cursor, 100)
+        assert [item.number for item in first_page.items] == [1] and first_page.position.number == 1
         assert find_kept(run.state, [], 0) == (None, None)
 
     on_a_run(server, work)

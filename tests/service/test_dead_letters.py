@@ -61,13 +61,13 @@ def test_dead_letters_come_in_pages_and_both_clients_read_and_purge_them(
     for name in "abc":
         spoil(own_service, name, None)
     assert run.batch(0, epoch).status_code == 200
-    found, after = [], 0
+    pages, after = [], 0
     with Client(own_service.url, "r") as client:
         for _ in range(2):
             listed = client.list_dead_letters(limit=2, after=after)
-            found.append([letter.group_id for letter in listed.dead_letters])
+            pages.append([letter.group_id for letter in listed.dead_letters])
             after = listed.next or 0
-    assert found == [["a", "b"], ["c"]] and after == 0
+    assert pages == [["a", "b"], ["c"]] and after == 0
 
     async def purge() -> int:
         async with AsyncClient(own_service.url, "r") as client:
@@ -125,7 +125,7 @@ def test_a_frame_that_breaks_after_assembly_is_a_dead_letter_with_a_reason(
     (letter,) = run.get("dead-letters").json()["dead_letters"]
     reported = ("group_id", "state", "reason", "batches")
     assert [letter[name] for name in reported] == ["bad", "dead_lettered", "bad_checksum", [0]]
-    assert [one["type"] for one in run.get("ledger").json()["records"]].count("DEAD_LETTER") == 1
+    assert [record["type"] for record in run.get("ledger").json()["records"]].count("DEAD_LETTER") == 1
     assert "batch cannot be served run=r step=0" in own_service.log()
     assert counts(run) == {"stored": 3, "live": 1, "in_batches": 1, "retired": 0, "dead_lettered": 1}
     epoch = run.attach(resume_step=0, on_resume="resample")

@@ -109,7 +109,7 @@ def test_a_deleted_run_answers_410_on_every_call(run: RunClient, valkey: redis.R
             assert (answer.status_code, answer.json()["type"]) == (410, "urn:replaybuf:problem:gone"), answer.text
             assert run.run in answer.json()["detail"] and "another name" in answer.json()["detail"]
         wait_until_gone(valkey, run)
-    assert run.run not in {one["run"] for one in run.http.get("/v1/runs").json()["runs"]}
+    assert run.run not in {entry["run"] for entry in run.http.get("/v1/runs").json()["runs"]}
     assert run.run not in run.http.get("/readyz").json()["runs"]
 
 

@@ -133,15 +133,15 @@ def test_a_client_requests_compression_only_if_configured(
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("a", tokens=4000))
-    found = []
+    fetches = []
     for compress in (False, True):
         with Client(service.url, run.run, compress=compress) as client:
             transport = client._transports[service.url]
             replies: list[Reply] = []
             monkeypatch.setattr(transport, "send", lambda sent, t=transport.send, r=replies: r.append(t(sent)) or r[-1])
-            found.append((client.fetch_batch(0, epoch), [reply.headers.get("content-encoding") for reply in replies]))
-    assert found[0][0] == found[1][0]
-    assert (found[0][1], found[1][1]) == ([None], ["zstd"])
+            fetches.append((client.fetch_batch(0, epoch), [reply.headers.get("content-encoding") for reply in replies]))
+    assert fetches[0][0] == fetches[1][0]
+    assert (fetches[0][1], fetches[1][1]) == ([None], ["zstd"])
 
 
 def test_other_requests_run_between_two_chunks_of_a_body() -> None:
@@ -206,8 +206,8 @@ class Here:
 
     async def append(self, *group_ids: str) -> None:
         """Store small groups."""
-        made = [group_from_json(wire_group(rollout(), group_id=name)) for name in group_ids]
-        await self.run.appends.append(arriving(Incoming(one) for one in made))
+        groups = [group_from_json(wire_group(rollout(), group_id=name)) for name in group_ids]
+        await self.run.appends.append(arriving(Incoming(entry) for entry in groups))
 
     async def bodies(self, step: int) -> list[bytes]:
         """Fetch the bodies of both ranks."""
@@ -419,6 +419,7 @@ def test_metrics_count_the_outcome_of_preparation(run: RunClient) -> None:
     run.batch(0, epoch)
     text = run.http.get("/metrics").text
     reported = {
-        one: metric(text, "replaybuf_batches_prepared_total", run=run.run, outcome=one) for one in next_batch.OUTCOMES
+        outcome: metric(text, "replaybuf_batches_prepared_total", run=run.run, outcome=outcome)
+        for outcome in next_batch.OUTCOMES
     }
     assert reported == {"hit": 0, "partial": 0, "miss": 1}

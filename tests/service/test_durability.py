@@ -299,9 +299,9 @@ def test_a_full_disk_loses_nothing_and_the_service_waits(own_service: ServeProce
     eventually(reported, WITHIN_S, lambda texts: all("the embedded Valkey ended with" in text for text in texts))
     let_files_grow_to(resource.RLIM_INFINITY, own_service.pid)  # and with it the next Valkey
     eventually(lambda: run.post("groups", **group("more", tokens=1000)).status_code == 200, WITHIN_S)
-    found = {one["group_id"] for one in run.get("groups").json()["groups"]}
-    assert found >= {*stored, "more"}
-    assert run.state()["groups"]["stored"] == len(found)
+    group_ids = {entry["group_id"] for entry in run.get("groups").json()["groups"]}
+    assert group_ids >= {*stored, "more"}
+    assert run.state()["groups"]["stored"] == len(group_ids)
 
 
 def test_the_service_waits_while_a_killed_redis_loads_its_data(

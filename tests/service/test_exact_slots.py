@@ -51,7 +51,7 @@ def exact(**options: Any) -> dict[str, Any]:
 def take(run: RunClient, count: int, adapter: str = "") -> dict[int, str]:
     """Take tickets; return their texts by prompt index."""
     answer = run.post("tickets", producer="p", count=count, adapter=adapter).json()
-    return {one["prompt_index"]: one["ticket"] for one in answer["tickets"]}
+    return {ticket["prompt_index"]: ticket["ticket"] for ticket in answer["tickets"]}
 
 
 def deliver(run: RunClient, *tickets: str, version: int = 0, **fields: Any) -> None:
@@ -63,7 +63,7 @@ def deliver(run: RunClient, *tickets: str, version: int = 0, **fields: Any) -> N
 
 def indexes(run: RunClient, step: int) -> list[int]:
     """Return the prompt indexes of a recorded batch, in training order."""
-    return [one["prompt_index"] for one in run.get(f"batches/{step}/record").json()["groups"]]
+    return [entry["prompt_index"] for entry in run.get(f"batches/{step}/record").json()["groups"]]
 
 
 def start(run: RunClient, count: int, **config: Any) -> tuple[int, dict[int, str]]:
@@ -216,12 +216,12 @@ def test_each_adapter_has_slots_of_its_own(run: RunClient) -> None:
     deliver(run, math[1], math[0], adapter="math")
     assert run.batch(0, epoch).status_code == 200
     assert "prompt_index 0" in waits["detail"] and waits["adapter"] == "code"
-    assert [one["group_id"] for one in run.get("batches/0/record").json()["groups"]] == ["math/p0", "math/p1"]
+    assert [entry["group_id"] for entry in run.get("batches/0/record").json()["groups"]] == ["math/p0", "math/p1"]
     assert run.ack(0, epoch).status_code == 200
     assert run.post("policy", epoch=epoch, version=1, adapter="math").status_code == 200
     deliver(run, code[0], adapter="code")
     assert run.batch(1, epoch).status_code == 200
-    assert [one["group_id"] for one in run.get("batches/1/record").json()["groups"]] == ["code/p0", "code/p1"]
+    assert [entry["group_id"] for entry in run.get("batches/1/record").json()["groups"]] == ["code/p0", "code/p1"]
 
 
 def test_a_book_whose_last_write_failed_is_read_again_before_a_batch(server: EmbeddedServer) -> None:
@@ -230,7 +230,7 @@ def test_a_book_whose_last_write_failed_is_read_again_before_a_batch(server: Emb
     async def work(store: Store, run: Run) -> None:
         await run.session.attach(AttachRequest(dp_world_size=1))
         issued = (await run.tickets.issue("p", 4, "", 0.0)).tickets
-        wires = [wire_group(rollout(), group_id=None, ticket=one.ticket) for one in issued[1:]]
+        wires = [wire_group(rollout(), group_id=None, ticket=ticket.ticket) for ticket in issued[1:]]
         await run.appends.append(arriving(Incoming(group_from_json(wire)) for wire in wires))
         run.book.restore([], {}, 0.0)
         run.side_state.uncertain = True

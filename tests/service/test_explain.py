@@ -20,8 +20,8 @@ def explain(run: RunClient, step: int, **query: Any) -> dict[str, Any]:
     """Return the explanation of a batch."""
     answer = run.get(f"batches/{step}/explain", **query)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    explanation: dict[str, Any] = answer.json()
+    return explanation
 
 
 def flat(name: str) -> dict[str, Any]:
@@ -46,19 +46,19 @@ def test_a_batch_is_explained_from_its_candidates_to_its_rows(run: RunClient) ->
     """Six groups came, the filter dropped two, an append was rejected, the batch took two of the four others."""
     epoch = start(run)
     assert run.batch(0, epoch).status_code == 200
-    found = explain(run, 0)
-    assert (found["state"], found["version"], found["strategy"]) == ("assembled", 0, "one-step-off-policy")
-    assert (found["filters"], found["seed"]) == (["zero-variance"], [0, 0, 0])
-    assert found["since_last_batch"]["stored"] == 6
-    assert found["since_last_batch"]["dropped"] == {"zero_variance": 2}
-    assert sum(found["since_last_batch"]["rejected"].values()) == 1
-    candidates = found["candidates"][""]
+    answer = explain(run, 0)
+    assert (answer["state"], answer["version"], answer["strategy"]) == ("assembled", 0, "one-step-off-policy")
+    assert (answer["filters"], answer["seed"]) == (["zero-variance"], [0, 0, 0])
+    assert answer["since_last_batch"]["stored"] == 6
+    assert answer["since_last_batch"]["dropped"] == {"zero_variance": 2}
+    assert sum(answer["since_last_batch"]["rejected"].values()) == 1
+    candidates = answer["candidates"][""]
     assert (candidates["live"], candidates["usable"], candidates["budget"]["groups"]) == (4, 4, 2)
-    assert "left_out" not in candidates and "unknown" not in found
-    assert [one["group_id"] for one in found["choice"]["first"]] == ["a", "b"]
-    assert found["choice"]["first"][1]["reward_mean"] == pytest.approx(1 / 3)
-    assert found["choice"]["first"][0]["age_s"] >= 0
-    assert (found["choice"]["groups"], found["choice"]["rollouts"], found["choice"]["staleness"]) == (2, 5, {"0": 2})
+    assert "left_out" not in candidates and "unknown" not in answer
+    assert [entry["group_id"] for entry in answer["choice"]["first"]] == ["a", "b"]
+    assert answer["choice"]["first"][1]["reward_mean"] == pytest.approx(1 / 3)
+    assert answer["choice"]["first"][0]["age_s"] >= 0
+    assert (answer["choice"]["groups"], answer["choice"]["rollouts"], answer["choice"]["staleness"]) == (2, 5, {"0": 2})
 
 
 def test_the_packing_is_that_of_the_bodies(run: RunClient) -> None:
@@ -81,21 +81,21 @@ def test_counts_begin_again_after_each_batch(run: RunClient) -> None:
     run.train(epoch, range(1))
     run.append(flat("g"), group("h"))
     assert run.batch(1, epoch).status_code == 200
-    found = explain(run, 1)
-    assert found["since_last_batch"] == {"stored": 2, "dropped": {"zero_variance": 1}, "rejected": {}}
-    assert (found["candidates"][""]["live"], found["candidates"][""]["usable"]) == (3, 3)
-    assert [one["group_id"] for one in explain(run, 1, limit=1)["choice"]["first"]] == ["d"]
+    answer = explain(run, 1)
+    assert answer["since_last_batch"] == {"stored": 2, "dropped": {"zero_variance": 1}, "rejected": {}}
+    assert (answer["candidates"][""]["live"], answer["candidates"][""]["usable"]) == (3, 3)
+    assert [entry["group_id"] for entry in explain(run, 1, limit=1)["choice"]["first"]] == ["d"]
     assert explain(run, 0)["state"] == "acked"
 
 
 def test_the_next_step_answers_why_it_waits(run: RunClient) -> None:
     """With the counts of now; later steps and unknown ones are not found."""
     start(run, batch={"groups_per_batch": 9})
-    found = explain(run, 0)
-    assert (found["state"], found["waiting"]["reason"]) == ("waiting", "too_few_groups")
-    assert found["waiting"]["have"]["groups"] == found["candidates"][""]["usable"] == 4
-    assert found["since_last_batch"]["dropped"] == {"zero_variance": 2}
-    assert "choice" not in found and "packing" not in found
+    answer = explain(run, 0)
+    assert (answer["state"], answer["waiting"]["reason"]) == ("waiting", "too_few_groups")
+    assert answer["waiting"]["have"]["groups"] == answer["candidates"][""]["usable"] == 4
+    assert answer["since_last_batch"]["dropped"] == {"zero_variance": 2}
+    assert "choice" not in answer and "packing" not in answer
     later = run.get("batches/1/explain")
     assert (later.status_code, later.json()["bound"]) == (404, 0)
     assert run.get("batches/0/explain", generation=3).status_code == 404
@@ -110,10 +110,10 @@ def test_groups_that_rules_leave_out_are_counted_by_rule(run: RunClient) -> None
     start(run, strategy=strategy, filters=[])
     columns = {"columns": {"ref_logprobs": [[-0.5] * 3] * 2}}
     assert run.http.put(f"{run.path}/groups/d/columns", json=columns).status_code == 200
-    found = explain(run, 0)
-    assert found["waiting"]["reason"] == "awaiting_columns"
-    assert found["candidates"][""]["left_out"] == {"missing_columns": 5}
-    assert (found["candidates"][""]["live"], found["candidates"][""]["usable"]) == (6, 1)
+    answer = explain(run, 0)
+    assert answer["waiting"]["reason"] == "awaiting_columns"
+    assert answer["candidates"][""]["left_out"] == {"missing_columns": 5}
+    assert (answer["candidates"][""]["live"], answer["candidates"][""]["usable"]) == (6, 1)
 
 
 def test_each_adapter_has_its_own_candidates(run: RunClient) -> None:
@@ -122,11 +122,11 @@ def test_each_adapter_has_its_own_candidates(run: RunClient) -> None:
     epoch = run.attach()
     run.append(*(group(f"m{n}", adapter="math") for n in range(3)), group("c0", adapter="code"))
     assert run.batch(0, epoch).status_code == 200
-    found = explain(run, 0)
-    usable = {name: one["usable"] for name, one in found["candidates"].items()}
+    answer = explain(run, 0)
+    usable = {name: counts["usable"] for name, counts in answer["candidates"].items()}
     assert usable == {"code": 1, "math": 3}
-    assert found["choice"]["adapters"] == {"code": 1, "math": 2}
-    assert {row["adapter"] for row in found["packing"]["ranks"][0]["rows"]} == {"code", "math"}
+    assert answer["choice"]["adapters"] == {"code": 1, "math": 2}
+    assert {row["adapter"] for row in answer["packing"]["ranks"][0]["rows"]} == {"code", "math"}
 
 
 def test_a_killed_service_still_explains_its_batches(own_service: ServeProcess, connect: Connect) -> None:
@@ -159,8 +159,8 @@ def test_a_voided_batch_is_explained_by_its_generation(run: RunClient) -> None:
     run.train(epoch, range(1))
     before = explain(run, 0)
     run.attach(0, on_resume="resample", dp_world_size=2)
-    found = explain(run, 0, generation=0)
-    assert (found["state"], found["choice"]) == ("voided", before["choice"])
+    answer = explain(run, 0, generation=0)
+    assert (answer["state"], answer["choice"]) == ("voided", before["choice"])
     assert explain(run, 0)["state"] == "ready"
 
 
@@ -172,7 +172,7 @@ def test_a_batch_of_an_older_release_says_what_is_unknown(own_service: ServeProc
     with redis.Redis(unix_socket_path=own_service.valkey_socket) as server:
         server.xdel(keys.candidates("older"), server.xrange(keys.candidates("older"))[0][0])
     first, second = explain(run, 0), explain(run, 1)
-    assert [one.partition(":")[0] for one in first["unknown"]] == ["candidates"]
+    assert [line.partition(":")[0] for line in first["unknown"]] == ["candidates"]
     assert "candidates" not in first and first["choice"]["groups"] == 2 and first["packing"]["ranks"]
-    assert [one.partition(":")[0] for one in second["unknown"]] == ["since_last_batch"]
+    assert [line.partition(":")[0] for line in second["unknown"]] == ["since_last_batch"]
     assert second["candidates"][""]["usable"] == 2

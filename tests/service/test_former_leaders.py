@@ -64,17 +64,17 @@ class Stop:
     def before(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Stop before a call."""
 
-        async def stopping(*given: Any, **named: Any) -> Any:
+        async def stopping(*arguments: Any, **named: Any) -> Any:
             await self.here()
-            return await call(*given, **named)
+            return await call(*arguments, **named)
 
         return stopping
 
     def after(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Stop after a call: its caller goes on with an old answer."""
 
-        async def stopping(*given: Any, **named: Any) -> Any:
-            answer = await call(*given, **named)
+        async def stopping(*arguments: Any, **named: Any) -> Any:
+            answer = await call(*arguments, **named)
             await self.here()
             return answer
 
@@ -153,35 +153,35 @@ def test_a_former_leader_deletes_no_frame_of_the_new_one(server: EmbeddedServer,
                 spill=SpillSpec(url=f"file://{tmp_path}/spill"),
                 seed=at,
             )
-            one = await Run.create(name, first, await token_of(first, name, "a"), spec)
-            epoch = (await one.session.attach(AttachRequest())).epoch
-            await fill(one, range(12))
-            await move(one)
-            await train(one, epoch, range(2))
-            await one.session.checkpoint(2, epoch, 1)
+            first_run = await Run.create(name, first, await token_of(first, name, "a"), spec)
+            epoch = (await first_run.session.attach(AttachRequest())).epoch
+            await fill(first_run, range(12))
+            await move(first_run)
+            await train(first_run, epoch, range(2))
+            await first_run.session.checkpoint(2, epoch, 1)
 
-            other, stop, token = await Run.load(name, second), Stop(at), await token_of(second, name, "b")
-            assert other is not None and other.spill.files is not None
-            files = other.spill.files
+            second_run, stop, token = await Run.load(name, second), Stop(at), await token_of(second, name, "b")
+            assert second_run is not None and second_run.spill.files is not None
+            files = second_run.spill.files
             files._do = stop.before(files._do)  # type: ignore[method-assign, assignment]
             second.connection.run = stop.before(second.connection.run)  # type: ignore[method-assign, assignment]
-            sweeping = asyncio.create_task(lead_and_sweep(other, token))
+            sweeping = asyncio.create_task(lead_and_sweep(second_run, token))
             await until_done_or_stopped(sweeping, stop)
             assert stop.reached.is_set()
 
-            one = await leader(first, name, "a")
-            await fill(one, range(12, 30))
-            await move(one)
+            first_run = await leader(first, name, "a")
+            await fill(first_run, range(12, 30))
+            await move(first_run)
             stop.go()
             await asyncio.wait_for(sweeping, 30.0)
-            await move(one)
+            await move(first_run)
 
             spilled = await first.spill.read_spilled(name)
             assert len(spilled) >= 12
             entries = await first.groups.read_entries(name, sorted(spilled))
             sizes = {entry.strings.payload_key: FRAME_BYTES for entry in entries}
             assert None not in await first.groups.read_frames(name, sizes)
-            for run in (one, other):
+            for run in (first_run, second_run):
                 run.close()
 
     asyncio.run(main())
@@ -212,24 +212,24 @@ def test_tickets_that_are_read_during_a_takeover_do_not_replace_its_own(server: 
         name = f"watch-{next(_names)}"
         async with opened(server, 2) as (first, second):
             spec = RunConfig(batch=BatchSpec(groups_per_batch=1))
-            one = await Run.create(name, first, await token_of(first, name, "a"), spec)
-            (ticket,) = (await one.tickets.issue("me", 1, "", 0.0)).tickets
+            first_run = await Run.create(name, first, await token_of(first, name, "a"), spec)
+            (ticket,) = (await first_run.tickets.issue("me", 1, "", 0.0)).tickets
             wire = wire_group(rollout(), ticket=ticket.ticket, group_id=None)
-            other = await Run.load(name, second)
-            assert other is not None
+            second_run = await Run.load(name, second)
+            assert second_run is not None
             held = await second.tickets.read_one(name)
-            await one.appends.append(arriving([Incoming(group_from_json(wire))]))
+            await first_run.appends.append(arriving([Incoming(group_from_json(wire))]))
 
-            take_over = other.spill.take_over
+            take_over = second_run.spill.take_over
 
             async def watched() -> None:
                 await take_over()
-                other.restore_side_state(held, other.journal.terms)
+                second_run.restore_side_state(held, second_run.journal.terms)
 
-            other.spill.take_over = watched  # type: ignore[method-assign]
-            await other.lead(await token_of(second, name, "b"))
-            assert not other.book.pending_prompts()
-            for run in (one, other):
+            second_run.spill.take_over = watched  # type: ignore[method-assign]
+            await second_run.lead(await token_of(second, name, "b"))
+            assert not second_run.book.pending_prompts()
+            for run in (first_run, second_run):
                 run.close()
 
     asyncio.run(main())
@@ -281,8 +281,8 @@ def test_a_deletion_that_was_overtaken_destroys_nothing_of_the_restored_run(
             assert await dumped(third, name) == restored and restored[b"listed"]
             again = await leader(third, name, "c")
             assert len([key for key in restored if key.startswith(b"rb:p:")]) == again.state.stored == 8
-            for one in (run, again):
-                one.close()
+            for instance in (run, again):
+                instance.close()
 
     asyncio.run(main())
 

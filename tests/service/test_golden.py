@@ -63,9 +63,9 @@ def test_a_snapshot_is_the_same_bytes() -> None:
 def _comparable(value: Any) -> Any:
     """Leave out what people read, times and how far the index was, and the random part of payload keys."""
     if isinstance(value, dict):
-        return {name: _comparable(one) for name, one in value.items() if name not in ("at_s", "index_end")}
+        return {name: _comparable(part) for name, part in value.items() if name not in ("at_s", "index_end")}
     if isinstance(value, list):
-        return [_comparable(one) for one in value]
+        return [_comparable(part) for part in value]
     return value.rpartition(":")[0] if isinstance(value, str) and value.startswith("rb:p:") else value
 
 

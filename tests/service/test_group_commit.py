@@ -66,8 +66,8 @@ def test_a_caller_alone_is_written_at_once_and_those_who_come_meanwhile_together
         disk.free.set()
         results = await asyncio.gather(*callers)
         assert len(disk.writes) == 2
-        wanted = [["first"], *([f"a{n}", f"b{n}"] for n in range(7))]
-        assert [[one.group_id for one in own] for own in results] == wanted
+        expected = [["first"], *([f"a{n}", f"b{n}"] for n in range(7))]
+        assert [[result.group_id for result in own] for own in results] == expected
         assert await commit.append([], 3) == []
 
     on_a_disk(work)
@@ -121,8 +121,8 @@ def test_a_caller_that_is_cancelled_or_fails_leaves_the_next_ones_alone(ending: 
             disk.error = NotLeader("fenced", name="leader")
         disk.free.set()
         ended = await asyncio.gather(*callers, return_exceptions=True)
-        wanted = [asyncio.CancelledError, list] if ending == "cancelled" else [NotLeader, NotLeader]
-        assert [type(one) for one in ended] == wanted
+        expected = [asyncio.CancelledError, list] if ending == "cancelled" else [NotLeader, NotLeader]
+        assert [type(outcome) for outcome in ended] == expected
         disk.error = None
         assert (await start(commit, "later"))[0].group_id == "later"
 

@@ -16,7 +16,7 @@ def life_of(run: RunClient, name: str) -> list[dict[str, Any]]:
 
 def facts(moments: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Return what happened, with steps and versions, without times."""
-    return [(one["what"], one.get("step"), one.get("version")) for one in moments]
+    return [(moment["what"], moment.get("step"), moment.get("version")) for moment in moments]
 
 
 def test_a_group_shows_each_point_of_its_life_with_the_version(own_service: ServeProcess) -> None:
@@ -46,9 +46,9 @@ def test_a_group_shows_each_point_of_its_life_with_the_version(own_service: Serv
         ("published", None, 1),
         ("freed", None, None),
     ]
-    assert [one[:2] for one in facts(before["g1"])] == [("ticket", None), *used]
+    assert [fact[:2] for fact in facts(before["g1"])] == [("ticket", None), *used]
     for moments in before.values():
-        times = [one["at_s"] for one in moments if one["what"] != "sampled"]
+        times = [moment["at_s"] for moment in moments if moment["what"] != "sampled"]
         assert all(earlier <= later for earlier, later in itertools.pairwise(times))
 
 

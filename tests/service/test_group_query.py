@@ -32,7 +32,7 @@ def ids(run: RunClient, **query: Any) -> list[str]:
     """List the ids of the groups that match, on one page."""
     reply = run.get("groups", **query)
     assert reply.status_code == 200, reply.text
-    return [found["group_id"] for found in reply.json()["groups"]]
+    return [entry["group_id"] for entry in reply.json()["groups"]]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def filled(run: RunClient) -> RunClient:
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "letters"),
     [
         ({}, "abcde"),
         ({"desc": "true"}, "edcba"),
@@ -77,8 +77,8 @@ def filled(run: RunClient) -> RunClient:
         ({"desc": "true", "after": 3}, "ba"),
     ],
 )
-def test_groups_are_found_by_what_they_are(filled: RunClient, query: dict[str, Any], found: str) -> None:
-    assert ids(filled, **query) == list(found)
+def test_groups_are_found_by_what_they_are(filled: RunClient, query: dict[str, Any], letters: str) -> None:
+    assert ids(filled, **query) == list(letters)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_a_wrong_parameter_is_named(filled: RunClient, query: dict[str, Any], st
 def test_pages_neither_skip_nor_repeat_groups_while_others_are_stored(run: RunClient, query: dict[str, Any]) -> None:
     run.put(batch={"groups_per_batch": 100})
     run.append(*(rewarded(f"g{n}", (n * 7 % 5) / 5) for n in range(20)))
-    wanted, found, after = set(ids(run, **query)), list[str](), 0
+    expected, group_ids, after = set(ids(run, **query)), list[str](), 0
     for page in range(20):
         reply = run.get("groups", limit=3, after=after, **query).json()
-        found += [group["group_id"] for group in reply["groups"]]
+        group_ids += [group["group_id"] for group in reply["groups"]]
         run.append(rewarded(f"new{page}", page % 2))
-        if (after := reply["next"]) is None or not wanted.difference(found):
+        if (after := reply["next"]) is None or not expected.difference(group_ids):
             break
-    old = [name for name in found if name.startswith("g")]
-    assert sorted(old) == sorted(wanted) and len(found) == len(set(found))
+    old = [name for name in group_ids if name.startswith("g")]
+    assert sorted(old) == sorted(expected) and len(group_ids) == len(set(group_ids))
 
 
 def test_freed_groups_are_found_by_their_index_entries(run: RunClient) -> None:
@@ -143,14 +143,14 @@ def test_a_page_ends_early_when_it_has_compared_its_share_of_entries(server: Emb
         await append(run, *(f"g{n}" for n in range(9)))
         for desc in (False, True):
             query = group_query.GroupQuery(prompt_id="p", desc=desc)
-            found, after, pages = list[str](), None, 0
+            group_ids, after, pages = list[str](), None, 0
             while True:
                 page = await list_groups(run, query, after, 100)
-                found, after, pages = found + [group.group_id for group in page.groups], page.next, pages + 1
+                group_ids, after, pages = group_ids + [group.group_id for group in page.groups], page.next, pages + 1
                 if after is None:
                     break
             names = [f"g{n}" for n in range(9)]
-            assert found == (names[::-1] if desc else names) and pages == 4
+            assert group_ids == (names[::-1] if desc else names) and pages == 4
 
     with patch.object(group_pages, "CHECKED_ENTRIES", 3), patch.object(group_pages, "ENTRIES_AT_ONCE", 2):
         on_a_run(server, work)
@@ -179,10 +179,10 @@ def test_other_calls_get_a_turn_after_each_window(server: EmbeddedServer) -> Non
 
         task = asyncio.create_task(count())
         matcher = group_query.GroupQuery(min_reward=5.0)
-        found = await group_pages.find_page(run, matcher, None, 100)
+        page = await group_pages.find_page(run, matcher, None, 100)
         counting = False
         await task
-        assert found == ([], None) and turns >= 6
+        assert page == ([], None) and turns >= 6
 
     with patch.object(group_query, "WINDOW", 2):
         on_a_run(server, work)
@@ -198,12 +198,12 @@ def test_groups_that_are_trimmed_during_a_query_are_left_out(server: EmbeddedSer
         find = group_pages.find_page
 
         async def trimmed_meanwhile(*arguments: Any) -> Any:
-            found = await find(*arguments)
+            result = await find(*arguments)
             await run.session.checkpoint(4, epoch, 1)
             await run.journal.free_payloads(run.spill.forget)
             await run.trimming._trim()
             assert run.state.trimmed
-            return found
+            return result
 
         with patch("replaybuf.service.http.call.browse.find_page", trimmed_meanwhile):
             page = await list_groups(run, group_query.GroupQuery(), None, 100)

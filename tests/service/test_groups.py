@@ -339,11 +339,11 @@ def test_a_retired_group_lists_the_steps_that_used_it(run: RunClient) -> None:
     run.train(epoch, range(4))
     assert run.post("checkpoints", epoch=epoch, step=4).is_success
     steps = {}
-    for found in run.get("groups", limit=10).json()["groups"]:
-        one = run.get(f"groups/{found['group_id']}").json()
-        assert (one["state"], one["times_sampled"]) == ("retired", 2)
-        assert one["batches"] == found["batches"]
-        steps[one["group_id"]] = one["batches"]
+    for entry in run.get("groups", limit=10).json()["groups"]:
+        details = run.get(f"groups/{entry['group_id']}").json()
+        assert (details["state"], details["times_sampled"]) == ("retired", 2)
+        assert details["batches"] == entry["batches"]
+        steps[details["group_id"]] = details["batches"]
     assert sorted(steps["a"] + steps["b"]) == [0, 1, 2, 3]
 
 

@@ -40,7 +40,7 @@ def take(run: RunClient, producer: str, count: int) -> list[str]:
 
 def producers(run: RunClient) -> dict[str, dict[str, Any]]:
     """List the producers by name."""
-    return {one["name"]: one for one in run.get("producers").json()["producers"]}
+    return {producer["name"]: producer for producer in run.get("producers").json()["producers"]}
 
 
 def pass_time(clocked: ClockedServe, run: RunClient, until_gone: str) -> None:
@@ -48,8 +48,8 @@ def pass_time(clocked: ClockedServe, run: RunClient, until_gone: str) -> None:
 
     def gone() -> bool:
         clocked.put_forward(1.0)
-        for name, one in producers(run).items():
-            if one["heartbeats"] and name != until_gone:
+        for name, producer in producers(run).items():
+            if producer["heartbeats"] and name != until_gone:
                 heartbeat(run, name)
         return bool(producers(run)[until_gone]["gone"])
 
@@ -127,7 +127,7 @@ def test_a_producer_that_is_gone_loses_its_tickets_before_they_expire(clocked: C
     for name in ("dies", "lives"):
         heartbeat(live, name)
     held = {name: take(live, name, 3) for name in ("dies", "lives", "silent")}
-    assert {name: one["tickets_out"] for name, one in producers(live).items()} == dict.fromkeys(held, 3)
+    assert {name: producer["tickets_out"] for name, producer in producers(live).items()} == dict.fromkeys(held, 3)
     pass_time(clocked, live, "dies")
     eventually(lambda: live.state()["tickets"]["out"] == 6, SOON_S)
     assert live.state()["tickets"] == {"issued": 9, "out": 6, "expired": 3, "returned": 0, "failed": 0}
@@ -187,7 +187,7 @@ def test_a_restarted_service_takes_back_the_tickets_of_a_producer_that_died_mean
         own.start()
         run.http.base_url = own.url
         assert run.state()["tickets"]["out"] == 6
-        assert {name: one["tickets_out"] for name, one in producers(run).items()} == {"dies@1": 2, "lives": 2}
+        assert {name: producer["tickets_out"] for name, producer in producers(run).items()} == {"dies@1": 2, "lives": 2}
         pass_time(own, run, "dies@1")
         eventually(lambda: run.state()["tickets"]["out"] == 4, SOON_S)
         again = run.post("tickets", producer="lives", count=2).json()["tickets"]
@@ -254,8 +254,8 @@ def test_the_newest_twenty_failures_are_kept(run: RunClient) -> None:
     for number in range(21):
         fail(run, f"p{number}", f"failure {number}")
         fail(run, "p0", "again")
-    kept = {name for name, one in producers(run).items() if one["failure"]}
-    assert kept == {"p0", *(f"p{number}" for number in range(2, 21))}
+    names = {name for name, producer in producers(run).items() if producer["failure"]}
+    assert names == {"p0", *(f"p{number}" for number in range(2, 21))}
 
 
 def test_who_waits_for_producers_learns_how_they_fail_until_they_store_a_group(run: RunClient) -> None:

@@ -75,9 +75,9 @@ def test_the_tag_of_a_body_is_the_same_whenever_the_batch_was_recorded() -> None
 
 def test_a_dropped_batch_is_freed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing the lists of 16,384 groups in one go held the event loop for 0.1 s."""
-    given: list[list[Any]] = []
-    monkeypatch.setattr(assembly, "release", lambda *large: given.extend(large))
+    garbage: list[list[Any]] = []
+    monkeypatch.setattr(assembly, "release", lambda *large: garbage.extend(large))
     batch = packed(SMALL + 1, 2)
     groups, grid = batch.groups, batch.grid
     del batch
-    assert all(any(one is freed for freed in given) for one in (groups, grid))
+    assert all(any(part is freed for freed in garbage) for part in (groups, grid))

@@ -155,7 +155,7 @@ def test_groups_of_a_large_body_are_rejected_one_by_one(loaded: LoadedClient) ->
     deep = group("deep", metadata={"a": [[]] * 10})
     deep["metadata"]["a"].append(json.loads("[" * 70 + "]" * 70))
     answer = loaded.send(json.dumps({"groups": [bad, long, uneven, large, deep]}).encode())
-    assert [(one["group_id"], one.get("reason")) for one in answer.json()["results"]] == [
+    assert [(result["group_id"], result.get("reason")) for result in answer.json()["results"]] == [
         ("bad", "positive_logprobs"),
         ("long", None),
         ("uneven", "length_mismatch"),
@@ -174,8 +174,8 @@ def test_a_body_that_takes_too_much_memory_is_refused(loaded: LoadedClient) -> N
 
 def groups_of(body_bytes: int) -> bytes:
     """Build a body of many groups. A frame takes 9 bytes per token, and the JSON 4, the fewest that it can."""
-    one = b'{"reward": 1, "prompt_ids": [1], "completion_ids": [%b1], "inference_logprobs": [%b0]}'
-    many = b",".join([one % (b"1," * 20_000, b"0," * 20_000)] * 8)
+    template = b'{"reward": 1, "prompt_ids": [1], "completion_ids": [%b1], "inference_logprobs": [%b0]}'
+    many = b",".join([template % (b"1," * 20_000, b"0," * 20_000)] * 8)
     count = body_bytes // (len(many) + 100)
     start = b'{"group_id": "%d", "prompt_id": "p", "policy_version": 0, "rollouts": ['
     return b'{"groups": [' + b",".join(start % n + many + b"]}" for n in range(count)) + b"]}"
@@ -306,7 +306,7 @@ def test_large_feedback_is_recorded_as_it_was_sent(loaded: LoadedClient) -> None
         unknown = ack('}, "feedbak": 1}')
         assert unknown.status_code == 400 and "valid: epoch, feedback" in unknown.json()["detail"]
         assert ack(', "nan": NaN}}').status_code == 200
-        (recorded,) = [one for one in run.get("ledger").json()["records"] if one["type"] == "ACK"]
+        (recorded,) = [record for record in run.get("ledger").json()["records"] if record["type"] == "ACK"]
         assert recorded["feedback"] == feedback | {"nan": None} and list(recorded["priorities"].values()) == [3.5]
 
 
@@ -343,7 +343,7 @@ def test_a_frame_above_the_limit_is_skipped_as_it_arrives(loaded: LoadedClient) 
         assert http.put(f"/v1/runs/{name}", json=config).status_code == 201
         body = frame("a") + frame("b", 2 * MIB) + frame("c")
         answer = http.post(f"/v1/runs/{name}/groups", content=body, headers={"content-type": MEDIA_TYPE}).json()
-    assert [one["status"] for one in answer["results"]] == ["stored", "rejected", "stored"]
+    assert [result["status"] for result in answer["results"]] == ["stored", "rejected", "stored"]
     rejection = answer["results"][1]
     assert (rejection["reason"], rejection["bound"]) == ("too_large", 100_000)
     assert loaded.peak_bytes() - before < 12 * MIB
@@ -364,16 +364,16 @@ def test_frames_before_a_broken_length_are_stored(loaded: LoadedClient, end: byt
 def test_a_large_group_is_read_beside_other_calls(loaded: LoadedClient) -> None:
     """It is encoded while it is sent, and nothing is lost or changed."""
     sent = group("read", tokens=300_000, rollouts=4, metadata={"rollouts": [], "x": [{}, {"a": 1}]})
-    for number, one in enumerate(sent["rollouts"]):
-        one["completion_ids"][-1] = number
+    for number, entry in enumerate(sent["rollouts"]):
+        entry["completion_ids"][-1] = number
     assert loaded.send(json.dumps(sent).encode()).status_code == 200
     with loaded.http.stream("GET", f"{loaded.path}/groups/read") as answer:
         assert "content-length" not in answer.headers
         read = json.loads(answer.read())
     assert read["metadata"] == sent["metadata"]
-    for one, was in zip(read["rollouts"], sent["rollouts"], strict=True):
-        assert {name: one[name] for name in was} == was
-        assert one["completion_mask"] == [1] * 299_998 and one["version_spans"] == [[0, 0, 299_998]]
+    for entry, was in zip(read["rollouts"], sent["rollouts"], strict=True):
+        assert {name: entry[name] for name in was} == was
+        assert entry["completion_mask"] == [1] * 299_998 and entry["version_spans"] == [[0, 0, 299_998]]
 
 
 def test_the_first_large_answer_loads_no_module(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_column_that_arrives_after_the_batch_was_prepared_is_in_it(server: Emb
         epoch = (await run.session.attach(AttachRequest())).epoch
         await train(run, epoch, range(1))
         await run.batches.next_batch.work()
-        lengths = [len(one["completion_ids"]) for one in split_rollouts(await stored_group(store, run, 2))]
+        lengths = [len(rollout["completion_ids"]) for rollout in split_rollouts(await stored_group(store, run, 2))]
         late = late_columns("b", {"ref_logprobs": [[-1.0] * length for length in lengths]})
         assert await run.late_columns.add(late) == 1
         part = await run.batches.part(1, epoch, 0, 0.0)
@@ -194,7 +194,7 @@ def test_late_rewards_give_new_advantages_and_a_new_place_in_queries(run: RunCli
     assert [rollout["reward"] for rollout in stored["rollouts"]] == [3.0, 1.0]
     assert [rollout["advantage"] for rollout in stored["rollouts"]] == [1.0, -1.0]
     assert stored["rollouts"][0]["rewards"] == {"judge": 0.5} and stored["reward_mean"] == 2.0
-    assert [found["group_id"] for found in run.get("groups", min_reward=2.5).json()["groups"]] == ["b"]
+    assert [entry["group_id"] for entry in run.get("groups", min_reward=2.5).json()["groups"]] == ["b"]
     (row,) = read_batch(run.batch(0, epoch).content).micro_batches
     assert sorted(row.rewards.tolist()) == [1.0, 1.0, 3.0, 5.0]
     assert sorted({*row.advantages.tolist()}) == [-1.0, 0.0, 0.5, 1.0]
@@ -215,7 +215,7 @@ def test_groups_that_lack_a_column_are_listed(run: RunClient) -> None:
     add(run, "c")
 
     def lacking(name: str) -> list[str]:
-        return [found["group_id"] for found in run.get("groups", lacks=name).json()["groups"]]
+        return [entry["group_id"] for entry in run.get("groups", lacks=name).json()["groups"]]
 
     assert lacking("ref_logprobs") == ["b", "d"] and lacking("rewards.judge") == ["b", "c", "d"]
     assert run.get("groups", lacks="nothing").status_code == 422
@@ -224,7 +224,7 @@ def test_groups_that_lack_a_column_are_listed(run: RunClient) -> None:
 def test_both_clients_add_columns(service: ServeProcess, run: RunClient) -> None:
     start(run, "a", "b")
     columns: dict[str, Any] = {
-        "ref_logprobs": [np.array(one, np.float32) for one in REF],
+        "ref_logprobs": [np.array(values, np.float32) for values in REF],
         "rewards": np.array([1.0, 0.0]),
     }
     with Client(service.url, run.run) as client:
@@ -232,7 +232,7 @@ def test_both_clients_add_columns(service: ServeProcess, run: RunClient) -> None
         assert client.add_columns("a", columns) == 0
         with pytest.raises(Conflict):
             client.add_columns("a", {"rewards": [0.0, 0.0]})
-        assert [one.group_id for one in client.list_groups(lacks="ref_logprobs").groups] == ["b"]
+        assert [entry.group_id for entry in client.list_groups(lacks="ref_logprobs").groups] == ["b"]
 
     async def main() -> int:
         async with AsyncClient(service.url, run.run) as client:
@@ -400,11 +400,11 @@ def test_an_interrupted_write_is_repeated_without_harm(
             epoch = start(run, "a", strategy=REQUIRED)
             proxy.break_once(b"rb_columns", fate)
             assert put(run, "a").status_code == 503 and proxy.happened(WITHIN_S)
-            reply = eventually(lambda: put(run, "a"), WITHIN_S, lambda one: one.status_code == 200)
+            reply = eventually(lambda: put(run, "a"), WITHIN_S, lambda answer: answer.status_code == 200)
             assert reply.json()["added"] == (0 if fate == "lost" else 1)
             (row,) = read_batch(run.batch(0, epoch).content).micro_batches
             assert row.ref_logprobs is not None and row.ref_logprobs[2] == -1.0
-            records = [one for one in run.get("ledger").json()["records"] if one["type"] == "COLUMNS"]
+            records = [record for record in run.get("ledger").json()["records"] if record["type"] == "COLUMNS"]
             assert len(records) == 1
         finally:
             server.end()
@@ -423,7 +423,7 @@ def test_an_older_redis_refuses_columns(valkey: Valkey, tmp_path: Path, connect:
             add(run, "a")
             older.start()
             forwarder.switch(older.socket_path)
-            reply = eventually(lambda: put(run, "b"), WITHIN_S, lambda one: one.status_code != 503)
+            reply = eventually(lambda: put(run, "b"), WITHIN_S, lambda answer: answer.status_code != 503)
             assert reply.status_code == 500 and reply.json()["type"].endswith("data-lost")
             keys = older.client.keys("rb:p:*:ref_logprobs")
             assert keys == []
@@ -463,7 +463,7 @@ def test_direct_mode_and_a_standby_build_the_same_bytes(valkey: Valkey, tmp_path
             bodies = DirectBodies(client, valkey.url)
             assert bytes(bodies.fetch(0, epoch)) == body and bodies.built == 1  # type: ignore[arg-type]
             bodies.close()
-        other = eventually(lambda: behind.batch(0, epoch), WITHIN_S, lambda one: one.status_code == 200)
+        other = eventually(lambda: behind.batch(0, epoch), WITHIN_S, lambda answer: answer.status_code == 200)
         assert other.content == body
         servers[0].kill()
         eventually(lambda: put(behind, "b").status_code != 503, WITHIN_S)
@@ -483,7 +483,7 @@ def test_a_broken_column_makes_a_dead_letter_of_its_group(valkey: Valkey, tmp_pa
             (key,) = valkey.client.keys(f"rb:p:*{name}}}:*:ref_logprobs")
             valkey.client.set(key, content) if content else valkey.client.delete(key)
         assert read_batch(run.batch(0, epoch).content).meta.group_ids == ["c"]
-        reasons = {found["group_id"]: found["reason"] for found in run.get("dead-letters").json()["dead_letters"]}
+        reasons = {letter["group_id"]: letter["reason"] for letter in run.get("dead-letters").json()["dead_letters"]}
         assert reasons == {"a": "broken_frame", "b": "missing_payload"}
     finally:
         server.end()

@@ -59,7 +59,7 @@ def test_the_size_of_batches_changes_from_the_next_unassembled_step_on(run: RunC
     assert len(uses(run.batch(1, epoch))) == 2
     run.ack(0, epoch)
     assert len(uses(run.batch(2, epoch))) == 3
-    changed = [one for one in run.get("ledger").json()["records"] if one["type"] == "CONFIG"][-1]
+    changed = [record for record in run.get("ledger").json()["records"] if record["type"] == "CONFIG"][-1]
     assert changed["config"]["batch"]["groups_per_batch"] == 3
     assert patch(run, batch={"groups_per_batch": None, "tokens_per_batch": 40}).status_code == 200
     run.ack(1, epoch)

@@ -185,17 +185,17 @@ def test_tickets_go_to_the_producers_that_have_waited_longest(
         out = (await run.tickets.issue("first", 9, "", 0.0)).tickets
         assert len(out) == 6
         producers = await ask_for_tickets(run, PRODUCERS)
-        asked = count_calls(monkeypatch, service_tickets, "decide_tickets")
+        calls = count_calls(monkeypatch, service_tickets, "decide_tickets")
         saved = count_calls(monkeypatch, store.tickets, "change")
         async with run.journal.decision():  # what comes back meanwhile is one change
-            given_back = [asyncio.create_task(run.tickets.give_back(one.ticket, "shutdown")) for one in out[:3]]
+            given_back = [asyncio.create_task(run.tickets.give_back(ticket.ticket, "shutdown")) for ticket in out[:3]]
             await asyncio.sleep(0)
         await asyncio.gather(*given_back)
         overtaking = await run.tickets.issue("late", 1, "", 0.0)
         assert overtaking.tickets == []
         await until(lambda: len(served(producers)) == 3)
         assert served(producers) == [0, 1, 2]
-        assert asked["decide_tickets"] <= 6
+        assert calls["decide_tickets"] <= 6
         assert saved["change"] <= 6
 
     on_a_run(server, work, batch=BatchSpec(groups_per_batch=3))
@@ -255,8 +255,8 @@ def test_producers_of_one_adapter_do_not_hold_up_those_of_another(server: Embedd
         for producer in (code[1], math[1]):
             producer.cancel()
 
-    one = AdapterSpec(groups_per_batch=1)
-    on_a_run(server, work, batch=BatchSpec(), adapters={"code": one, "math": one})
+    adapter = AdapterSpec(groups_per_batch=1)
+    on_a_run(server, work, batch=BatchSpec(), adapters={"code": adapter, "math": adapter})
 
 
 async def _ack(run: Run, epoch: int) -> None:

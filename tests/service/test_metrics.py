@@ -18,12 +18,12 @@ def read_metrics(run: RunClient) -> dict[str, float]:
     """
     lines = run.http.get("/metrics").text.splitlines(keepends=True)
     mine = [line for line in lines if 'run="' not in line or f'run="{run.run}"' in line]
-    found = {}
+    values = {}
     for family in text_string_to_metric_families("".join(mine)):
         for sample in family.samples:
             others = ",".join(value for label, value in sample.labels.items() if label != "run")
-            found[f"{sample.name}{{{others}}}" if others else sample.name] = sample.value
-    return found
+            values[f"{sample.name}{{{others}}}" if others else sample.name] = sample.value
+    return values
 
 
 def test_reward_tokens_and_limits_of_a_run_are_metrics(run: RunClient) -> None:
@@ -48,11 +48,11 @@ def test_reward_tokens_and_limits_of_a_run_are_metrics(run: RunClient) -> None:
 
 def test_the_process_and_its_version_are_metrics(run: RunClient) -> None:
     """Their names are those of all Prometheus clients."""
-    found = read_metrics(run)
-    assert found["process_resident_memory_bytes"] > 1 << 20
-    assert found["process_open_fds"] > 0
-    (build,) = (value for name, value in found.items() if name.startswith("replaybuf_build_info{"))
-    assert build == found["replaybuf_durability_met"] == 1
+    metrics = read_metrics(run)
+    assert metrics["process_resident_memory_bytes"] > 1 << 20
+    assert metrics["process_open_fds"] > 0
+    (build,) = (value for name, value in metrics.items() if name.startswith("replaybuf_build_info{"))
+    assert build == metrics["replaybuf_durability_met"] == 1
 
 
 def test_labels_of_staleness_are_bounded() -> None:

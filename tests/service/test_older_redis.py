@@ -45,16 +45,16 @@ class Forwarder:
     def switch(self, target: Path) -> None:
         """Close all connections; new ones reach `target`."""
         self.target = target
-        for one in self._open:
+        for connection in self._open:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the port and all connections."""
         self._listening.close()
         self.switch(self.target)
-        for one in self._open:
-            one.close()
+        for connection in self._open:
+            connection.close()
 
     def _accept(self) -> None:
         while True:
@@ -77,9 +77,9 @@ class Forwarder:
         with contextlib.suppress(OSError):
             while chunk := source.recv(65536):
                 sink.sendall(chunk)
-        for one in (source, sink):
+        for connection in (source, sink):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 UNDECIDED = (b":lead", b":lost", keys.SERVERS.encode())
@@ -367,9 +367,9 @@ def test_a_file_that_was_cut_while_the_service_was_down_is_data_lost(
 ) -> None:
     """The answer names what is missing and both ways out; each of them works."""
     run, other = (connect(own_service.url, name) for name in ("r", "other"))
-    for one in (run, other):
-        one.put(batch={"groups_per_batch": 4})
-        one.append(*(group(f"g{n}") for n in range(6)))
+    for run_client in (run, other):
+        run_client.put(batch={"groups_per_batch": 4})
+        run_client.append(*(group(f"g{n}") for n in range(6)))
     own_service.stop()
     shutil.copytree(own_service.data_dir / "appendonlydir", tmp_path / "before")
     own_service.start()
@@ -443,17 +443,17 @@ def test_a_primary_that_was_demoted_and_promoted_again_waits_before_somebody_lea
     def led_by(url: str, holder: str) -> bool:
         return asyncio.run(lead(url, holder)).token is not None
 
-    with Valkey(tmp_path / "one") as one, Valkey(tmp_path / "two") as two:
-        asyncio.run(create(one.url))
-        eventually(lambda: led_by(one.url, "second"), WITHIN_S)
-        two.replicate(one)
-        two.client.replicaof("NO", "ONE")
-        one.replicate(two)
-        one.client.replicaof("NO", "ONE")
-        eventually(lambda: not one.client.exists("rb:{r}:lead"), WITHIN_S)
-        promoted = asyncio.run(lead(one.url, "third"))
+    with Valkey(tmp_path / "one") as first, Valkey(tmp_path / "two") as second:
+        asyncio.run(create(first.url))
+        eventually(lambda: led_by(first.url, "second"), WITHIN_S)
+        second.replicate(first)
+        second.client.replicaof("NO", "ONE")
+        first.replicate(second)
+        first.client.replicaof("NO", "ONE")
+        eventually(lambda: not first.client.exists("rb:{r}:lead"), WITHIN_S)
+        promoted = asyncio.run(lead(first.url, "third"))
         assert promoted.token is None and 0.0 < promoted.left_s <= 2.0
-        eventually(lambda: led_by(one.url, "third"), WITHIN_S)
+        eventually(lambda: led_by(first.url, "third"), WITHIN_S)
 
 
 def test_an_operator_lets_a_run_go_on_without_what_redis_lost(
@@ -485,8 +485,8 @@ def test_an_operator_lets_a_run_go_on_without_what_redis_lost(
         accepted = run.post("accept-loss", entries=problem["entries"], groups=problem["groups"])
         assert accepted.json() == {"run": "r", "entries": 2, "groups": 5, "last_entry": 2, "last_group": 6}
         for server in (serving, standby):
-            seen = connect(server.url, "r")
-            eventually(functools.partial(seen.http.get, seen.path), WITHIN_S, is_read_again)
+            reader = connect(server.url, "r")
+            eventually(functools.partial(reader.http.get, reader.path), WITHIN_S, is_read_again)
         attached = eventually(functools.partial(run.post, "attach"), WITHIN_S, is_done)  # either server may lead
         new = attached.json()["epoch"]
         assert new > lost > old
@@ -494,7 +494,7 @@ def test_an_operator_lets_a_run_go_on_without_what_redis_lost(
         store_five(run)
         assert run.batch(0, new).status_code == 200 and run.state()["groups"]["stored"] == 11
         records = run.get("ledger").json()["records"]
-        assert [(one["entries"], one["groups"]) for one in records if one["type"] == "LOSS"] == [(2, 5)]
+        assert [(record["entries"], record["groups"]) for record in records if record["type"] == "LOSS"] == [(2, 5)]
 
 
 def is_read_again(reply: httpx.Response) -> bool:

@@ -57,10 +57,10 @@ class CheckedClient:
     def _check_sent(
         self, operation: dict[str, Any], query: dict[str, Any], places: dict[str, Any], body: dict[str, Any] | None
     ) -> None:
-        given = {"query": query, "path": places}
+        values = {"query": query, "path": places}
         for parameter in operation["parameters"]:
-            if parameter["name"] in given[parameter["in"]]:
-                self.fits(given[parameter["in"]][parameter["name"]], parameter["schema"])
+            if parameter["name"] in values[parameter["in"]]:
+                self.fits(values[parameter["in"]][parameter["name"]], parameter["schema"])
             else:
                 assert not parameter.get("required"), parameter
         assert query.keys() <= {p["name"] for p in operation["parameters"] if p["in"] == "query"}
@@ -222,7 +222,7 @@ def test_values_that_the_document_forbids_are_rejected_by_parameter_name(run: Ru
     api = CheckedClient(run.http)
     run.put(batch={"groups_per_batch": 1})
     operations = [operation for path in api.document["paths"].values() for operation in path.values()]
-    queries = [one for operation in operations for one in operation["parameters"] if one["in"] == "query"]
+    queries = [field for operation in operations for field in operation["parameters"] if field["in"] == "query"]
     assert {parameter["name"] for parameter in queries if parameter["required"]} == {"epoch"}
     requests = 0
     for call in CALLS:

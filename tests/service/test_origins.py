@@ -159,10 +159,12 @@ def test_http_1_1_needs_one_host(service: ServeProcess, head: bytes, status: byt
         assert raw.recv(100).split()[1] == status
 
 
-@pytest.mark.parametrize("given", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_a_body_needs_a_content_type_that_no_plain_form_can_send(run: RunClient, given: str | None) -> None:
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
+def test_a_body_needs_a_content_type_that_no_plain_form_can_send(run: RunClient, content_type: str | None) -> None:
     run.put(batch={"groups_per_batch": 1})
-    body, headers = b'{"dp_world_size": 1, "resume_step": 0}', {"content-type": given} if given else {}
+    body, headers = b'{"dp_world_size": 1, "resume_step": 0}', {"content-type": content_type} if content_type else {}
     refused = run.http.post(f"/v1/runs/{run.run}/attach", content=body, headers=headers)
     assert refused.status_code == 415
-    assert (given or "missing") in refused.json()["detail"]
+    assert (content_type or "missing") in refused.json()["detail"]

@@ -38,12 +38,12 @@ def fires(run: RunClient, alert: str) -> bool:
     samples = [sample for family in families for sample in family.samples if sample.labels.get("run") == run.run]
     missing = []
 
-    def value(found: re.Match[str]) -> str:
-        wanted = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
+    def value(match: re.Match[str]) -> str:
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
         for sample in samples:
-            if sample.name == found[1] and wanted.items() <= sample.labels.items():
+            if sample.name == match[1] and labels.items() <= sample.labels.items():
                 return str(sample.value)
-        missing.append(found[0])
+        missing.append(match[0])
         return "0"
 
     # One server and one run: aggregations and matchings change nothing.

@@ -25,9 +25,9 @@ TIMEOUT_S = 30.0
 
 def documented_rule() -> list[str]:
     """The command of the page, as one list of words."""
-    found = re.search(r"^ACL SETUSER .*?(?=\n```)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return shlex.split(found[0].replace("\\\n", " "))
+    match = re.search(r"^ACL SETUSER .*?(?=\n```)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert match is not None
+    return shlex.split(match[0].replace("\\\n", " "))
 
 
 def test_a_service_lives_a_whole_run_with_the_rights_of_the_page(

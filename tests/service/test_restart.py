@@ -63,7 +63,7 @@ def test_partial_groups_are_counted_once_and_a_killed_service_still_knows_them(
     run.append(*(group(f"g{n}", rollouts=n) for n in (1, 2, 3, 4)), group("g2", rollouts=2))
 
     def counted(of: RunClient) -> tuple[int, dict[str, int], str]:
-        sizes = {one["group_id"]: one["group_size"] for one in of.get("groups").json()["groups"]}
+        sizes = {entry["group_id"]: entry["group_size"] for entry in of.get("groups").json()["groups"]}
         lines = of.http.get("/metrics").text.splitlines()
         metric = next(line for line in lines if line.startswith("replaybuf_groups_partial_total{"))
         return of.state()["groups"]["partial"], sizes, metric

@@ -100,11 +100,11 @@ def test_another_world_size_packs_the_same_groups_again(run: RunClient) -> None:
     run.put(batch={"groups_per_batch": 4, "seq_len": 16})
     run.append(*(group(f"g{n}", tokens=4 + n) for n in range(4)))
     epoch = run.attach()
-    one = read_batch(run.batch(0, epoch).content)
+    single = read_batch(run.batch(0, epoch).content)
     epoch = run.attach(dp_world_size=3)
     three = [read_batch(run.batch(0, epoch, dp_rank=rank).content) for rank in range(3)]
-    assert {body.meta.batch_id for body in three} == {one.meta.batch_id}
-    assert sum(body.meta.rollouts for body in three) == one.meta.rollouts == 8
+    assert {body.meta.batch_id for body in three} == {single.meta.batch_id}
+    assert sum(body.meta.rollouts for body in three) == single.meta.rollouts == 8
 
 
 def test_a_checkpoint_frees_what_no_resume_needs(run: RunClient) -> None:

@@ -182,8 +182,8 @@ def test_metrics_report_the_measured_speeds(run: RunClient) -> None:
 
     def shown() -> list[float]:
         text = run.http.get("/metrics").text
-        found = [re.search(rf'^replaybuf_{name}{{run="{run.run}"}} (\S+)$', text, re.MULTILINE) for name in names]
-        return [float(match[1]) for match in found if match]
+        matches = [re.search(rf'^replaybuf_{name}{{run="{run.run}"}} (\S+)$', text, re.MULTILINE) for name in names]
+        return [float(match[1]) for match in matches if match]
 
     run.put(batch={"groups_per_batch": 1})
     assert shown() == [0.0] * len(names)

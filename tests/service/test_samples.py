@@ -26,8 +26,8 @@ from tests.waiting import eventually
 def samples_of(run: RunClient, steps: int, **query: Any) -> list[dict[str, Any]]:
     """Wait until so many steps have samples, and list them."""
     eventually(lambda: run.get("samples").json()["steps"] == steps, within_s=60.0)
-    found: list[dict[str, Any]] = run.get("samples", **query).json()["samples"]
-    return found
+    samples: list[dict[str, Any]] = run.get("samples", **query).json()["samples"]
+    return samples
 
 
 def scored(name: str, *rewards: float, version: int = 0) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def test_the_best_the_worst_and_two_by_chance_outlive_the_checkpoint_that_frees_
     best, worst, *chance = samples_of(run, 1)
     assert (best["why"], best["group_id"], best["place"], best["reward"]) == ("best", "good", 0, 1.0)
     assert (worst["why"], worst["group_id"], worst["place"], worst["reward"]) == ("worst", "bad", 0, -1.0)
-    assert {(one["why"], one["group_id"]) for one in chance} == {("chance", "mixed"), ("chance", "flat")}
+    assert {(sample["why"], sample["group_id"]) for sample in chance} == {("chance", "mixed"), ("chance", "flat")}
     assert best["rewards"] == {"correct": 1.0, "length": 3.0} and best["answer"] == "42"
     assert (best["prompt"], best["completion"], best["completion_tokens"]) == ([[1, 2]], [[3, 3, 3]], 3)
     assert run.get("groups/good").json()["samples"] == [best]
@@ -68,7 +68,7 @@ def test_a_page_of_groups_previews_the_rollout_that_its_order_asks_for(run: RunC
 
     def rewards(**query: Any) -> dict[str, float]:
         page = run.get("groups", preview="true", **query).json()["groups"]
-        return {one["group_id"]: one["preview"]["reward"] for one in page}
+        return {entry["group_id"]: entry["preview"]["reward"] for entry in page}
 
     assert rewards() == {"old": 0.75, "new": 0.5}
     assert rewards(order="reward", desc="true") == {"new": 1.0}
@@ -82,12 +82,12 @@ def test_pages_go_from_the_newest_step_to_the_oldest(run: RunClient) -> None:
     for step in range(3):
         run.append(group(f"g{step}", step))
         run.train(epoch, range(step, step + 1))
-    assert [one["step"] for one in samples_of(run, 3)] == [2, 2, 1, 1, 0, 0]
+    assert [sample["step"] for sample in samples_of(run, 3)] == [2, 2, 1, 1, 0, 0]
     with Client(str(run.http.base_url), run.run) as client:
         page = client.list_samples(limit=2)
-        assert {one.step for one in page.samples} == {2, 1} and (page.next, page.oldest) == (1, 0)
+        assert {sample.step for sample in page.samples} == {2, 1} and (page.next, page.oldest) == (1, 0)
         last = client.list_samples(before=page.next)
-        assert {one.step for one in last.samples} == {0} and last.next is None
+        assert {sample.step for sample in last.samples} == {0} and last.next is None
 
 
 def test_a_run_may_keep_no_samples(run: RunClient) -> None:
@@ -129,7 +129,7 @@ def test_a_rewind_hides_samples_of_undone_steps_until_the_new_batch_replaces_the
 
     async def work(store: Store, run: Run) -> None:
         async def shown() -> list[tuple[int, str]]:
-            return [(one.step, one.group_id) for one in (await run.samples.list_newest(100)).samples]
+            return [(sample.step, sample.group_id) for sample in (await run.samples.list_newest(100)).samples]
 
         epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
         for step, name in enumerate("abc"):
@@ -201,7 +201,7 @@ def test_a_run_with_the_most_samples_keeps_each_rollout_once(server: EmbeddedSer
         await train(run, epoch, range(1))
         await run.tick()
         samples = (await run.samples.list_newest(1)).samples
-        assert sorted((one.group_id, one.place) for one in samples) == [("a", 0), ("b", 0)]
+        assert sorted((sample.group_id, sample.place) for sample in samples) == [("a", 0), ("b", 0)]
         raw = encode_samples(StepSamples(1, samples))
         assert msgspec.msgpack.decode(raw, type=StepSamples).samples == samples
 

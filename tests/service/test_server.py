@@ -216,8 +216,8 @@ def test_a_ctrl_c_reaches_the_service_before_its_valkey(tmp_path: Path) -> None:
             assert process.wait(20) == 0
         finally:
             process.kill()
-            for one in (terminal, shell):
-                os.close(one)
+            for descriptor in (terminal, shell):
+                os.close(descriptor)
     log.seek(0)
     reported = log.read()
     log.close()

@@ -53,7 +53,7 @@ class Fleet:
 
     def kill(self, url: str) -> str:
         """Kill the server at an address; return it."""
-        server = next(one for one in self.servers if one.url == url)
+        server = next(candidate for candidate in self.servers if candidate.url == url)
         server.kill()
         self.servers.remove(server)
         return url

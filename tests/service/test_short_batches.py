@@ -20,7 +20,9 @@ _names = itertools.count()
 
 def take(run: RunClient, adapter: str = "") -> list[str]:
     """Take all tickets that are left."""
-    return [one["ticket"] for one in run.post("tickets", producer="p", count=50, adapter=adapter).json()["tickets"]]
+    return [
+        ticket["ticket"] for ticket in run.post("tickets", producer="p", count=50, adapter=adapter).json()["tickets"]
+    ]
 
 
 def deliver(run: RunClient, *tickets: str, **fields: Any) -> None:
@@ -40,8 +42,8 @@ def finite(run: RunClient, prompts: int = 3, **config: Any) -> int:
 
 def record(run: RunClient, step: int) -> dict[str, Any]:
     """Return the record of a batch."""
-    found: dict[str, Any] = run.get(f"batches/{step}/record").json()
-    return found
+    fields: dict[str, Any] = run.get(f"batches/{step}/record").json()
+    return fields
 
 
 # ---------------------------------------------------------------------- tail
@@ -326,9 +328,9 @@ def test_a_group_that_lost_rollouts_is_stored_with_advantages_over_the_others(ru
     batch = {"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 64}
     assert run.put(batch=batch, group_size=4, min_group_size=2, advantage="dr-grpo").status_code == 201
     answers = run.append(*(group(f"g{n}", rollouts=n) for n in (1, 3, 4, 5)))
-    assert [one["status"] for one in answers] == ["rejected", "stored", "stored", "rejected"]
+    assert [answer["status"] for answer in answers] == ["rejected", "stored", "stored", "rejected"]
     assert answers[0]["reason"] == "wrong_group_size"
     run.batch(0, run.attach())
     assert record(run, 0)["rollouts"] == 7
-    advantages = [one["advantage"] for one in run.get("groups/g3").json()["rollouts"]]
+    advantages = [rollout["advantage"] for rollout in run.get("groups/g3").json()["rollouts"]]
     assert advantages == pytest.approx([-1 / 3, 2 / 3, -1 / 3])

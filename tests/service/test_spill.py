@@ -335,8 +335,8 @@ def test_an_older_redis_that_is_opened_for_a_moment_costs_no_frame(
             assert trained == {f"g{number}" for number in range(60)}
             assert run.state()["groups"]["dead_lettered"] == 0
         finally:
-            for one in (server, other):
-                one.end()
+            for process in (server, other):
+                process.end()
 
 
 def test_without_its_folder_nothing_is_lost_and_it_goes_on_when_the_folder_is_back(
@@ -464,4 +464,4 @@ def test_the_limit_changes_while_the_run_lives_and_readers_see_spilled_groups(ru
     soon(lambda: run.state()["spill"]["groups"] >= 17)
     assert len(run.get("groups/g19").json()["rollouts"]) == 2
     page = run.get("cursors/reader", kind="stored", limit=50).json()
-    assert [len(one["rollouts"]) for one in page["groups"]] == [2] * 20
+    assert [len(entry["rollouts"]) for entry in page["groups"]] == [2] * 20

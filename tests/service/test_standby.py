@@ -285,7 +285,8 @@ def test_a_cursor_goes_on_at_the_next_leader(pair: tuple[ServeProcess, ServeProc
     assert second.post("checkpoints", epoch=epoch, step=4).status_code == 200
     states = [second.get(f"groups/g{n}").json()["state"] for n in range(4)]
     assert states == ["retired", "retired", "in_batches", "in_batches"]
-    assert [one["group_id"] for one in second.get("cursors/c", limit=9).json()["groups"]] == ["g2", "g3", "g4", "g5"]
+    groups = second.get("cursors/c", limit=9).json()["groups"]
+    assert [entry["group_id"] for entry in groups] == ["g2", "g3", "g4", "g5"]
 
 
 def test_a_leader_that_comes_back_reads_its_cursors_again(
@@ -303,8 +304,8 @@ def test_a_leader_that_comes_back_reads_its_cursors_again(
         second.get("cursors/new")
     assert pair[1].stop() == 0
     eventually(lambda: first.get("cursors/c").status_code == 200, within_s=LEASE_S + SLACK_S)
-    assert [one["group_id"] for one in first.get("cursors/c").json()["groups"]] == ["g4", "g5"]
-    assert [one["name"] for one in first.get("cursors").json()["cursors"]] == ["c", "new"]
+    assert [entry["group_id"] for entry in first.get("cursors/c").json()["groups"]] == ["g4", "g5"]
+    assert [cursor["name"] for cursor in first.get("cursors").json()["cursors"]] == ["c", "new"]
 
 
 def test_a_wait_for_a_short_batch_begins_again_at_the_next_leader(
@@ -335,12 +336,12 @@ def test_the_next_leader_waits_for_the_same_slot(pair: tuple[ServeProcess, Serve
     strategy = {"name": "one-step-off-policy", "options": {"exact_slots": True}}
     first.put(batch={"groups_per_batch": 2}, strategy=strategy)
     epoch = first.attach()
-    slow, *others = (one["ticket"] for one in first.post("tickets", producer="p", count=4).json()["tickets"])
+    slow, *others = (entry["ticket"] for entry in first.post("tickets", producer="p", count=4).json()["tickets"])
     first.append(*(group(None, ticket=ticket) for ticket in others))
     pair[0].kill()
-    waits = eventually(lambda: second.batch(0, epoch), LEASE_S + SLACK_S, lambda found: found.status_code != 503)
+    waits = eventually(lambda: second.batch(0, epoch), LEASE_S + SLACK_S, lambda answer: answer.status_code != 503)
     assert (waits.status_code, waits.json()["have"]["groups"]) == (202, 1)
     assert second.append(group(None, ticket=slow))[0]["status"] == "stored"
     second.train(epoch, range(2))
     trained = [second.get(f"batches/{step}/record").json()["groups"] for step in range(2)]
-    assert [[one["prompt_index"] for one in groups] for groups in trained] == [[0, 1], [2, 3]]
+    assert [[entry["prompt_index"] for entry in groups] for groups in trained] == [[0, 1], [2, 3]]

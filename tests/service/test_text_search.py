@@ -69,7 +69,7 @@ def test_a_live_group_is_found_by_letters_of_a_rollout_in_any_case(texts: RunCli
     texts.append(said(tokenizer, "old", "it is 41", "I guess FORTY-TWO."), said(tokenizer, "other", "no idea"))
     texts.append(said(tokenizer, "new", "forty-two"))
     page = texts.get("groups", contains="Forty-Two", desc="true", preview="true").json()
-    assert [one["group_id"] for one in page["groups"]] == ["new", "old"] and page["next"] is None
+    assert [entry["group_id"] for entry in page["groups"]] == ["new", "old"] and page["next"] is None
     old = page["groups"][1]
     match = {"place": 1, "part": "completion", "before": "I guess ", "text": "FORTY-TWO", "behind": "."}
     assert old["match"] == match
@@ -86,9 +86,9 @@ def test_other_conditions_hold_too_and_their_order_stays(texts: RunClient, token
         *(said(tokenizer, name, "yes", reward=reward) for name, reward in (("a", 0.5), ("b", 1.0), ("c", 0.0)))
     )
     page = texts.get("groups", contains="yes", order="reward", desc="true", min_reward=0.1, limit=1).json()
-    assert [one["group_id"] for one in page["groups"]] == ["b"] and page["searched"]["groups"] == 1
+    assert [entry["group_id"] for entry in page["groups"]] == ["b"] and page["searched"]["groups"] == 1
     page = texts.get("groups", contains="yes", order="reward", desc="true", min_reward=0.1, after=page["next"]).json()
-    assert [one["group_id"] for one in page["groups"]] == ["a"] and page["next"] is None
+    assert [entry["group_id"] for entry in page["groups"]] == ["a"] and page["next"] is None
 
 
 def test_one_call_looks_at_a_bounded_number_of_groups_and_the_next_reads_on(
@@ -99,7 +99,7 @@ def test_one_call_looks_at_a_bounded_number_of_groups_and_the_next_reads_on(
     page = texts.get("groups", contains="here", desc="true").json()
     assert page["groups"] == [] and page["searched"]["groups"] == text_search.SEARCHED_GROUPS
     page = texts.get("groups", contains="here", desc="true", after=page["next"]).json()
-    assert [one["group_id"] for one in page["groups"]] == ["needle"] and page["searched"]["groups"] == 1
+    assert [entry["group_id"] for entry in page["groups"]] == ["needle"] and page["searched"]["groups"] == 1
 
 
 def test_the_command_shows_the_text_around_and_how_far_it_looked(
@@ -122,7 +122,7 @@ def test_the_command_shows_the_text_around_and_how_far_it_looked(
     assert "looked at all 3 groups (" in everything and "2 with this text" in everything and "--after" not in everything
     page = listed("--limit", "1")
     assert "stopped early: looked at 1 group (" in page and "more: --after 3" in page
-    assert [one["match"]["text"] for one in json.loads(listed("--json"))["groups"]] == ["seven", "seven"]
+    assert [entry["match"]["text"] for entry in json.loads(listed("--json"))["groups"]] == ["seven", "seven"]
 
 
 def test_one_call_looks_at_a_bounded_number_of_bytes(
@@ -185,7 +185,9 @@ def test_a_turn_is_bounded_by_tokens_and_not_by_the_group(tokenizer: Tokenizer, 
     """Also where a group has many short rollouts. A match ends the search in its turn."""
     hay, needle = [tokenizer.encode(text)[0] for text in (".", "!")]
     ids = [[hay] * tokens] * (rollouts - 1) + [[needle] * tokens]
-    pieces = text_pieces(built_group(*(rollout(completion_ids=one, inference_logprobs=[-0.5] * tokens) for one in ids)))
+    pieces = text_pieces(
+        built_group(*(rollout(completion_ids=rollout_ids, inference_logprobs=[-0.5] * tokens) for rollout_ids in ids))
+    )
     used_s: list[float] = []
     turn = Turn(ended=False)
     while not turn.ended:

@@ -256,10 +256,10 @@ def test_a_waiting_producer_is_woken_by_the_publication(run: RunClient) -> None:
 def test_capacity_in_tokens_follows_the_measured_group_size(run: RunClient) -> None:
     """With 10 tokens per group and 40 per batch, on-policy grants what fills the batch."""
     run.put(batch={"tokens_per_batch": 40, "seq_len": 10}, group_size=2, strategy={"name": "on-policy"})
-    given = take(run, 100)
-    while given:
-        run.append(*(group(None, ticket=ticket) for ticket in given))
-        given = take(run, 100)
+    tickets = take(run, 100)
+    while tickets:
+        run.append(*(group(None, ticket=ticket) for ticket in tickets))
+        tickets = take(run, 100)
     assert run.state()["tokens"]["live"] == 40
 
 

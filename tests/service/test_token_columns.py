@@ -59,17 +59,17 @@ def mixed(number: int) -> dict[str, Any]:
     return made
 
 
-def versions_of(made: dict[str, Any]) -> list[list[int]]:
+def versions_of(wire: dict[str, Any]) -> list[list[int]]:
     """List the version of every token of each rollout, -1 for the prompt and for text of the environment."""
-    found = []
-    for rollout in made["rollouts"]:
+    rows = []
+    for rollout in wire["rollouts"]:
         length = len(rollout["completion_ids"])
-        spans = rollout.get("version_spans") or [[made["policy_version"], 0, length]]
+        spans = rollout.get("version_spans") or [[wire["policy_version"], 0, length]]
         completion = [version for version, start, end in spans for _ in range(start, end)]
         sampled = rollout.get("completion_mask") or [1] * length
         versions = [version if bit else -1 for bit, version in zip(sampled, completion, strict=True)]
-        found.append([-1] * len(rollout["prompt_ids"]) + versions)
-    return found
+        rows.append([-1] * len(rollout["prompt_ids"]) + versions)
+    return rows
 
 
 def count_old(made: dict[str, Any], least: int) -> int:
@@ -110,25 +110,25 @@ def tensors_of(body: bytes) -> tuple[dict[str, Any], list[dict[str, npt.NDArray[
 
 def check_rows(bodies: list[bytes], groups: list[dict[str, Any]], least: int) -> int:
     """Compare every token of all ranks with the appended groups; return how many tokens are in the loss."""
-    by_id, seen, in_loss = {made["group_id"]: made for made in groups}, 0, 0
+    by_id, rollout_count, in_loss = {wire["group_id"]: wire for wire in groups}, 0, 0
     for meta, rows in map(tensors_of, bodies):
         for row in rows:
             ends = row["cu_seqlens"].tolist()
             for number, (index, k) in enumerate(zip(row["group_index"], row["rollout_index"], strict=True)):
-                made = by_id[meta["group_ids"][index]]
-                its, expected = slice(ends[number], ends[number + 1]), np.array(versions_of(made)[k], np.int32)
-                assert row["token_versions"][its].tolist() == expected.tolist()
-                assert row["loss_mask"][its].tolist() == (expected >= least).tolist()
+                wire = by_id[meta["group_ids"][index]]
+                span, expected = slice(ends[number], ends[number + 1]), np.array(versions_of(wire)[k], np.int32)
+                assert row["token_versions"][span].tolist() == expected.tolist()
+                assert row["loss_mask"][span].tolist() == (expected >= least).tolist()
                 for name in ("advantages", "inference_logprobs", "ref_logprobs"):
-                    assert (row[name][its] != 0).tolist() == (expected >= least).tolist()
-                assert row["prompt_lengths"][number] == len(made["rollouts"][k]["prompt_ids"])
-                assert row["completion_lengths"][number] == len(made["rollouts"][k]["completion_ids"])
-                seen += 1
+                    assert (row[name][span] != 0).tolist() == (expected >= least).tolist()
+                assert row["prompt_lengths"][number] == len(wire["rollouts"][k]["prompt_ids"])
+                assert row["completion_lengths"][number] == len(wire["rollouts"][k]["completion_ids"])
+                rollout_count += 1
             used = ends[len(row["group_index"])]
             assert (row["token_versions"][used:] == -1).all() and not row["loss_mask"][used:].any()
             in_loss += int(row["loss_mask"].sum())
         assert meta["loss_tokens"] == sum(int(row["loss_mask"].sum()) for row in rows)
-    assert seen == sum(len(made["rollouts"]) for made in groups)
+    assert rollout_count == sum(len(wire["rollouts"]) for wire in groups)
     return in_loss
 
 
@@ -219,14 +219,14 @@ def test_masked_tokens_are_counted_in_record_ledger_and_metric(pair: list[ServeP
     groups = [mixed(0), mixed(2)]
     epoch = start(run, groups, 2, stale_token_mask=1)
     body_of(run, epoch)
-    masked = sum(count_old(made, 2) for made in groups)
+    masked = sum(count_old(wire, 2) for wire in groups)
     pair[1].kill()
     for _ in range(2):
         record = run.get(f"batches/{FIRST}/record").json()
         assert (record["stale_token_mask"], record["masked_tokens"]) == (1, masked)
         assert run.get("batches/0/record").json()["masked_tokens"] == 0
-        batches = [one for one in run.get("ledger").json()["records"] if one["type"] == "BATCH"]
-        assert [one.get("masked_tokens", 0) for one in batches] == [0, 0, 12, masked]  # plain groups have version 0
+        batches = [entry for entry in run.get("ledger").json()["records"] if entry["type"] == "BATCH"]
+        assert [batch.get("masked_tokens", 0) for batch in batches] == [0, 0, 12, masked]  # plain groups have version 0
         assert f'replaybuf_tokens_masked_total{{run="main"}} {12 + masked}.0' in run.http.get("/metrics").text
         pair[0].kill()
         pair[0].start()
@@ -274,10 +274,10 @@ def test_a_mask_changes_no_group_and_no_count_of_groups(service: ServeProcess, c
 def test_parts_of_some_groups_are_averaged_over_those(service: ServeProcess, connect: Connect) -> None:
     """Over all ranks, and no part where no group has one."""
     run = connect(service.url, "tokens-parts")
-    one, other = group("a", rollouts=4), group("b", rollouts=2)
-    for rollout in one["rollouts"]:
+    first, second = group("a", rollouts=4), group("b", rollouts=2)
+    for rollout in first["rollouts"]:
         rollout["rewards"] = {"correct": rollout["reward"], "length": -0.125}
-    start(run, [one, other], 2)
+    start(run, [first, second], 2)
     epoch = run.attach(FIRST, dp_world_size=2, reward_parts=True)
     for rank in range(2):
         meta, rows = tensors_of(body_of(run, epoch, rank=rank))
@@ -310,16 +310,16 @@ def test_metadata_of_a_batch_stays_within_what_readers_of_safetensors_accept(
     for start_at in range(0, 100, 20):
         run.append(*list(groups.values())[start_at : start_at + 20])
     epoch = run.attach(dp_world_size=2, metadata=True)
-    given: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for rank in range(2):
         body = body_of(run, epoch, 0, rank)
         assert safetensors.numpy.load(body)
         meta = read_batch(body).meta
         assert isinstance(meta.group_metadata, list)
-        given |= dict(zip(meta.group_ids, meta.group_metadata, strict=True))
-    kept = (16 << 20) // len(msgspec.json.encode(groups["g0"]["metadata"]))
-    assert [given[name] is not None for name in groups] == [at < kept for at in range(100)]
-    assert all(found in (None, groups[name]["metadata"]) for name, found in given.items())
+        metadata |= dict(zip(meta.group_ids, meta.group_metadata, strict=True))
+    limit = (16 << 20) // len(msgspec.json.encode(groups["g0"]["metadata"]))
+    assert [metadata[name] is not None for name in groups] == [at < limit for at in range(100)]
+    assert all(value in (None, groups[name]["metadata"]) for name, value in metadata.items())
 
 
 @pytest.mark.parametrize(("mask", "status"), [(-1, 422), (2**53, 422), (10**30, 422), ("1", 400), (0.5, 400)], ids=str)

@@ -88,9 +88,9 @@ def test_tokens_of_an_older_release_are_read_and_kept(path: Path) -> None:
     path.parent.mkdir()
     path.write_text('\n{"name":"old","role":"reader","sha256":"' + "ab" * 32 + '"}')
     new_token("reader", "new", path)
-    assert [one.name for one in read_tokens(path)] == ["old", "new"]
+    assert [token.name for token in read_tokens(path)] == ["old", "new"]
     revoke_token("new", path)
-    assert [(one.name, one.runs, one.expires_s) for one in read_tokens(path)] == [("old", (), None)]
+    assert [(token.name, token.runs, token.expires_s) for token in read_tokens(path)] == [("old", (), None)]
 
 
 def test_changes_at_the_same_time_lose_no_token(path: Path) -> None:
@@ -104,16 +104,16 @@ def test_changes_at_the_same_time_lose_no_token(path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(one.name for one in read_tokens(path)) == sorted(f"kept-{n}" for n in range(10))
+    assert sorted(token.name for token in read_tokens(path)) == sorted(f"kept-{n}" for n in range(10))
 
 
 def test_the_file_stays_private_and_holds_no_token(path: Path) -> None:
-    made = [new_token("reader", name, path) for name in "ab"]
+    tokens = [new_token("reader", name, path) for name in "ab"]
     path.chmod(0o640)
     revoke_token("a", path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert not any(token in path.read_text() for token in made)
-    assert [one.name for one in path.parent.iterdir()] == ["tokens"]
+    assert not any(token in path.read_text() for token in tokens)
+    assert [entry.name for entry in path.parent.iterdir()] == ["tokens"]
 
 
 def test_a_file_that_breaks_changes_nothing_in_a_running_service(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +131,7 @@ def test_a_file_that_breaks_changes_nothing_in_a_running_service(path: Path, cap
 def test_the_last_use_is_the_newest_of_all_servers_and_goes_with_the_token(path: Path) -> None:
     for name in "ab":
         new_token("reader", name, path)
-    first, second = (one.sha256 for one in read_tokens(path))
+    first, second = (token.sha256 for token in read_tokens(path))
     write_uses(path, {first: 5.0, second: 7.0, "unknown": 9.0})
     write_uses(path, {first: 4.0, second: 8.0})
     assert read_uses(path) == {first: 5.0, second: 8.0}

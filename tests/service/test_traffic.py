@@ -18,14 +18,14 @@ def samples(client: RunClient, metric: str, **labels: str) -> list[Sample]:
     """Scrape; return the samples with these labels. Other metrics are not parsed: those of all runs take seconds."""
     lines = client.http.get("/metrics").text.splitlines(keepends=True)
     families = text_string_to_metric_families("".join(line for line in lines if line.startswith(("#", metric))))
-    found = [sample for family in families for sample in family.samples if sample.name == metric]
-    return [sample for sample in found if labels.items() <= sample.labels.items()]
+    series = [sample for family in families for sample in family.samples if sample.name == metric]
+    return [sample for sample in series if labels.items() <= sample.labels.items()]
 
 
 def answered(run: RunClient, call: str) -> dict[str, float]:
     """Tell how often this call of the run was answered with each status."""
-    found = samples(run, "replaybuf_requests_total", run=run.run, call=call)
-    return {sample.labels["status"]: sample.value for sample in found}
+    series = samples(run, "replaybuf_requests_total", run=run.run, call=call)
+    return {sample.labels["status"]: sample.value for sample in series}
 
 
 def test_calls_are_counted_by_how_they_were_answered(run: RunClient) -> None:

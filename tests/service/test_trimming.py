@@ -63,8 +63,8 @@ class Trial:
         """Append two groups with ids of their own, or on tickets."""
         version = self.run.state.published[""]
         if ids is None:
-            given = await self.post("tickets", producer="p", count=2)
-            groups = [group(None, version, ticket=ticket["ticket"]) for ticket in given["tickets"]]
+            answer = await self.post("tickets", producer="p", count=2)
+            groups = [group(None, version, ticket=ticket["ticket"]) for ticket in answer["tickets"]]
         else:
             groups = [group(group_id, version) for group_id in ids]
         results = (await self.post("groups", groups=groups))["results"]
@@ -160,8 +160,8 @@ def test_a_failed_prompt_is_reported_after_its_record_is_trimmed(server: Embedde
 
     async def work(trial: Trial) -> None:
         await trial.create(tickets={"max_attempts": 1})
-        (given,) = (await trial.post("tickets", producer="p", count=1))["tickets"]
-        reply = await trial.http.delete(f"tickets/{given['ticket']}", params={"reason": "reward_failed: boom"})
+        (ticket,) = (await trial.post("tickets", producer="p", count=1))["tickets"]
+        reply = await trial.http.delete(f"tickets/{ticket['ticket']}", params={"reason": "reward_failed: boom"})
         assert reply.status_code == 200
         await trial.steps(0, 50, named=True)
         records = (await trial.http.get("ledger", params={"limit": 1000})).json()["records"]

@@ -104,10 +104,12 @@ def test_an_unreadable_run_is_reported_at_start_and_on_a_follower(
 
     async def main() -> None:
         store = await Store.open(server.url)
-        made = Service(store, url="http://made", embedded=False)
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(application(made, Tokens(None))), base_url="http://t")
-        for one in (name, f"{name}-good"):
-            assert (await http.put(f"/v1/runs/{one}", json={"batch": {"groups_per_batch": 1}})).status_code == 201
+        first_service = Service(store, url="http://made", embedded=False)
+        http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(application(first_service, Tokens(None))), base_url="http://t"
+        )
+        for run_name in (name, f"{name}-good"):
+            assert (await http.put(f"/v1/runs/{run_name}", json={"batch": {"groups_per_batch": 1}})).status_code == 201
         service = Service(store, url="http://t", embedded=False)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(application(service, Tokens(None))), base_url="http://t")
         with redis.Redis(unix_socket_path=str(server.socket_path)) as client:

@@ -187,9 +187,9 @@ CASES = [
 def waited_s(server: ServeProcess, run: str) -> dict[str, float]:
     """Read the waiting seconds of a run off `/metrics`, those that are not 0."""
     text = httpx.get(f"{server.url}/metrics").text
-    found = re.findall(rf'^replaybuf_waiting_seconds_total{{reason="(\w+)",run="{run}"}} (\S+)$', text, re.MULTILINE)
-    assert [reason for reason, _ in found] == list(REASONS), "one label each, from the start"
-    return {reason: float(value) for reason, value in found if float(value)}
+    series = re.findall(rf'^replaybuf_waiting_seconds_total{{reason="(\w+)",run="{run}"}} (\S+)$', text, re.MULTILINE)
+    assert [reason for reason, _ in series] == list(REASONS), "one label each, from the start"
+    return {reason: float(value) for reason, value in series if float(value)}
 
 
 def status(server: ServeProcess, run: str) -> str:
@@ -294,8 +294,8 @@ def test_a_window_full_of_tickets_that_are_out_waits_for_producers_as_the_traine
     reported, batch = denied(run), run.batch(0, epoch).json()
     assert (reported["blocked_on"], reported["have"]["groups"]) == ("producers", 4)
     assert (batch["reason"], batch["blocked_on"]) == ("no_groups", "producers")
-    found = re.fullmatch(r"tickets out: 4; the oldest expires in (\d+) s", reported["detail"])
-    assert found and 500 <= int(found[1]) <= 600
+    match = re.fullmatch(r"tickets out: 4; the oldest expires in (\d+) s", reported["detail"])
+    assert match and 500 <= int(match[1]) <= 600
     run.append(group(None, ticket=tickets[0]["ticket"]))
     assert denied(run)["detail"].startswith("tickets out: 3; "), "the next batch still lacks one"
     run.append(group(None, ticket=tickets[1]["ticket"]))

@@ -61,11 +61,15 @@ def workers_of(server: ServeProcess) -> list[psutil.Process]:
 def own_addresses(server: ServeProcess) -> dict[str, int]:
     """Return the process id of each worker by its own address."""
     shared = int(server.url.rsplit(":", 1)[1])
-    found: dict[str, int] = {}
+    pids: dict[str, int] = {}
     for worker in workers_of(server):
-        ports = {one.laddr.port for one in worker.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-        found |= {f"http://127.0.0.1:{port}": worker.pid for port in ports - {shared}}
-    return found
+        ports = {
+            connection.laddr.port
+            for connection in worker.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        pids |= {f"http://127.0.0.1:{port}": worker.pid for port in ports - {shared}}
+    return pids
 
 
 def leader_of(server: ServeProcess, run: str) -> str | None:
@@ -90,10 +94,10 @@ def train(url: str, run: str, until: int) -> None:
             client.publish_policy(step + 1, attached.epoch)
 
 
-def append_once(url: str, run: str, one: Group) -> None:
+def append_once(url: str, run: str, new_group: Group) -> None:
     """Append a group on a connection of its own."""
     with Client(url, run) as client:
-        client.append([one])
+        client.append([new_group])
 
 
 def test_every_worker_takes_every_call(served: ServeProcess) -> None:

@@ -576,8 +576,8 @@ def test_every_prefix_has_each_share_within_one_group(shares: list[float], place
         lane = mix.order()[0]
         mix.count(lane)
         counts[lane] += 1
-        for one, share in enumerate(shares):
-            assert abs(counts[one] - share / total * place) < 1 + 1e-6
+        for number, share in enumerate(shares):
+            assert abs(counts[number] - share / total * place) < 1 + 1e-6
 
 
 @pytest.mark.parametrize("budget", [Budget(None, 64, 64), Budget(645, None, 64)])

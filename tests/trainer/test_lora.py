@@ -92,10 +92,12 @@ def test_prompt_logprobs_are_those_of_the_adapter(
 ) -> None:
     loaded(engine, adapters)
     choice = engine.complete(WORD, max_tokens=1, prompt_logprobs=0, model="code")[0]
-    found = [entry[str(token)]["logprob"] for token, entry in zip(WORD[1:], choice["prompt_logprobs"][1:], strict=True)]
+    prompt_logprobs = [
+        entry[str(token)]["logprob"] for token, entry in zip(WORD[1:], choice["prompt_logprobs"][1:], strict=True)
+    ]
     with torch.inference_mode():
         logprobs = torch.log_softmax(merged(models / "a", adapters["code"])(torch.tensor([WORD])).logits[0], -1)
-    assert found == pytest.approx([float(logprobs[i, token]) for i, token in enumerate(WORD[1:])], abs=1e-4)
+    assert prompt_logprobs == pytest.approx([float(logprobs[i, token]) for i, token in enumerate(WORD[1:])], abs=1e-4)
 
 
 def test_an_adapter_is_applied_to_new_weights_of_the_base_model(

@@ -99,7 +99,7 @@ def generating(
     # Longer than a KV block, and few: they come again and again, also after their blocks were made by older weights.
     texts = [" ".join([word] * BLOCK_TOKENS)[: 2 * BLOCK_TOKENS + 5] for word in WORDS]
     prompts.write_text("".join(json.dumps({"prompt": text, "answer": "-"}) + "\n" for text in texts))
-    given = {
+    flags = {
         "url": str(run.http.base_url),
         "run": run.run,
         "engine": engine,
@@ -112,7 +112,7 @@ def generating(
         # Few, and room for more: when four groups are ready and weights are loaded, the next ones are in flight.
         "max-inflight-groups": "3",
     } | options
-    arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
+    arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
     process = ForkedProcess("replaybuf", ["generate", *arguments], os.environ, None)
     try:
         yield process

@@ -85,7 +85,7 @@ def padded(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 def trl_loss(case: Case, tokens: LossTokens, rollouts: Sequence[SlowRollout]) -> torch.Tensor:
     """Return the loss of `GRPOTrainer._compute_loss`; its model returns our logprobs and entropies."""
-    lengths, given = [len(rollout.tokens) for rollout in rollouts], case.theirs
+    lengths, settings = [len(rollout.tokens) for rollout in rollouts], case.theirs
     columns = {
         name: padded(tokens.column(name), lengths)
         for name in ("logprobs", "entropies", "inference_logprobs", "old_logprobs", "ref_logprobs")
@@ -109,19 +109,19 @@ def trl_loss(case: Case, tokens: LossTokens, rollouts: Sequence[SlowRollout]) ->
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (columns["logprobs"], columns["entropies"], None),
         _metrics={"train": defaultdict(list)},
-        _entropy_bonus_enabled="entropy_coef" in given,
+        _entropy_bonus_enabled="entropy_coef" in settings,
         accelerator=SimpleNamespace(
             num_processes=1, sync_gradients=False, gather=lambda x: x, reduce=lambda x, reduction: x
         ),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=given.get("delta"), steps_per_generation=1),
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=settings.get("delta"), steps_per_generation=1),
         aux_loss_enabled=False,
-        beta=given.get("beta", 0.0),
+        beta=settings.get("beta", 0.0),
         current_gradient_accumulation_steps=1,
-        entropy_coef=given.get("entropy_coef", 0.0),
-        epsilon_high=given.get("epsilon_high", 0.2),
-        epsilon_low=given.get("epsilon_low", 0.2),
-        importance_sampling_level=given.get("level", "token"),
-        loss_type=given["loss_type"],
+        entropy_coef=settings.get("entropy_coef", 0.0),
+        epsilon_high=settings.get("epsilon_high", 0.2),
+        epsilon_low=settings.get("epsilon_low", 0.2),
+        importance_sampling_level=settings.get("level", "token"),
+        loss_type=settings["loss_type"],
         max_completion_length=CONSTANT,
         model=SimpleNamespace(training=True),
         off_policy_mask_threshold=None,

@@ -66,11 +66,11 @@ def batches_of(url: str) -> list[TensorBatch]:
     with Client(url, run.run) as client:
         attached = client.attach()
         with TensorReader(client, attached.epoch, attached.step) as reader:
-            found = []
+            batches = []
             for batch in reader:
-                found.append(batch)
+                batches.append(batch)
                 reader.ack()
-    return found
+    return batches
 
 
 def time_hf(url: str, batches: list[TensorBatch] | None) -> float:
@@ -93,12 +93,12 @@ def time_lightning(url: str, batches: list[TensorBatch] | None) -> float:
         callbacks = [] if batches is not None else [ReplaybufCallback(lambda *_: None)]
         trainer = LightningTrainer(max_steps=STEPS, callbacks=callbacks, **silent)
         if batches is not None:
-            given: dict[str, Any] = {"train_dataloaders": DataLoader(FromMemory(batches), batch_size=None)}
+            arguments: dict[str, Any] = {"train_dataloaders": DataLoader(FromMemory(batches), batch_size=None)}
         else:
             options = RunOptions(url=url, run=make_run(url, f"lightning-{time.time_ns()}").run)
-            given = {"datamodule": ReplaybufDataModule(options)}
+            arguments = {"datamodule": ReplaybufDataModule(options)}
         began_s = time.perf_counter()
-        trainer.fit(module, **given)
+        trainer.fit(module, **arguments)
         return (time.perf_counter() - began_s) / STEPS
 
 
@@ -109,7 +109,7 @@ def main(url: str) -> None:
         measure(url, batches)  # warm up
         pairs = [(measure(url, None), measure(url, batches)) for _ in range(ROUNDS)]
         ours, own = ([1000 * pair[side] for pair in pairs] for side in (0, 1))
-        ratio = statistics.median(one / other for one, other in pairs)
+        ratio = statistics.median(run_ms / loader_ms for run_ms, loader_ms in pairs)
         print(
             f"{name}: run {statistics.median(ours):.1f} ms ({min(ours):.1f} to {max(ours):.1f}), own loader "
             f"{statistics.median(own):.1f} ms ({min(own):.1f} to {max(own):.1f}), median ratio {ratio:.2f}",

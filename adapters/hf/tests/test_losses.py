@@ -25,13 +25,13 @@ def test_loss_and_gradient_are_those_of_grpo(weighted: bool) -> None:
     tokens = sum(int(row["loss_mask"].sum()) for row in rows)
 
     ours = sum(clipped_policy_loss(token_logprobs(model, row), row) for row in rows) / tokens
-    found = torch.autograd.grad(ours, list(model.parameters()))
+    gradients = torch.autograd.grad(ours, list(model.parameters()))
     objective = load_objective("grpo", "{}", "token", None)
     theirs = objective.value(packed_forward(model, rows), BatchTotals(tokens, 4), Tally())
     expected = torch.autograd.grad(theirs, list(model.parameters()))
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
 class PolicyTrainer(ReplaybufTrainerMixin, Trainer):

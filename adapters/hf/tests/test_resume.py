@@ -58,7 +58,9 @@ def test_the_curve_after_random_kills_is_that_of_a_whole_training(
             kills += training.kill(first=chance.randrange(2))
         assert Training(train, settings).wait() == {}
         assert curve(Path(settings["folder"])) == expected
-        found, whole = (torch.load(Path(folder) / "weights.pt") for folder in (settings["folder"], tmp_path / "whole"))
-        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        weights, whole = (
+            torch.load(Path(folder) / "weights.pt") for folder in (settings["folder"], tmp_path / "whole")
+        )
+        assert all(torch.equal(weights[name], whole[name]) for name in whole)
         assert killed.state()["state"] == "finished"
         assert killed.state()["checkpoints"][-1] == STEPS

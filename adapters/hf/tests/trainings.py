@@ -67,12 +67,12 @@ class Training:
         for process in self.processes:
             process.join(TIMEOUT_S)
         assert not self.kill(), "the training did not end"
-        found = {}
+        errors = {}
         for rank, process in enumerate(self.processes):
             path = self.folder / f"error-{rank}"
             if path.exists() or process.exitcode:
-                found[rank] = path.read_text() if path.exists() else f"exit code {process.exitcode}"
-        return found
+                errors[rank] = path.read_text() if path.exists() else f"exit code {process.exitcode}"
+        return errors
 
     def kill(self, first: int = 0) -> bool:
         """Kill all ranks with SIGKILL, `first` before the others; return whether any was alive."""
@@ -251,8 +251,8 @@ def publish(trainer: LightningTrainer, module: LightningModule, version: int) ->
 
 def last_file(folder: Path) -> str | None:
     """Return the newest checkpoint of Lightning, which are complete: it renames them into place."""
-    found = {int(path.stem.rpartition("=")[2]): path for path in folder.glob("*.ckpt")}
-    return str(found[max(found)]) if found else None
+    checkpoints = {int(path.stem.rpartition("=")[2]): path for path in folder.glob("*.ckpt")}
+    return str(checkpoints[max(checkpoints)]) if checkpoints else None
 
 
 def train_lightning(settings: Settings) -> None:

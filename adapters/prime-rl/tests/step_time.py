@@ -51,7 +51,7 @@ def samples_of(groups: list[Group]) -> list[Any]:
     """Return the samples of a batch as the orchestrator has them: lists of Python."""
     from prime_rl.transports.rollouts.types import TrainingSample
 
-    found = []
+    samples = []
     for group in groups:
         for rollout in range(SIZE):
             prompt = group.prompt_ids.reshape(SIZE, PROMPT_TOKENS)[rollout].tolist()
@@ -65,8 +65,8 @@ def samples_of(groups: list[Group]) -> list[Any]:
                 env_name="measured",
                 advantages=[1.0] * (PROMPT_TOKENS + TOKENS),
             )
-            found.append(sample)
-    return found
+            samples.append(sample)
+    return samples
 
 
 @contextmanager

@@ -88,6 +88,6 @@ def test_another_layout_is_refused(copy: Path, change: Callable[[Path], None], m
 
 def test_the_process_ends_before_it_asks_the_service(copy: Path) -> None:
     another_order(copy)
-    given = ["--url", "http://127.0.0.1:9", "--run", "main", "--output-dir", str(copy)]
+    arguments = ["--url", "http://127.0.0.1:9", "--run", "main", "--output-dir", str(copy)]
     with pytest.raises(SystemExit, match="has micro-batches of"):
-        main([*given, "--prime-rl", str(copy / PACKAGE)])
+        main([*arguments, "--prime-rl", str(copy / PACKAGE)])

@@ -208,12 +208,12 @@ def test_a_run_that_does_not_fit_is_named(run: RunClient, tmp_path: Path, config
 def test_sampling_weights_are_rejected(run: RunClient, prime_data: Any, tmp_path: Path) -> None:
     assert run.put(**CONFIG | {"strategy": WEIGHTED}).status_code == 201
     PrimeTrainer(prime_data, tmp_path)
-    given = options_of(run, tmp_path)
+    arguments = options_of(run, tmp_path)
     with (
         producing(str(run.http.base_url), run.run),
         pytest.raises(SystemExit, match="weights, which prime-rl cannot apply; set its option importance to 0"),
     ):
-        main(given)
+        main(arguments)
 
 
 def test_an_option_outside_its_bound_is_named(capsys: pytest.CaptureFixture[str]) -> None:

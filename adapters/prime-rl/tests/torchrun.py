@@ -24,11 +24,11 @@ def main() -> None:
     parser.add_argument("at", choices=["@"])
     parser.add_argument("config", type=Path)
     parser.add_argument("--output-dir", type=Path)
-    given = parser.parse_args()
-    config, model = tomllib.loads(given.config.read_text()), given.output_dir / "model.json"
+    options = parser.parse_args()
+    config, model = tomllib.loads(options.config.read_text()), options.output_dir / "model.json"
     resumed = json.loads(model.read_text()) if model.exists() and "resume" in config else []
     steps = [[tuple(row) for row in rows] for rows in resumed]
-    trainer = PrimeTrainer(load(SOURCE.checkout()), given.output_dir, len(steps), steps)
+    trainer = PrimeTrainer(load(SOURCE.checkout()), options.output_dir, len(steps), steps)
     while len(trainer.model) < config["max_steps"]:
         trainer.train(lambda: None)
         if len(trainer.model) % config["ckpt"]["interval"] == 0:

@@ -18,12 +18,12 @@ from tests.pinned_source import stand_in
 
 def megatron_options(words: list[str]) -> dict[str, Any]:
     """Return the options that slime's parser leaves to Megatron, numbers as such. Sizes that nobody set are None."""
-    found: dict[str, Any] = dict.fromkeys(("num_experts", "q_lora_rank", "moe_ffn_hidden_size"))
+    options: dict[str, Any] = dict.fromkeys(("num_experts", "q_lora_rank", "moe_ffn_hidden_size"))
     for word, after in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
             value = True if after.startswith("--") else int(after) if after.isdecimal() else after
-            found[word.removeprefix("--").replace("-", "_")] = value
-    return found
+            options[word.removeprefix("--").replace("-", "_")] = value
+    return options
 
 
 def main() -> None:
@@ -36,8 +36,8 @@ def main() -> None:
     importlib.import_module("slime.utils.arguments").get_slime_extra_args_provider()(parser)
     args, others = parser.parse_known_args(sys.argv[2:])
     print(*(option for option in others if option.startswith("--")))
-    given = megatron_options(others) | vars(args) | yaml.safe_load(Path(args.custom_config_path).read_text())
-    train(source, given | {"kill_at": os.environ.get("KILL_AT")})
+    settings = megatron_options(others) | vars(args) | yaml.safe_load(Path(args.custom_config_path).read_text())
+    train(source, settings | {"kill_at": os.environ.get("KILL_AT")})
 
 
 if __name__ == "__main__":

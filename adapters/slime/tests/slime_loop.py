@@ -46,7 +46,7 @@ class Death:
         setattr(Client, call, watched)
 
 
-def manager_of(source: Path, given: dict[str, Any]) -> Any:
+def manager_of(source: Path, settings: dict[str, Any]) -> Any:
     """Return slime's rollout manager with our function and data source, without engines."""
     arguments = {
         "advantage_estimator": "grpo",
@@ -56,9 +56,9 @@ def manager_of(source: Path, given: dict[str, Any]) -> Any:
         "colocate": True,
         "custom_rollout_log_function_path": None,
         "debug_rollout_only": False,
-        "global_batch_size": given["rollout_batch_size"] * given["n_samples_per_prompt"],
+        "global_batch_size": settings["rollout_batch_size"] * settings["n_samples_per_prompt"],
         "grpo_std_normalization": True,
-        "load": given["save"],
+        "load": settings["save"],
         "load_debug_rollout_data": None,
         "log_passrate": False,
         "log_reward_category": None,
@@ -80,7 +80,7 @@ def manager_of(source: Path, given: dict[str, Any]) -> Any:
     }
     kind = load(source)
     manager = object.__new__(kind)
-    manager.args = SimpleNamespace(**arguments | given)
+    manager.args = SimpleNamespace(**arguments | settings)
     manager.train_parallel_config = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     manager._health_monitors = []
     manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
@@ -91,14 +91,14 @@ def manager_of(source: Path, given: dict[str, Any]) -> Any:
     return manager
 
 
-def train(source: Path, given: dict[str, Any]) -> None:
+def train(source: Path, settings: dict[str, Any]) -> None:
     """Run slime's loop to its end, from the newest checkpoint on."""
-    death = Death(given.pop("kill_at", None))
+    death = Death(settings.pop("kill_at", None))
     death.watch("ack", "acked", 0)
     death.watch("publish_policy", "published", -1)
     death.watch("checkpoint", "recorded", -1)
-    folder, interval = Path(given["save"]), given["save_interval"]
-    manager = manager_of(source, given)
+    folder, interval = Path(settings["save"]), settings["save_interval"]
+    manager = manager_of(source, settings)
     args, ahead = manager.args, manager.data_source.settings.steps_ahead
     saved = sorted(int(path.stem) for path in folder.glob("*.model"))
     start = saved[-1] + 1 if saved else 0

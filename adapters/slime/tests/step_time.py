@@ -67,9 +67,9 @@ class Sides:
         with Client(self._url, name) as client:
             client.put_run(CONFIG)
             store(client, self._groups)
-        given = {"rollout_batch_size": GROUPS, "n_samples_per_prompt": SIZE, "num_rollout": STEPS}
+        sizes = {"rollout_batch_size": GROUPS, "n_samples_per_prompt": SIZE, "num_rollout": STEPS}
         at = {"replaybuf_url": self._url, "replaybuf_run": name, "save": str(self._folder / name)}
-        manager = manager_of(self._source, given | at)
+        manager = manager_of(self._source, sizes | at)
         manager.data_source.load(-1)
         return manager
 

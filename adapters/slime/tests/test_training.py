@@ -37,7 +37,7 @@ def fed(run: RunClient, service: ServeProcess) -> Iterator[RunClient]:
 
 
 def arguments(run: RunClient, folder: Path, **changes: Any) -> dict[str, Any]:
-    given = {
+    settings = {
         "replaybuf_url": str(run.http.base_url),
         "replaybuf_run": run.run,
         "rollout_batch_size": PROMPTS,
@@ -45,12 +45,12 @@ def arguments(run: RunClient, folder: Path, **changes: Any) -> dict[str, Any]:
         "num_rollout": ROLLOUTS,
         "save": str(folder),
     }
-    return given | {"save_interval": 1} | changes
+    return settings | {"save_interval": 1} | changes
 
 
-def start(source: Path, given: dict[str, Any]) -> int | None:
+def start(source: Path, settings: dict[str, Any]) -> int | None:
     """Run a training in a process of its own; return its exit code."""
-    process = FORKS.Process(target=train, args=(source, given))
+    process = FORKS.Process(target=train, args=(source, settings))
     process.start()
     process.join(TIMEOUT_S)
     if process.exitcode is None:
@@ -124,12 +124,12 @@ def test_a_checkpoint_between_two_publications_is_refused(run: RunClient, source
 
 
 def test_engine_logprobs_that_no_loss_uses_are_a_warning(fed: RunClient, source: Path, tmp_path: Path) -> None:
-    given = arguments(fed, tmp_path)
+    settings = arguments(fed, tmp_path)
     with pytest.warns(UserWarning, match="does not use the logprobs of their engines; add --use-rollout-logprobs"):
-        manager_of(source, given | {"use_rollout_logprobs": False}).data_source.close()
+        manager_of(source, settings | {"use_rollout_logprobs": False}).data_source.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        manager_of(source, given | {"use_rollout_logprobs": False, "use_tis": True}).data_source.close()
+        manager_of(source, settings | {"use_rollout_logprobs": False, "use_tis": True}).data_source.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["train.py", "train_async.py"])
@@ -138,10 +138,10 @@ def test_a_trainer_killed_in_any_phase_trains_each_step_once(
     fed: RunClient, source: Path, tmp_path: Path, phase: str, ahead: int
 ) -> None:
     """Its model in the end is what the surviving history says, step by step, and no group is in two steps."""
-    given = arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)
+    settings = arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)
     step = 0 if phase == "attached" else 3 if phase in ("model_saved", "recorded") else 2
-    assert start(source, given | {"kill_at": f"{phase}:{step}"}) == -9
-    assert start(source, given) == 0
+    assert start(source, settings | {"kill_at": f"{phase}:{step}"}) == -9
+    assert start(source, settings) == 0
     model = trained_model(tmp_path)
     assert model == recorded_rows(fed, ROLLOUTS)
     rows = [row for rows in model for row in rows]
@@ -155,10 +155,10 @@ def test_the_report_of_the_last_checkpoint_is_repeated_at_the_next_start(
     fed: RunClient, source: Path, tmp_path: Path, ahead: int
 ) -> None:
     """The trainer was killed between its last checkpoint and the report; then nothing is left to train."""
-    given = arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)
-    assert start(source, given | {"kill_at": f"model_saved:{ROLLOUTS - 1}"}) == -9
+    settings = arguments(fed, tmp_path, save_interval=2, replaybuf_steps_ahead=ahead)
+    assert start(source, settings | {"kill_at": f"model_saved:{ROLLOUTS - 1}"}) == -9
     assert fed.state()["checkpoints"] == [ROLLOUTS - 1]
-    assert start(source, given) == 0
+    assert start(source, settings) == 0
     state = fed.state()
     assert (state["step"], state["checkpoints"]) == (ROLLOUTS, [ROLLOUTS])
 

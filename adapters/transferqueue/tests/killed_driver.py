@@ -87,19 +87,19 @@ def check_restore(journal: Journal, folder: str | None) -> dict[str, int]:
     assert not restored.missing, restored.missing
     listed = transfer_queue.kv_list(PARTITION) or {}
     keys = sorted(listed.get(PARTITION, {}))
-    found = numbers_of(keys)
-    for key in journal.alive.keys() | before.keys() | found.keys() | journal.unsure.keys():
+    numbers = numbers_of(keys)
+    for key in journal.alive.keys() | before.keys() | numbers.keys() | journal.unsure.keys():
         # A sample of the checkpoint that was cleared later is back; a call without an answer may have happened or not.
         allowed = {journal.alive.get(key, before.get(key, -1))} | journal.unsure.get(key, set())
         if key in before:
             allowed |= {before[key]} if key in journal.unsure or key not in journal.alive else set()
-        assert found.get(key, -1) in allowed, (key, found.get(key, -1), allowed, folder)
-    later = {str(one.key) for one in restored.later}
+        assert numbers.get(key, -1) in allowed, (key, numbers.get(key, -1), allowed, folder)
+    later = {str(sample.key) for sample in restored.later}
     put_later = {key for key, number in journal.alive.items() if number != before.get(key)} - journal.unsure.keys()
     assert restored.samples == len(before), (restored.samples, len(before))
     assert put_later <= later <= put_later | journal.unsure.keys(), (put_later ^ later, journal.unsure)
-    assert found.keys() == before.keys() | later, found.keys() ^ (before.keys() | later)
-    return found
+    assert numbers.keys() == before.keys() | later, numbers.keys() ^ (before.keys() | later)
+    return numbers
 
 
 def numbers_of(keys: list[str]) -> dict[str, int]:
@@ -107,12 +107,12 @@ def numbers_of(keys: list[str]) -> dict[str, int]:
     if not keys:
         return {}
     data = transfer_queue.kv_batch_get(keys=keys, partition_id=PARTITION)
-    found = {}
+    numbers = {}
     for key, ids, text in zip(keys, data["ids"].unbind(), data["text"], strict=True):
         number = text["number"]
         assert ids.tolist() == [number] * (1 + number % 97), f"wrong bytes of {key}: {number}, {ids}"
-        found[key] = number
-    return found
+        numbers[key] = number
+    return numbers
 
 
 def main() -> None:
@@ -123,9 +123,9 @@ def main() -> None:
     backend = {"storage_backend": BACKEND, BACKEND: {"url": url, "timeout_s": 60.0}}
     transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend}))
     newest = next((name for name, _ in reversed(journal.saved) if Path(name).exists()), None)
-    found = check_restore(journal, newest)
-    journal.write(" ".join(["restored", *(f"{key}={number}" for key, number in found.items())]))
-    print(f"restored {len(found)}", flush=True)
+    contents = check_restore(journal, newest)
+    journal.write(" ".join(["restored", *(f"{key}={number}" for key, number in contents.items())]))
+    print(f"restored {len(contents)}", flush=True)
     for turn in itertools.count():
         keys = [f"k{rng.randrange(40)}" for _ in range(rng.choice([1, 1, 8]))]
         keys = sorted(set(keys))

@@ -94,8 +94,8 @@ def main() -> None:
         service = ServeProcess(Path(scratch, "data")).start()
 
         def made(pair: int, path: str | None) -> Any:
-            given = {"folder": scratch, "steps": STEPS, "sampler": {"url": service.url, "run": f"run-{pair}"}}
-            verl = config_of(given)
+            settings = {"folder": scratch, "steps": STEPS, "sampler": {"url": service.url, "run": f"run-{pair}"}}
+            verl = config_of(settings)
             verl.trainer.v1.sampler.custom_sampler.path = path
             with Client(service.url, f"run-{pair}") as client:
                 client.put_run(CONFIG, if_absent=True)

@@ -72,12 +72,12 @@ def rows(*numbers: int) -> TensorDict:
 def numbers_of(queue: Any, keys: list[str], partition: str = "train") -> list[int]:
     """Read keys; check that every field holds the number that its sample was made of."""
     data = queue.kv_batch_get(keys=keys, partition_id=partition)
-    found = []
+    numbers = []
     for ids, text in zip(data["ids"].unbind(), data["text"], strict=True):
         number = text["number"]
         assert ids.tolist() == [number] * (number + 1) and torch.equal(text["scores"], torch.ones(2) * number)
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def test_a_reused_index_never_reads_another_samples_bytes(start_queue: Start) -> None:
@@ -140,7 +140,7 @@ def test_a_restore_brings_back_what_was_put_after_the_checkpoint(start_queue: St
     queue = start_queue()
     restored = restore(tmp_path / "ck")
     assert (restored.samples, restored.values, len(restored.later), restored.missing) == (2, 4, 2, ())
-    assert {one.key for one in restored.later} == {"a", "c"}
+    assert {sample.key for sample in restored.later} == {"a", "c"}
     # b was cleared after the checkpoint; the trainer is back at the checkpoint, so b is too.
     assert numbers_of(queue, ["a", "b", "c"]) == [9, 2, 4]
     assert queue.kv_list("train")["train"] == {"a": {"step": 2}, "b": {"step": 1}, "c": {"step": 3}}
@@ -183,7 +183,9 @@ def test_a_restore_names_what_is_missing_and_leaves_it_out(start_queue: Start, v
         queue.load_checkpoint(tmp_path / "ck")
     assert isinstance(caught.value, Unreadable)
     restored = restore(tmp_path / "ck")
-    assert [(one.partition, one.key, one.fields) for one in restored.missing] == [("train", "a", ("ids", "text"))]
+    assert [(sample.partition, sample.key, sample.fields) for sample in restored.missing] == [
+        ("train", "a", ("ids", "text"))
+    ]
     assert set(queue.kv_list("train")["train"]) == {"b"} and numbers_of(queue, ["b"]) == [2]
 
 
@@ -219,10 +221,10 @@ def test_another_process_reads_and_writes(start_queue: Start) -> None:
     @ray.remote
     def work() -> list[int]:
         transfer_queue.init()
-        found = transfer_queue.kv_batch_get(keys=["a"], partition_id="train")["ids"].unbind()[0].tolist()
-        transfer_queue.kv_batch_put(["b"], "train", TensorDict({"ids": torch.tensor([found])}, batch_size=1))
+        ids = transfer_queue.kv_batch_get(keys=["a"], partition_id="train")["ids"].unbind()[0].tolist()
+        transfer_queue.kv_batch_put(["b"], "train", TensorDict({"ids": torch.tensor([ids])}, batch_size=1))
         transfer_queue.get_client().close()  # transfer_queue.close() would kill the controller of all
-        return list(found)
+        return list(ids)
 
     assert ray.get(work.remote()) == [1, 1]
     assert queue.kv_batch_get(keys=["b"], partition_id="train")["ids"].unbind()[0].tolist() == [1, 1]

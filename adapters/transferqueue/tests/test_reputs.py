@@ -38,14 +38,14 @@ def put_again(queue: Any, rng: random.Random, expected: dict[str, dict[str, int]
 
 
 def read(queue: Any) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    values: dict[str, dict[str, int]] = {}
     for key in KEYS:
         data = queue.kv_batch_get(keys=[key], partition_id="train", select_fields=FIELDS)
         for field in FIELDS:
             (value,) = data[field].unbind()
             assert value.tolist() == value.tolist()[:1] * 4
-            found.setdefault(key, {})[field] = value.tolist()[0]
-    return found
+            values.setdefault(key, {})[field] = value.tolist()[0]
+    return values
 
 
 def test_the_last_acknowledged_values_come_back_and_older_ones_are_freed(
@@ -69,7 +69,7 @@ def test_the_last_acknowledged_values_come_back_and_older_ones_are_freed(
         valkey.kill()
         valkey.start()
         restored = restore(folder)
-        assert not restored.missing and {one.key for one in restored.later} == set(KEYS)
+        assert not restored.missing and {sample.key for sample in restored.later} == set(KEYS)
         assert read(queue) == expected
     for number in range(2):  # the checkpoints that keep old values go
         queue.save_checkpoint(tmp_path / f"later{number}")

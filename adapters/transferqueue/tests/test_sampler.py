@@ -50,9 +50,9 @@ def arguments(run: RunClient, address: str, folder: Path, **changes: Any) -> dic
     return {"folder": str(folder), "ray": address, "steps": 4, "sampler": sampler, "timeout_s": TIMEOUT_S} | changes
 
 
-def start(given: dict[str, Any]) -> int | None:
+def start(settings: dict[str, Any]) -> int | None:
     """Run a training in a process of its own; return its exit code."""
-    process = FORKS.Process(target=train, args=(given,))
+    process = FORKS.Process(target=train, args=(settings,))
     process.start()
     process.join(TIMEOUT_S + 30)
     if process.exitcode is None:
@@ -60,8 +60,8 @@ def start(given: dict[str, Any]) -> int | None:
     return process.exitcode
 
 
-def run_to_the_end(given: dict[str, Any]) -> None:
-    assert start(given) == 0, Path(given["folder"], "log").read_text()[-6000:]
+def run_to_the_end(settings: dict[str, Any]) -> None:
+    assert start(settings) == 0, Path(settings["folder"], "log").read_text()[-6000:]
 
 
 def check(run: RunClient, folder: Path, steps: int, *, max_staleness: int, max_uses: int = 1) -> list[int]:
@@ -140,7 +140,7 @@ def test_a_killed_training_repeats_what_its_checkpoint_lacks(
 def test_a_training_runs_on_the_durable_queue(run: RunClient, start_queue: Callable[..., Any], tmp_path: Path) -> None:
     start_queue()
     assert run.put(**config_of()).status_code == 201
-    given = arguments(run, ray.get_runtime_context().gcs_address, tmp_path)
-    assert start(given | {"die_at": "trained:3"}) == -9
-    run_to_the_end(given)
+    settings = arguments(run, ray.get_runtime_context().gcs_address, tmp_path)
+    assert start(settings | {"die_at": "trained:3"}) == -9
+    run_to_the_end(settings)
     check(run, tmp_path, 4, max_staleness=2)

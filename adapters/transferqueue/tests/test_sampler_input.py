@@ -38,21 +38,21 @@ def make(run: RunClient, mode: str = "colocate_async", refill: Any = None, **cha
 
 
 def trajectories(uid: str, index: int, version: int = 0, **fields: Any) -> list[Trajectory]:
-    found = []
+    rollouts = []
     for session in range(SAMPLES):
-        given = trajectory_of(index, session).as_dict() | {"uid": uid, "index": index, "data_source": "numbers"}
-        lengths = {"prompt_len": 2, "response_len": len(given["responses"]), "seq_len": 2 + len(given["responses"])}
+        columns = trajectory_of(index, session).as_dict() | {"uid": uid, "index": index, "data_source": "numbers"}
+        lengths = {"prompt_len": 2, "response_len": len(columns["responses"]), "seq_len": 2 + len(columns["responses"])}
         tag = lengths | {"status": "success", "global_steps": version + 1, "min_global_steps": version}
         tag["max_global_steps"] = version
-        found.append(Trajectory(f"{uid}_{session}_0", given | fields, tag))
-    return found
+        rollouts.append(Trajectory(f"{uid}_{session}_0", columns | fields, tag))
+    return rollouts
 
 
-def put(uid: str, found: list[Trajectory], partition: str = "train", status: str = "finished") -> None:
+def put(uid: str, rollouts: list[Trajectory], partition: str = "train", status: str = "finished") -> None:
     """Put a finished prompt, as verl's agent loops do."""
-    for one in found:
-        data = list_of_dict_to_tensordict([one.fields])
-        transfer_queue.kv_batch_put(keys=[one.key], partition_id=partition, fields=data, tags=[one.tag])
+    for rollout in rollouts:
+        data = list_of_dict_to_tensordict([rollout.fields])
+        transfer_queue.kv_batch_put(keys=[rollout.key], partition_id=partition, fields=data, tags=[rollout.tag])
     tag = {"is_prompt": True, "status": status, "global_steps": 1}
     transfer_queue.kv_batch_put(keys=[uid], partition_id=partition, tags=[tag])
 
@@ -111,9 +111,9 @@ def test_nobody_changes_the_batches_that_verl_trains(groups: int, run: RunClient
     sampler = make(run)
     attach = sampler._client.attach
 
-    def late(**given: Any) -> Any:
+    def late(**arguments: Any) -> Any:
         assert run.http.patch(run.path, json={"batch": {"groups_per_batch": groups}}).status_code == 200
-        return attach(**given)
+        return attach(**arguments)
 
     sampler._client.attach = late
     with pytest.raises(Invalid, match=f"groups is {groups}; needed: a multiple of {PROMPTS}; give its groups back"):
@@ -136,18 +136,18 @@ def test_a_checkpoint_of_another_run_is_refused(run: RunClient) -> None:
 
 @pytest.mark.parametrize("name", ["rollout_log_probs", "rm_scores"])
 def test_a_missing_field_is_named_with_the_way_out(name: str) -> None:
-    found = trajectories("u", 1)
-    for one in found:
-        del one.fields[name]
+    rollouts = trajectories("u", 1)
+    for rollout in rollouts:
+        del rollout.fields[name]
     with pytest.raises(Invalid, match=f"no field '{name}'; .*(set|use) ") as refused:
-        group_of(found, "u")
+        group_of(rollouts, "u")
     assert refused.value.name == name
 
 
 def test_a_field_that_is_too_large_for_a_group_is_named() -> None:
-    found = trajectories("u", 1, multi_modal_inputs={"pixel_values": torch.randn(400, 400)})
+    rollouts = trajectories("u", 1, multi_modal_inputs={"pixel_values": torch.randn(400, 400)})
     with pytest.raises(Invalid, match="largest is 'multi_modal_inputs'"):
-        group_of(found, "u")
+        group_of(rollouts, "u")
 
 
 def test_the_checkpoint_callback_refuses_another_sampler() -> None:
@@ -220,13 +220,13 @@ def test_a_group_keeps_every_field(run: RunClient) -> None:
         body = client.fetch_batch(0, attached.epoch, wait_ms=5000)
         assert isinstance(body, bytes)
         after = trajectories_of(read_batch(body), "-step0")
-    assert [one.key for one in after] == ["u-step0_0_0", "u-step0_1_0"]
-    assert [one.tag for one in after] == [one.tag for one in before]
+    assert [rollout.key for rollout in after] == ["u-step0_0_0", "u-step0_1_0"]
+    assert [rollout.tag for rollout in after] == [rollout.tag for rollout in before]
     for old, new in zip(before, after, strict=True):
         assert new.fields["uid"] == "u-step0"
         for name in old.fields.keys() - {"uid"}:
-            value, found = old.fields[name], new.fields[name]
-            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+            value, new_value = old.fields[name], new.fields[name]
+            assert torch.equal(new_value, value) if isinstance(value, torch.Tensor) else new_value == value, name
 
 
 def test_groups_with_different_fields_keep_all_of_them(run: RunClient, queue: str) -> None:
@@ -280,7 +280,7 @@ def test_a_prompt_that_a_rewind_took_back_is_stored_again(run: RunClient, queue:
     for number in range(10, 11 + PROMPTS):
         put(f"u{number}", trajectories(f"u{number}", number, version=1))
     first.sample(2, "train", PROMPTS)  # one group of version 1 stays live
-    left = [one["group_id"] for one in run.http.get(f"/v1/runs/{run.run}/groups?state=live").json()["groups"]]
+    left = [entry["group_id"] for entry in run.http.get(f"/v1/runs/{run.run}/groups?state=live").json()["groups"]]
     clear()
     put(left[0], trajectories(left[0], 10))
     make(run).sample(1, "train", PROMPTS)
@@ -296,10 +296,10 @@ def test_groups_that_the_run_has_no_room_for_stay_in_the_queue(run: RunClient, q
     sampler = make(run)
     for number in range(3 * PROMPTS):
         put(f"u{number}", trajectories(f"u{number}", number))
-    found = [sampler.sample(step, "train", PROMPTS)[0].keys for step in (1, 2)]
+    batches = [sampler.sample(step, "train", PROMPTS)[0].keys for step in (1, 2)]
     assert run.state()["groups"]["stored"] < 3 * PROMPTS
-    found.append(sampler.sample(3, "train", PROMPTS)[0].keys)
-    assert len({key.split("-step")[0] for keys in found for key in keys}) == 3 * PROMPTS
+    batches.append(sampler.sample(3, "train", PROMPTS)[0].keys)
+    assert len({key.split("-step")[0] for keys in batches for key in keys}) == 3 * PROMPTS
 
 
 def test_a_second_training_fences_the_first(run: RunClient, queue: str) -> None:
@@ -321,10 +321,10 @@ def test_another_version_of_verl_is_a_warning(run: RunClient, monkeypatch: pytes
 
 
 def test_a_group_has_the_version_of_its_oldest_token() -> None:
-    found = [*trajectories("u", 1, version=5)[:1], *trajectories("u", 1, version=3)[1:]]
-    assert group_of(found, "u").policy_version == 3
-    del found[1].tag["min_global_steps"]  # submitted at global step 4, so by the weights of step 3 or newer
-    assert group_of(found, "u").policy_version == 3
+    rollouts = [*trajectories("u", 1, version=5)[:1], *trajectories("u", 1, version=3)[1:]]
+    assert group_of(rollouts, "u").policy_version == 3
+    del rollouts[1].tag["min_global_steps"]  # submitted at global step 4, so by the weights of step 3 or newer
+    assert group_of(rollouts, "u").policy_version == 3
 
 
 def test_prompts_are_refilled_to_what_verl_generates_ahead(run: RunClient, queue: str) -> None:

@@ -31,8 +31,8 @@ def test_an_acknowledged_put_survives_a_kill_of_the_server(valkey: Valkey, open_
     pieces = {put(store, n, b"%d" % n): b"%d" % n for n in range(50)}
     valkey.kill()
     valkey.start()
-    found = store.read([Range(piece, 0, len(value)) for piece, value in pieces.items()])
-    assert [bytes(value or b"") for value in found] == list(pieces.values())
+    values = store.read([Range(piece, 0, len(value)) for piece, value in pieces.items()])
+    assert [bytes(value or b"") for value in values] == list(pieces.values())
     assert store.lengths([*pieces, "absent"])[-1] == 0
     assert all(valkey.client.ttl(key) == -1 for key in valkey.client.keys("*:v:*"))
 

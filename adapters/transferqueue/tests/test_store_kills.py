@@ -31,7 +31,7 @@ def write_until_killed(url: str, session: int, round_: int, journal: Path) -> No
             samples = range(first, first + rng.choice([1, 8]))
             values = [os.urandom(rng.randrange(1, 1 << 16)) for _ in samples]
             ids = [store.new_id() for _ in samples]
-            store.put([Piece(*one) for one in zip(ids, samples, [b"{}"] * len(ids), values, strict=True)])
+            store.put([Piece(*parts) for parts in zip(ids, samples, [b"{}"] * len(ids), values, strict=True)])
             for sample, id_, value in zip(samples, ids, values, strict=True):
                 file.write(f"put {sample} {id_} {len(value)} {zlib.crc32(value)}\n".encode())
             alive += samples

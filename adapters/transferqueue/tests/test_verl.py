@@ -39,20 +39,20 @@ def put_rollouts(queue: Any, uid: str, step: int) -> None:
 def read(queue: Any, keys: list[str]) -> dict[str, int]:
     """Read rollouts; return the step of each group."""
     data = queue.kv_batch_get(keys=keys, partition_id="train")
-    found = {}
+    tokens = {}
     for key, responses, uid in zip(keys, data["responses"].unbind(), data["of"], strict=True):
         assert uid == key.split("_")[0] and responses.tolist() == responses.tolist()[:1] * 4
-        found[uid] = responses.tolist()[0]
-    assert len(keys) == 2 * len(found)
-    return found
+        tokens[uid] = responses.tolist()[0]
+    assert len(keys) == 2 * len(tokens)
+    return tokens
 
 
 def test_verl_registers_the_back_end_by_its_entry_point() -> None:
     code = (
         "import verl; from transfer_queue.storage.managers.base import StorageManagerFactory as f; print(f._registry)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert "ReplaybufStorageManager" in found.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "ReplaybufStorageManager" in result.stdout
 
 
 def test_its_replay_buffer_draws_the_oldest_groups_before_and_after_a_crash(
@@ -95,7 +95,7 @@ def test_rollouts_of_a_group_that_was_not_finished_at_the_checkpoint_are_kept_an
 
     queue = start_queue()
     restored = restore(tmp_path / "ck")
-    assert {one.key for one in restored.later} == {"open_0_0", "open_1_0"} and not restored.missing
+    assert {sample.key for sample in restored.later} == {"open_0_0", "open_1_0"} and not restored.missing
     buffer = new_buffer(evicted)
     assert buffer.get_sampleable_count(2, "train") == 1 and buffer.pending_keys["train"] == {"open"}
     put_rollouts(queue, "open", 2)  # verl generates the prompt again; the new rollouts replace the old ones

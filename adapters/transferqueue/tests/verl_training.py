@@ -38,21 +38,21 @@ PROMPTS, SAMPLES = 4, 2
 LATE_S = 0.3
 
 
-def config_of(given: dict[str, Any]) -> Any:
+def config_of(settings: dict[str, Any]) -> Any:
     """Return verl's default configuration with the lines of the page, and no GPU."""
     config = OmegaConf.load(Path(verl.__file__).parent / "trainer/config/_generated_ppo_trainer.yaml")
     lines = {
-        "trainer.v1.trainer_mode": given.get("mode", "colocate_async"),
+        "trainer.v1.trainer_mode": settings.get("mode", "colocate_async"),
         "trainer.v1.sampler.custom_sampler.path": "pkg://replaybuf_transferqueue.sampler",
         "trainer.v1.sampler.custom_sampler.name": "ReplaybufSampler",
-        "trainer.v1.sampler.sampler_kwargs": given["sampler"],
+        "trainer.v1.sampler.sampler_kwargs": settings["sampler"],
         "trainer.checkpoint_callback_class": "replaybuf_transferqueue.sampler.CheckpointReport",
-        "trainer.v1.separate_async.parameter_sync_step": given.get("parameter_sync_step", 1),
-        "trainer.default_local_dir": given["folder"],
-        "trainer.save_freq": given.get("save_freq", 2),
+        "trainer.v1.separate_async.parameter_sync_step": settings.get("parameter_sync_step", 1),
+        "trainer.default_local_dir": settings["folder"],
+        "trainer.save_freq": settings.get("save_freq", 2),
         "trainer.test_freq": -1,
         "trainer.val_before_train": False,
-        "trainer.total_training_steps": given["steps"],
+        "trainer.total_training_steps": settings["steps"],
         "trainer.total_epochs": 100,
         "trainer.logger": ["console"],
         "data.train_batch_size": PROMPTS,
@@ -256,22 +256,22 @@ class Training(PPOTrainer):  # type: ignore[misc]
     def _shutdown_dump_executor(self) -> None: ...
 
 
-def train(given: dict[str, Any]) -> None:
+def train(settings: dict[str, Any]) -> None:
     """Run verl's loop to its end, from the newest checkpoint on, on the queue of a Ray that runs."""
-    with Path(given["folder"], "log").open("a") as log:
+    with Path(settings["folder"], "log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    faulthandler.dump_traceback_later(given.get("timeout_s", 60), exit=True)
-    death = Death(given.get("die_at"))
+    faulthandler.dump_traceback_later(settings.get("timeout_s", 60), exit=True)
+    death = Death(settings.get("die_at"))
     for call, phase in {"attach": "attached", "append": "appended", "checkpoint": "recorded", "ack": "acked"}.items():
         death.watch(call, phase)
-    ray.init(address=given["ray"], log_to_driver=False, logging_level="error")
+    ray.init(address=settings["ray"], log_to_driver=False, logging_level="error")
     tq.init()
     for partition, keys in (tq.kv_list() or {}).items():  # those of a training that was killed
         if keys:
             tq.kv_clear(keys=list(keys), partition_id=partition)
-    training = Training(config_of(given), death)
+    training = Training(config_of(settings), death)
     training.init()
     training.fit(training.engines)
-    Path(given["folder"], "trained.json").write_text(json.dumps(training.actor_rollout_wg.trained))
+    Path(settings["folder"], "trained.json").write_text(json.dumps(training.actor_rollout_wg.trained))
     os._exit(0)  # the thread of the engines may be in a call

@@ -46,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def warm_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 that spells a quarter of words backwards, as that of the demo, with prompts.jsonl."""
-    if given := request.config.getoption("--warm-model"):
-        return Path(given)
+    if path := request.config.getoption("--warm-model"):
+        return Path(path)
     folder = tmp_path_factory.mktemp("warm") / "model"
     warm_start.make(folder, "spell_backward", 0, 0.25)
     return folder

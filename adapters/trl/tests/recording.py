@@ -31,12 +31,12 @@ def trained_rollouts(inputs: dict[str, Any]) -> list[str]:
     targets = inputs["shift_labels"][ids_mask][inputs["token_index"][selected]]
     logprobs, advantages = inputs["old_log_probs"][selected], inputs["advantages"][selected]
     segments = inputs["segment_id"][selected]
-    found = []
+    digests = []
     for number in segments.unique().tolist():
         of = segments == number
         (advantage,) = set(advantages[of].tolist())
-        found.append(digest_of(targets[of].tolist(), logprobs[of].tolist(), advantage))
-    return found
+        digests.append(digest_of(targets[of].tolist(), logprobs[of].tolist(), advantage))
+    return digests
 
 
 def append(path: Path, **line: Any) -> None:

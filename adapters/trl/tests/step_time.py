@@ -119,8 +119,8 @@ def main() -> None:
             figures = measure(service.url, folder, pairs)
         finally:
             service.end()
-    for name, found in figures.items():
-        medians = [statistics.median(steps) for steps in found]
+    for name, trainings in figures.items():
+        medians = [statistics.median(steps) for steps in trainings]
         print(f"{name:10} median {statistics.median(medians):.3f} s per step, {min(medians):.3f} to {max(medians):.3f}")
     ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(*figures.values(), strict=True)]
     print(f"ratio      median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}, {pairs} pairs")

@@ -49,8 +49,8 @@ def own_gradient(run: RunClient, model: Path) -> torch.Tensor:
     totals = BatchTotals(batch.meta.batch_loss_tokens, batch.meta.batch_rollouts)
     for adapter, rows in batch.parts(8):
         objective.value(policy.forward(rows, adapter), totals, Tally()).backward()
-    found = dict(policy.model.named_parameters())
-    return torch.cat([found[name].grad.flatten() for name in sorted(found)])
+    parameters = dict(policy.model.named_parameters())
+    return torch.cat([parameters[name].grad.flatten() for name in sorted(parameters)])
 
 
 def test_one_micro_batch_has_the_gradient_of_replaybuf_train(run: RunClient, model: Path, tmp_path: Path) -> None:

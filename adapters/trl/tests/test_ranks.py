@@ -20,7 +20,7 @@ STEPS, MAX_STEPS = 2, 4
 def test_two_ranks_train_the_batches_of_the_ledger(run: RunClient, model: Path, tmp_path: Path) -> None:
     batch = {"groups_per_batch": 16, "tokens_per_batch": None, "seq_len": 128}
     groups = fill(run, groups=16, size=8, steps=STEPS, batch=batch, group_size=8, max_steps=STEPS)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "--url": run.http.base_url,
         "--run": run.run,
         "--model": model,
@@ -28,7 +28,7 @@ def test_two_ranks_train_the_batches_of_the_ledger(run: RunClient, model: Path, 
         "--steps": MAX_STEPS,
         "--accumulation": 2,
     }
-    words = [str(word) for pair in given.items() for word in pair]
+    words = [str(word) for pair in options.items() for word in pair]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
     command = [*torchrun, str(Path(__file__).with_name("recording.py")), str(EXAMPLE), *words, "--cpu"]
     trained = tmp_path / "trained.jsonl"

@@ -86,19 +86,19 @@ def test_a_resumed_training_ends_with_the_same_weights(
 def test_a_published_version_keeps_its_weights(run: RunClient, model: Path, tmp_path: Path) -> None:
     """The training resumes at step 3, between version 1 (of step 2) and version 2 (of step 4)."""
     groups = fill(run, steps_per_publish=2)
-    given = {"weight_sync_steps": 2, "save_steps": 3}
-    first = make_trainer(run, model, tmp_path, **given)
+    settings = {"weight_sync_steps": 2, "save_steps": 3}
+    first = make_trainer(run, model, tmp_path, **settings)
     first.add_callback(AtStep(4, interrupt))
     with pytest.raises(KeyboardInterrupt):
         first.train()
     version_1 = tmp_path / "weights" / "v000001"
     before = weights_digest(version_1)
-    again = make_trainer(run, model, tmp_path, **given)
-    again.add_callback(AtStep(5, lambda: seen.append(weights_digest(version_1))))
-    seen: list[str] = []
+    again = make_trainer(run, model, tmp_path, **settings)
+    again.add_callback(AtStep(5, lambda: digests.append(weights_digest(version_1))))
+    digests: list[str] = []
     again.train(resume_from_checkpoint=newest_checkpoint(tmp_path))
     assert sorted(again.trained) == [3, 4, 5]
-    assert seen == [before]
+    assert digests == [before]
     assert run.state()["published_version"] == 3
     assert all(again.trained[step] == of_ledger(run, step, groups) for step in again.trained)
 

@@ -69,7 +69,7 @@ def make_trainer(
     worker = worker or ReplaybufRolloutWorker(str(run.http.base_url), run.run, service_timeout_s=30.0)
     weight_transfer = weight_transfer or ReplaybufWeightTransfer(worker, str(model), weights_dir=out / "weights")
     keep = args.pop("keep", 50)
-    given = {
+    defaults = {
         "token_budget": 0,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -84,7 +84,7 @@ def make_trainer(
     }
     return Recorded(
         model=str(model),
-        args=AsyncGRPOConfig(str(out), **given | args),
+        args=AsyncGRPOConfig(str(out), **defaults | args),
         train_dataset=Dataset.from_dict({"prompt": ["not read"]}),
         rollout_worker=worker,
         weight_transfer=weight_transfer,
@@ -96,8 +96,8 @@ def make_trainer(
 class Recorded(AsyncGRPOTrainer):
     """Records what it trains: `trained[step]` counts the digests of rollouts."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.trained: dict[int, Counter[str]] = {}
         self.staleness: dict[int, float] = {}
 
@@ -137,15 +137,15 @@ def with_advantages(rollouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     computed = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
     own = [rollout.get("advantage") for rollout in rollouts]
     return [
-        rollout | {"advantage": advantage if given is None else given}
-        for rollout, advantage, given in zip(rollouts, computed, own, strict=True)
+        rollout | {"advantage": advantage if own_value is None else own_value}
+        for rollout, advantage, own_value in zip(rollouts, computed, own, strict=True)
     ]
 
 
 def rollout_digest(rollout: dict[str, Any]) -> str:
     """Digest of a rollout, from its JSON."""
     ids, logprobs = rollout["completion_ids"], rollout["inference_logprobs"]
-    sampled = [place for place, one in enumerate(rollout.get("completion_mask") or [1] * len(ids)) if one]
+    sampled = [place for place, mask_bit in enumerate(rollout.get("completion_mask") or [1] * len(ids)) if mask_bit]
     return digest_of([ids[place] for place in sampled], [logprobs[place] for place in sampled], rollout["advantage"])
 
 

@@ -80,7 +80,7 @@ class WholeRun:
     # ------------------------------------------------------------------ processes
 
     def _generate(self) -> list[str]:
-        given = {
+        options = {
             "--url": self.service.url,
             "--run": RUN,
             "--engine": self.engine,
@@ -90,11 +90,11 @@ class WholeRun:
             "--group-size": str(GROUP_SIZE),
             "--max-tokens": str(MAX_TOKENS),
         }
-        return [*MODULE, "generate", *(word for pair in given.items() for word in pair)]
+        return [*MODULE, "generate", *(word for pair in options.items() for word in pair)]
 
     def _start_trainer(self) -> subprocess.Popen[bytes]:
         example = str(ROOT / "examples" / "trl" / "train.py")
-        given = {
+        options = {
             "--url": self.service.url,
             "--run": RUN,
             "--model": str(self.model),
@@ -103,7 +103,7 @@ class WholeRun:
             "--steps": str(self.steps),
             "--save-steps": str(self.save_steps),
         }
-        words = [word for pair in given.items() for word in pair]
+        words = [word for pair in options.items() for word in pair]
         return self._start(
             "train", sys.executable, str(Path(__file__).with_name("recording.py")), example, *words, "--cpu"
         )
@@ -187,20 +187,20 @@ class WholeRun:
 
     def attempts(self) -> dict[int, list[list[list[str]]]]:
         """By step, the attempts in order; an attempt is its micro-batches, whose rollouts are sorted digests."""
-        found: dict[int, dict[int, list[list[str]]]] = {}
+        by_step: dict[int, dict[int, list[list[str]]]] = {}
         for line in self.micro_batches():
-            found.setdefault(line["step"], {}).setdefault(line["pid"], []).append(sorted(line["trained"]))
-        return {step: list(of_pid.values()) for step, of_pid in found.items()}
+            by_step.setdefault(line["step"], {}).setdefault(line["pid"], []).append(sorted(line["trained"]))
+        return {step: list(of_pid.values()) for step, of_pid in by_step.items()}
 
     def groups(self) -> Groups:
         """All groups that were stored, with their rollouts."""
-        found: Groups = {}
+        groups: Groups = {}
         while True:
             page = self.client.get("cursors/check", limit=500).json()
             if not page["groups"]:
-                return found
+                return groups
             assert page["gap"] is None
-            found |= {group["group_id"]: group for group in page["groups"]}
+            groups |= {group["group_id"]: group for group in page["groups"]}
             assert self.client.post("cursors/check", position=page["position"]).status_code == 200
 
     def records(self) -> Iterator[dict[str, Any]]:

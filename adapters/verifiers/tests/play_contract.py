@@ -46,9 +46,9 @@ class Table:
 
     def prompts(self, prompts: str = SUMS, **options: object) -> list[Prompt]:
         """Read a finite taskset."""
-        found = open_source(Source(prompts=prompts, name="s", options=options), self.tokenizer)
-        assert isinstance(found, list)
-        return found
+        taskset = open_source(Source(prompts=prompts, name="s", options=options), self.tokenizer)
+        assert isinstance(taskset, list)
+        return taskset
 
     def ids(self, text: str) -> list[int]:
         """Encode, with special tokens as such."""
@@ -253,12 +253,12 @@ class PlayContract(OnProcess):
         async def main() -> None:
             engine = table.speaking(*texts)
             engine.version = 0  # what the run has published
-            given = {"prompts": SUMS, "environment": "verifiers", "tokenizer": str(table.tokenizer.folder)}
-            given |= {"max-tokens": "1000", "max-inflight-groups": "1"}
+            options = {"prompts": SUMS, "environment": "verifiers", "tokenizer": str(table.tokenizer.folder)}
+            options |= {"max-tokens": "1000", "max-inflight-groups": "1"}
             async with (
                 asyncio.timeout(TIMEOUT_S),
                 engine.up(),
-                generator(tmp_path, str(run.http.base_url), run.run, engine.url, **given) as process,
+                generator(tmp_path, str(run.http.base_url), run.run, engine.url, **options) as process,
             ):
                 _, error = await process.communicate()
                 assert process.returncode == 0, error.decode()

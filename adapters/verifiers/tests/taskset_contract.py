@@ -33,9 +33,9 @@ WORD = "verifiers:backwards"
 
 def opened(prompts: str = WORD, **options: object) -> list[Prompt]:
     """Read a finite taskset."""
-    found = open_source(Source(prompts=prompts, name="s", options=options), Letters())
-    assert isinstance(found, list)
-    return found
+    taskset = open_source(Source(prompts=prompts, name="s", options=options), Letters())
+    assert isinstance(taskset, list)
+    return taskset
 
 
 class OnProcess:
@@ -69,10 +69,12 @@ class TasksetContract(OnProcess):
 
     def test_an_infinite_taskset_returns_any_row_by_number(self) -> None:
         """Forward, back and forward again."""
-        found = open_source(Source(prompts="verifiers:endless_words", name="s"), Letters())
-        assert isinstance(found, Endless)
-        assert [found.at(place).text for place in (700, 2, 701)] == ["say>" + "a" * length for length in (701, 3, 702)]
-        assert found.at(2).prompt_id == "endless_words/a3"
+        taskset = open_source(Source(prompts="verifiers:endless_words", name="s"), Letters())
+        assert isinstance(taskset, Endless)
+        assert [taskset.at(place).text for place in (700, 2, 701)] == [
+            "say>" + "a" * length for length in (701, 3, 702)
+        ]
+        assert taskset.at(2).prompt_id == "endless_words/a3"
 
     @pytest.mark.parametrize(
         ("prompts", "options", "named"),

@@ -78,7 +78,7 @@ def test_each_branch_of_a_trace_is_a_rollout_with_the_rewards_of_the_trace(pytho
     assert (first["completion_ids"], first["completion_mask"]) == ([4, 5, 6, 7, 8], [1, 1, 0, 0, 1])
     assert first["inference_logprobs"] == [-0.5, -0.25, 0.0, 0.0, -1.0]
     assert (second["completion_ids"], second["completion_mask"]) == ([4, 5, 9, 10], [1, 1, 0, 1])
-    assert [one["reward"] for one in (first, second)] == [0.5, 0.5]
+    assert [rollout["reward"] for rollout in (first, second)] == [0.5, 0.5]
     assert first["rewards"] == {"right": 0.5, "brief": -1.0}
 
 

@@ -165,7 +165,7 @@ def derive(recording: Recording, workload: Workload) -> Workload:
         "publish_s": float(np.median(publishing)) if publishing else workload.publish_s,
     }
     return dataclasses.replace(
-        workload, **{name: value for name, value in recorded.items() if name not in workload.given}
+        workload, **{name: value for name, value in recorded.items() if name not in workload.explicit_fields}
     )
 
 

@@ -91,12 +91,12 @@ class Workload:
     round_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
     """Seconds per simulation round: groups that end in one round arrive together. Default: 1/10 of a step."""
 
-    given: ClassVar[frozenset[str]] = frozenset()
+    explicit_fields: ClassVar[frozenset[str]] = frozenset()
 
-    def __new__(cls, **given: Any) -> Workload:
-        """Remember which fields are given: a recording must not replace them, even if they equal the default."""
+    def __new__(cls, **fields: Any) -> Workload:
+        """Remember which fields the caller sets: a recording must not replace them, even if they equal the default."""
         self = super().__new__(cls)
-        object.__setattr__(self, "given", frozenset(given))
+        object.__setattr__(self, "explicit_fields", frozenset(fields))
         return self
 
 

@@ -44,9 +44,9 @@ _: Encoder = Letters()
 
 
 def opened(prompts: str | Path, **options: Any) -> list[Prompt]:
-    found = open_source(Source(prompts=str(prompts), name="s", **options), Letters())
-    assert isinstance(found, list)
-    return found
+    rows = open_source(Source(prompts=str(prompts), name="s", **options), Letters())
+    assert isinstance(rows, list)
+    return rows
 
 
 def endless(prompts: str, **options: Any) -> Endless:

@@ -60,8 +60,8 @@ class Saved:
         self.checkpoints.load(checkpoint, self.checkpoints.read_state(checkpoint), policy)
 
 
-def same_weights(one: Policy, other: Policy) -> None:
-    for (name, first), (_, second) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
+def same_weights(policy: Policy, other: Policy) -> None:
+    for (name, first), (_, second) in zip(policy.model.named_parameters(), other.model.named_parameters(), strict=True):
         assert torch.equal(first, second), name
 
 

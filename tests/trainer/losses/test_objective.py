@@ -196,7 +196,7 @@ def test_a_missing_column_is_named(name: str, options: dict[str, Any], column: s
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two plug-ins, one of which is not a loss."""
-    found = EntryPoints(
+    plug_ins = EntryPoints(
         [
             EntryPoint("reinforce", f"{__name__}:Reinforce", plugins.LOSSES),
             EntryPoint("broken", f"{__name__}:made", plugins.LOSSES),
@@ -205,7 +205,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     cached = plugins.installed
 
     def entry_points(group: str) -> EntryPoints:
-        return found if group == plugins.LOSSES else cached(group)
+        return plug_ins if group == plugins.LOSSES else cached(group)
 
     entry_points.cache_clear = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setattr(plugins, "installed", entry_points)

@@ -41,9 +41,9 @@ def test_packed_rows_give_the_logprobs_of_single_rollouts(
     random = np.random.default_rng(0)
     rollouts = [rollout(random, *lengths) for lengths in ((1, 1), (5, 9), (2, 3), (7, 1), (1, 12), (20, 11))]
     logprobs = PackedLogprobs(models / "a").logprobs(rollouts)
-    for values, one in zip(logprobs, rollouts, strict=True):
+    for values, single_rollout in zip(logprobs, rollouts, strict=True):
         assert values.dtype == np.float32
-        np.testing.assert_allclose(values, alone(models / "a", one), atol=1e-5)
+        np.testing.assert_allclose(values, alone(models / "a", single_rollout), atol=1e-5)
 
 
 def test_the_longest_rollout_is_that_of_the_models_positions(models: Path) -> None:

@@ -36,8 +36,8 @@ _numbers = itertools.count()
 class Reference:
     """Options of two trainings that ran to their end without a fault."""
 
-    one: TrainOptions
-    two: TrainOptions
+    one_rank: TrainOptions
+    two_ranks: TrainOptions
 
 
 def new_run(
@@ -113,24 +113,28 @@ def train_or_explain(options: TrainOptions) -> None:
 def reference(service: ServeProcess, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The curves of one process and of two ranks, each on a run of its own, and the checkpoints of both."""
     root = tmp_path_factory.mktemp("reference")
-    one, two = (new_run(service, models, root / name, fsdp=name == "two") for name in ("one", "two"))
-    train(one)
-    train_ranks(2, two)
-    return Reference(one, two)
+    one_rank, two_ranks = (new_run(service, models, root / name, fsdp=name == "two") for name in ("one", "two"))
+    train(one_rank)
+    train_ranks(2, two_ranks)
+    return Reference(one_rank, two_ranks)
 
 
 def test_two_ranks_train_like_one(reference: Reference) -> None:
     """Each has a part of every weight, moment and batch. Rounding differs: sums are in another order."""
-    expected, sharded = curve(reference.one), curve(reference.two)
+    expected, sharded = curve(reference.one_rank), curve(reference.two_ranks)
     assert len(expected) == STEPS
     for line, other in zip(expected, sharded, strict=True):
         assert other == pytest.approx(line, rel=1e-5, abs=1e-6)
-    begun, ended, others = load_model(reference.one.model).state_dict(), weights(reference.one), weights(reference.two)
+    begun, ended, others = (
+        load_model(reference.one_rank.model).state_dict(),
+        weights(reference.one_rank),
+        weights(reference.two_ranks),
+    )
     for name, value in ended.items():
         # Adam's step is about the sign of a gradient. Near zero rounding decides the sign, and a weight then differs by
         # whole steps; if 0.25 % of a tensor's weights did, this would be 0.1 of its way.
         assert float((others[name] - value).norm()) <= 0.1 * float((value - begun[name]).norm()), name
-    state = read_state(reference.two.checkpoint_dir / f"step-{STEPS:06d}")
+    state = read_state(reference.two_ranks.checkpoint_dir / f"step-{STEPS:06d}")
     assert state.ranks == 2
     assert {name for name in state.files if name.startswith("state/")} == {
         f"state/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)
@@ -149,8 +153,8 @@ def test_after_kill_9_of_one_rank_and_of_all_the_curve_is_the_same_digit_for_dig
     complete = "replaybuf_trainer.parallel.ranks.TorchRanks.sum"
     assert exit_codes(start(2, die_at, complete, 2, (0, 1), options, log=log)) == [-signal.SIGKILL] * 2
     train_ranks(2, options)
-    assert curve(options) == curve(reference.two)
-    expected = weights(reference.two)
+    assert curve(options) == curve(reference.two_ranks)
+    expected = weights(reference.two_ranks)
     assert all(torch.equal(value, expected[name]) for name, value in weights(options).items())
 
 
@@ -163,7 +167,7 @@ def test_another_number_of_ranks_continues_the_curve(
     for ranks, steps in ((2, 2), (3, 3)):
         train_ranks(ranks, dataclasses.replace(options, steps=steps))
     train(dataclasses.replace(options, fsdp=False))
-    for line, other in zip(curve(reference.one), curve(options), strict=True):
+    for line, other in zip(curve(reference.one_rank), curve(options), strict=True):
         assert other == pytest.approx(line, rel=1e-5, abs=1e-6)
 
 

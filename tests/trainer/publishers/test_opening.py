@@ -39,13 +39,13 @@ broken = 7
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoints(
+    plug_ins = EntryPoints(
         [EntryPoint(name, f"{__name__}:{value}", plugins.PUBLISHERS) for name, value in PLUGINS.items()]
     )
     cached = plugins.installed
 
     def entry_points(group: str) -> EntryPoints:
-        return found if group == plugins.PUBLISHERS else cached(group)
+        return plug_ins if group == plugins.PUBLISHERS else cached(group)
 
     entry_points.cache_clear = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setattr(plugins, "installed", entry_points)

@@ -80,16 +80,16 @@ def prometheus() -> Iterator[Prometheus]:
     made.close()
 
 
-def scraped(made: Prometheus) -> dict[str, float]:
+def scraped(exporter: Prometheus) -> dict[str, float]:
     """Scrape the samples by name and labels, without prefix and run."""
-    found = {}
-    text = httpx.get(f"http://127.0.0.1:{made.listen('127.0.0.1', 0)}/metrics", trust_env=False).text
+    readings = {}
+    text = httpx.get(f"http://127.0.0.1:{exporter.listen('127.0.0.1', 0)}/metrics", trust_env=False).text
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             assert labels.pop("run") == "r" and name.startswith("replaybuf_trainer_")
             values = ",".join(f"{label}={labels[label]}" for label in sorted(labels))
-            found[name.removeprefix("replaybuf_trainer_") + (f"{{{values}}}" if values else "")] = value
-    return found
+            readings[name.removeprefix("replaybuf_trainer_") + (f"{{{values}}}" if values else "")] = value
+    return readings
 
 
 def test_counters_add_up_and_gauges_have_the_newest_step(prometheus: Prometheus) -> None:

@@ -106,8 +106,8 @@ def test_a_record_of_another_batch_is_rejected(models: Path, step: tuple[TensorB
 
 def options(tmp_path: Path, model: Path, **fields: Any) -> TrainOptions:
     """Options of a trainer with tables."""
-    given: dict[str, Any] = {"url": "http://127.0.0.1:1", "run": "r", "tables": 2, "tables_dir": tmp_path / "tables"}
-    return TrainOptions(model=model, **given | fields)
+    settings: dict[str, Any] = {"url": "http://127.0.0.1:1", "run": "r", "tables": 2, "tables_dir": tmp_path / "tables"}
+    return TrainOptions(model=model, **settings | fields)
 
 
 def test_a_folder_per_step_has_a_parquet_file_and_a_page(

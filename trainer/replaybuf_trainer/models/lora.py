@@ -73,7 +73,9 @@ class Adapter:
 
     def state(self) -> Tensors:
         """Return A and B, moments, gradients since the last own step, and the counts, int64 [3]."""
-        gradients = {f"grad.{name}": one.grad for name, one in self.parameters.items() if one.grad is not None}
+        gradients = {
+            f"grad.{name}": parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None
+        }
         counts = torch.tensor([self.steps, self.loss_tokens, self.rollouts])
         return parameter_state(self.parameters, self.optimizer) | gradients | {"counts": counts}
 
@@ -218,7 +220,9 @@ class LoraPolicy(Policy):
 
     def state(self) -> Tensors:
         """Return the state of each adapter, by its name, a slash and the names of `Adapter.state`."""
-        return {f"{name}/{key}": value for name, one in self.adapters.items() for key, value in one.state().items()}
+        return {
+            f"{name}/{key}": value for name, adapter in self.adapters.items() for key, value in adapter.state().items()
+        }
 
     def load_state(self, names: Collection[str], fill: Callable[[Tensors], None]) -> None:
         """Add the adapters of `names` and let `fill` fill their tensors in place."""
