@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from replaybuf.errors import DataLost, Invalid, UnsupportedServer
-from replaybuf.store import PendingGroup, Store, WritePolicy, keys
+from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, keys
 from replaybuf.store.buckets import Attempt, BucketStore
 from tests.clusters import ValkeyCluster
 from tests.store.test_store import to_append
@@ -130,6 +130,41 @@ def test_the_bucket_of_a_missing_payload_is_checked(cluster: ValkeyCluster) -> N
             await store.groups.read_payloads("read", names)
 
     on_cluster(cluster.url, work)
+
+
+def test_a_loss_is_accepted_while_its_bucket_is_checked_again(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check finds nothing wrong any more; a run that lost both payloads and entries is `DataLost`."""
+
+    async def work(store: Store) -> None:
+        run, buckets = "accepted", buckets_of(store)
+        await append(store, run, to_append("a"))
+        await lose_payloads(cluster, store, run, "a")
+        find_loss = buckets.find_loss
+
+        async def accept_and_find(run: str, checked: Iterable[int]) -> DataLost | None:
+            await buckets.accept_loss(run)
+            return await find_loss(run, checked)
+
+        monkeypatch.setattr(buckets, "find_loss", accept_and_find)
+        (ends,) = await store.streams.read_ends([run])
+        assert isinstance(ends, Ends) and ends.group == 1
+
+        monkeypatch.setattr(buckets, "find_loss", find_loss)
+        await lose_payloads(cluster, store, run, "a")
+        store.connection.known.advance(run, Ends(9, 9, ""))
+        (lost,) = await store.streams.read_ends([run])
+        assert isinstance(lost, DataLost) and "group" in str(lost)
+
+    on_cluster(cluster.url, work)
+
+
+async def lose_payloads(cluster: ValkeyCluster, store: Store, run: str, name: str) -> None:
+    """Let the bucket of a group forget that it had payloads, and let the store find it out."""
+    written = keys.written(run, keys.bucket_of(name))
+    cluster.owner(written).client.delete(written)
+    assert await buckets_of(store).find_loss(run)
 
 
 @pytest.mark.parametrize(
