@@ -24,7 +24,7 @@ from rich.table import Table
 
 from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import print_json
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import Invalid, ReplaybufError, UnsupportedServer
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.service.peers.living_servers import SILENT_S, name_release
 from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
@@ -214,6 +214,8 @@ async def _examine_store(url: str, name: str, policy: WritePolicy = STRICT) -> l
         store = await Store.open(url, policy)
     except ReplaybufError as error:
         advice = "start Redis >= 7.0 or Valkey >= 8 there, or correct --redis-url"
+        if isinstance(error, (UnsupportedServer, Invalid)):
+            advice = "do what it says"
         return [Finding(name, "fail", error.detail, advice)]
     try:
         report = await store.connection.report()

@@ -112,10 +112,7 @@ async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, u
         check_version(read_version(each.info), each.address)
     if policy.level != "strict":
         return
-    faults = [f"{each.address}: {fault}" for each in inspections for fault in _faults(each.settings)]
-    versions = {read_name(each.info): each.address for each in inspections}
-    if len(versions) > 1:
-        faults.append("mixed versions: " + ", ".join(f"{address} has {own}" for own, address in versions.items()))
+    faults = find_faults(inspections)
     if faults:
         raise UnsupportedServer(
             f"the cluster at {url} does not keep acknowledged writes: {'; '.join(faults)}. Change this on every node, "
@@ -124,6 +121,15 @@ async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, u
             value=url,
             bound="strict",
         )
+
+
+def find_faults(nodes: Sequence[Inspection]) -> list[str]:
+    """Return why nodes of a cluster do not keep acknowledged writes together."""
+    faults = [f"{node.address}: {fault}" for node in nodes for fault in _faults(node.settings)]
+    versions = {read_name(node.info): node.address for node in nodes}
+    if len(versions) > 1:
+        faults.append("mixed versions: " + ", ".join(f"{address} has {own}" for own, address in versions.items()))
+    return faults
 
 
 def _faults(node: ServerSettings) -> list[str]:
