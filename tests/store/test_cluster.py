@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.errors import DataLost, Invalid, UnsupportedServer
+from replaybuf.errors import DataLost, Invalid, ServiceUnavailable, UnsupportedServer
 from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, keys
 from replaybuf.store.buckets import Attempt, BucketStore
 from tests.clusters import ValkeyCluster
@@ -17,6 +17,7 @@ from tests.store.test_store import to_append
 from tests.valkeys import Valkey
 
 LEASE_S = 60.0
+WITHIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +210,36 @@ def test_a_single_server_is_not_a_cluster(tmp_path: Path) -> None:
 
     with Valkey(tmp_path / "single") as single, pytest.raises(Invalid, match="is not a node of a cluster"):
         on_cluster(f"redis+cluster://127.0.0.1:{single.port}", nothing)
+
+
+def test_a_restarted_primary_waits_for_its_replicas_before_it_is_written_to(tmp_path: Path) -> None:
+    """One that keeps the older history has the higher offset: it would take over without the newer writes."""
+    with ValkeyCluster(tmp_path, replicas=2, cluster_node_timeout="3000") as nodes:
+
+        async def work(store: Store) -> None:
+            async def refusal(name: str) -> str:
+                """Return why a group is not stored; "" if it is."""
+                try:
+                    await append(store, "split", to_append(name))
+                except ServiceUnavailable as error:
+                    await asyncio.sleep(0.05)
+                    return error.detail
+                return ""
+
+            primary = nodes.owner(keys.counts("split"))
+            stranger, _ = (node for node in nodes.nodes if node.client.role()[2] == primary.port)
+            async with asyncio.timeout(WITHIN_S):
+                for name in map("before-{}".format, range(20)):
+                    while await refusal(name):
+                        pass
+            stranger.client.config_set("primaryauth", "wrong")  # it is alive, and cannot synchronize any more
+            await asyncio.to_thread(primary.kill)
+            await asyncio.to_thread(primary.start)
+            async with asyncio.timeout(WITHIN_S):
+                while "restarted" not in (why := await refusal("newer")) or "1 of 2 replicas follow it" not in why:
+                    assert why, "a write was acknowledged that a failover would lose"
+                stranger.client.config_set("primaryauth", "")
+                while await refusal("newer"):
+                    pass
+
+        on_cluster(nodes.url, work, WritePolicy(replicas=1))

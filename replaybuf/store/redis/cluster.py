@@ -12,6 +12,7 @@ the wait for the disk that follows the command would cover nothing.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.attention import FRESH_S, Attention
+from replaybuf.store.redis.cluster_connection import NodeConnection, NodeTlsConnection
 from replaybuf.store.redis.cluster_map import ClusterView, Node, combine, name, parse_nodes
 from replaybuf.store.redis.pipeline import ExchangeClient, IdleConnections
 from replaybuf.store.redis.sentinel_answers import Address, as_text
@@ -42,10 +44,20 @@ CONNECT_TIMEOUT_S = 2.0
 class ClusterNode:
     """The connections to one node: of the event loop, and of threads that read payloads."""
 
-    def __init__(self, address: Address, options: Mapping[str, Any], thread_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        options: Mapping[str, Any],
+        thread_options: Mapping[str, Any],
+        count_followers: Callable[[], int],
+    ) -> None:
         self.address = address
         host, port = address
-        pool = aioredis.Redis(host=host, port=port, **options).connection_pool
+        own = {name: value for name, value in options.items() if name != "ssl"}
+        kind = NodeTlsConnection if options["ssl"] else NodeConnection
+        pool = aioredis.ConnectionPool(
+            connection_class=kind, host=host, port=port, count_followers=count_followers, **own
+        )
         self._connections = IdleConnections(pool)
         self.exchange = self._connections.exchange
         self.client = ExchangeClient(pool, self.exchange)
@@ -141,7 +153,9 @@ class Cluster:
     def node(self, address: Address) -> ClusterNode:
         """Return a node."""
         if address not in self._nodes:
-            self._nodes[address] = ClusterNode(address, self._loop_options, self._thread_options)
+            self._nodes[address] = ClusterNode(
+                address, self._loop_options, self._thread_options, lambda: self.view.followers.get(address, 0)
+            )
         return self._nodes[address]
 
     def owner(self, key: str | bytes) -> Address:
@@ -166,9 +180,7 @@ class Cluster:
         """Follow a redirection, and ask the nodes soon."""
         owners = list(self.view.owners)
         owners[slot] = address
-        self.view = ClusterView(
-            tuple(owners), self.view.primaries, self.view.replicas, self.view.down, self.view.trouble
-        )
+        self.view = dataclasses.replace(self.view, owners=tuple(owners))
         self._attention.suspect()
 
     def suspect(self) -> None:

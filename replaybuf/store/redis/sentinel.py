@@ -35,9 +35,9 @@ from replaybuf.store.redis.sentinel_answers import (
     agreed,
     as_text,
     combine,
-    find_split,
     read_answer,
 )
+from replaybuf.store.redis.split import find_split
 
 ASK_TIMEOUT_S = 1.0
 GRACE_S, ALERT_GRACE_S = 0.05, 0.3
@@ -141,9 +141,10 @@ class SentinelPrimary:
             raise RedisConnectionError(self._view.trouble)
         return self.address
 
-    def check_split(self, role: Sequence[Any], info: str) -> None:
+    def check_split(self, info: str) -> None:
         """Raise redis-py's `ConnectionError` if a replica with an older history may still replace the primary."""
-        if why := find_split(self._view, role, info):
+        view = self._view
+        if why := find_split(info, replicas=view.replicas, down_after_s=view.down_after_s):
             host, port = self.current()
             raise RedisConnectionError(f"{host}:{port} {why}")
 
@@ -252,10 +253,9 @@ class AsyncConnection(aioredis.Connection):
         """Log in, and check that the server is a primary."""
         await super().on_connect_check_health(check_health=check_health)
         await self.send_command("ROLE", check_health=False)
-        role = await self.read_response()
-        _check_role(role, self)
+        _check_role(await self.read_response(), self)
         await self.send_command("INFO", "server", "replication", check_health=False)
-        self._sentinels.check_split(role, as_text(await self.read_response()))
+        self._sentinels.check_split(as_text(await self.read_response()))
         _check_switch(self._switches, self._sentinels)
 
 
