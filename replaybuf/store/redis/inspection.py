@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import redis.asyncio as aioredis
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from replaybuf.errors import ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.store.redis.cluster import Cluster, ClusterNode
@@ -195,9 +195,11 @@ async def _read_config(client: aioredis.Redis, answer: Answer) -> tuple[dict[str
     try:
         raw = await answer(client.config_get(*CONFIG_NAMES))
     except ReplaybufError as error:  # some Redis services refuse CONFIG; INFO holds a part of it
-        if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
+        cause = error.__cause__
+        refused = isinstance(cause, NoPermissionError)
+        if not refused and (not isinstance(cause, ResponseError) or isinstance(error, ServiceUnavailable)):
             raise
-        return {}, str(error.__cause__)
+        return {}, str(cause)
     return {_text(key): _text(value) for key, value in raw.items()}, None
 
 
