@@ -227,3 +227,21 @@ def test_a_cut_ends_the_read_of_a_thread_at_once() -> None:
                 assert not thread.is_alive() and failures
 
     asyncio.run(main())
+
+
+def test_a_thread_whose_socket_goes_between_two_steps_has_lost_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """redis-py then raises an AttributeError, which nobody waits for."""
+
+    def send(connection: redis.Connection, *_: Any, **__: Any) -> None:
+        connection.disconnect()  # type: ignore[no-untyped-call]
+        None.sendall  # type: ignore[attr-defined]  # noqa: B018 - as redis-py does
+
+    async def main() -> None:
+        async with FakeNode().running() as node:
+            with redis.Redis(port=node.port, socket_timeout=WITHIN_S) as client:
+                await asyncio.to_thread(client.ping)
+                monkeypatch.setattr(redis.Connection, "send_packed_command", send)
+                with pytest.raises(RedisConnectionError, match="were cut"):
+                    await asyncio.to_thread(read_values, client, ["key"], ("PING",))
+
+    asyncio.run(main())

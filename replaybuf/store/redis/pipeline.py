@@ -207,20 +207,23 @@ def read_values(client: redis.Redis, names: Iterable[str], last: Sequence[Any]) 
 
     Also returns the reply to the command `last`, of the same server.
     """
-    commands = [*(("GET", name) for name in names), last]
+    try:
+        *values, reply = _raise_first(_exchange_blocking(client, [*(("GET", name) for name in names), last]))
+    except AttributeError as error:  # the event loop has closed it in the middle, and redis-py had no socket any more
+        raise RedisConnectionError(_CUT) from error
+    return values, reply
+
+
+def _exchange_blocking(client: redis.Redis, commands: Sequence[Sequence[Any]]) -> list[Any]:
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_packed_command(pack(commands))
-        replies = [_read_value(connection) for _ in commands]
-    except AttributeError as error:  # the event loop has closed it in the middle, and redis-py had no socket any more
-        raise RedisConnectionError(_CUT) from error
+        return [_read_value(connection) for _ in commands]
     except BaseException:
         connection.disconnect()  # replies that are not read would answer other commands
         raise
     finally:
         client.connection_pool.release(connection)
-    *values, reply = _raise_first(replies)
-    return values, reply
 
 
 def _read_value(connection: Any) -> Any:
