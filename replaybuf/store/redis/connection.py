@@ -115,10 +115,10 @@ class Connection:
             detail = f"redis_url is {self.url!r}; use {URL_FORMS}"
             raise Invalid(detail, name="redis_url", value=self.url, bound=URL_FORMS) from None
         pools = [client.connection_pool for client in clients]
-        self._roads = [IdleConnections(pool) for pool in pools]
-        self._send = Router(self.cluster).exchange if self.cluster else self._roads[1].exchange
+        self._idle = [IdleConnections(pool) for pool in pools]
+        self._send = Router(self.cluster).exchange if self.cluster else self._idle[1].exchange
         self.client = ExchangeClient(pools[1], self._send)
-        self._blocking = ExchangeClient(pools[0], self._roads[0].exchange)
+        self._blocking = ExchangeClient(pools[0], self._idle[0].exchange)
         self.payload_client = self._topology.open_blocking_client(
             socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
         )
@@ -367,8 +367,8 @@ class Connection:
 
     def _switch(self) -> None:
         """Cut the connections to a primary that is down or was replaced; a cluster cuts those to its nodes itself."""
-        for road in self._roads:
-            road.cut()
+        for connections in self._idle:
+            connections.cut()
         self.payload_client.connection_pool.disconnect()
         self._forget_server()
 
