@@ -214,7 +214,7 @@ def test_a_single_server_is_not_a_cluster(tmp_path: Path) -> None:
 
 def test_a_restarted_primary_waits_for_its_replicas_before_it_is_written_to(tmp_path: Path) -> None:
     """One that keeps the older history has the higher offset: it would take over without the newer writes."""
-    with ValkeyCluster(tmp_path, replicas=2, cluster_node_timeout="3000") as nodes:
+    with ValkeyCluster(tmp_path, replicas=2, cluster_node_timeout="10000") as nodes:
 
         async def work(store: Store) -> None:
             async def refusal(name: str) -> str:
