@@ -131,6 +131,7 @@ class Service:
         async with self._opening:
             if await self._open(name) is None:
                 decide_create(config, 0.0)  # first: a refused configuration must leave no key
+                self._servers.check_leads()
                 if config.spill:
                     await check_folder(self.store.spill, config.spill.url)
                 lease = await self.store.runs.take_lease(name, self._servers.holder, LEASE_S, force=self._embedded)
@@ -287,8 +288,7 @@ class Service:
         except NotLeader as error:
             logger.warning("not the leader any more run=%s: %s", run.name, error.detail)
         except (LedgerGap, Unreadable) as error:
-            # The leader trimmed what we had not read, or a relaxed Redis lost its last second. If loading it fails
-            # again, for example on records of a later release, `unreadable` reports it.
+            # Trimmed by the leader, or lost by a relaxed Redis. If the load fails again, `unreadable` reports it.
             logger.warning("run is loaded again run=%s: %s", run.name, error.detail)
             self._drop(run, forget=self.store.connection.policy.level == "relaxed")
         except DataLost as error:

@@ -44,6 +44,9 @@ class Leadership:
 
     async def seek(self, run: Run, *, force: bool = False) -> None:
         """Renew our lease on a run, take a free one, or learn who holds it."""
+        if not (force or run.journal.leading or self._servers.leads):
+            await self.renew([run])
+            return
         async with run.lease.asking:
             if run.journal.leading and not run.lease.due():
                 return  # another task has renewed it while we waited
@@ -120,6 +123,9 @@ class Leadership:
 
     def _takes(self, run: Run, asked_s: float) -> bool:
         """Return whether to take a free lease now: the server that should have it comes first, for a moment."""
+        if not self._servers.leads:
+            run.lease.extend(RENEWAL_S, asked_s)  # of nobody: one of another release takes it, or ends
+            return False
         return self._servers.is_ours(run.name, run.lease.holder) or not run.lease.leave(asked_s)
 
     async def hand_over(self, run: Run, successor: str) -> None:

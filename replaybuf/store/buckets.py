@@ -170,7 +170,7 @@ class BucketStore:
             return None
         loss = await self.find_loss(run, [self._lost[run]])
         if loss is None:
-            del self._lost[run]
+            self._lost.pop(run, None)  # an operator may have accepted the loss meanwhile
         return loss
 
     async def count_missing(self, run: str) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from replaybuf.errors import Conflict
 from replaybuf.store import keys
 from replaybuf.store.redis.connection import Connection, text
+
+_ANNOUNCED = re.compile(r"(\d+) (\d+) (\S*) ?(-?\d*)")
+"""As `rb_announce` writes it: since, last seen, release, clock ahead, times in ms."""
 
 
 class AnnouncedServer(NamedTuple):
@@ -62,6 +66,21 @@ class ServerStore:
             AnnouncedServer(text(name), text(of), int(alive) / 1000, int(silent) / 1000, int(ahead or 0) / 1000)
             for name, of, alive, silent, ahead in zip(*fields, strict=True)
         ]
+
+    async def read(self) -> list[AnnouncedServer]:
+        """Read the servers that have announced themselves, without announcing one."""
+        pipe = self._connection.pipeline()
+        pipe.hgetall(keys.SERVERS)
+        pipe.time()
+        announced, (seconds, micros) = await self._connection.run(pipe.execute())
+        now_ms = 1000 * int(seconds) + int(micros) / 1000
+        servers = []
+        for holder, value in announced.items():
+            if match := _ANNOUNCED.fullmatch(text(value)):
+                since, seen, release, ahead = match.groups()
+                alive_s, silent_s = ((now_ms - int(moment)) / 1000 for moment in (since, seen))
+                servers.append(AnnouncedServer(text(holder), release, alive_s, silent_s, int(ahead or 0) / 1000))
+        return servers
 
     async def withdraw(self, holder: str) -> None:
         """Forget a server that ends."""

@@ -42,7 +42,7 @@ class StreamEnds:
         for position, run in enumerate(runs):
             try:
                 loss = await self._buckets.find_loss_again(run) if self._buckets else None
-            except ServiceUnavailable as error:
+            except (DataLost, ServiceUnavailable) as error:
                 ends[position] = error
             else:
                 ends[position] = loss or ends[position]

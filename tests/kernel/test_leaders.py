@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.kernel.decide.leaders import Seniority, leading_release, wanted_leader
 
 RUNS = [f"run-{number}" for number in range(400)]
 servers = st.sets(st.text(min_size=1, max_size=40), min_size=1, max_size=9).map(frozenset)
@@ -37,3 +37,12 @@ def test_every_run_has_a_leader_and_the_shares_are_even(names: frozenset[str]) -
 
 def test_without_servers_nobody_is_wanted() -> None:
     assert wanted_leader("run", frozenset()) is None
+
+
+def test_the_release_of_the_server_that_has_lived_longest_leads() -> None:
+    """A server of another release that joins follows; names decide between servers that started together."""
+    old, new = Seniority(9.0, "a", "1.0"), Seniority(2.0, "b", "2.0")
+    assert leading_release([new, old, Seniority(1.0, "c", "1.0")]) == "1.0"
+    assert leading_release([new]) == "2.0"
+    together = [Seniority(0.0, "a", "1.0"), Seniority(0.0, "b", "2.0")]
+    assert leading_release(together) == leading_release(reversed(together)) == "2.0"

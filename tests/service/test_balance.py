@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.errors import NotLeader
+from replaybuf.errors import NotLeader, ServiceUnavailable
 from replaybuf.kernel.decide.leaders import wanted_leader
 from replaybuf.service.host import Service
 from replaybuf.service.leadership import Leadership
@@ -83,10 +83,10 @@ def test_runs_are_handed_over_to_steady_servers_of_the_same_release(tmp_path: Pa
                 await servers.announce()
                 assert not handed_to(servers)
                 assert not any(servers.is_ours(run, "") for run in share)
-            for release, silent_s in (("0.0.1", 0.0), (None, SILENT_S + 1)):
+            for release, silent_s, leads in (("0.0.1", 0.0, False), (None, SILENT_S + 1, True)):
                 await announce(store, of=release, silent_s=silent_s)
                 await servers.announce()
-                assert not handed_to(servers)
+                assert not handed_to(servers) and servers.leads is leads
                 assert all(servers.is_ours(run, "") for run in RUNS)
 
     asyncio.run(main())
@@ -196,6 +196,43 @@ def test_a_leader_takes_over_from_itself_if_a_handover_fails(tmp_path: Path) -> 
             assert run.journal.leading
 
     asyncio.run(main())
+
+
+def test_a_server_of_another_release_follows_until_the_others_have_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes no free lease and creates no run, says so, and `doctor` sees it; then it leads."""
+
+    async def main() -> None:
+        async with alone(tmp_path) as store:
+            await led(store, LivingServers(store, "http://there"), "followed")
+            await store.connection.client.delete(keys.lead("followed"))
+            await announce(store, of="0.0.1+old")
+            service = Service(store, url="http://here", embedded=False)
+            await service.start()
+            run = service.runs["followed"]
+            for _ in range(2):
+                assert not run.journal.leading and not run.lease.due()
+                run.lease.extend(-1.0)
+                assert await service._leadership.renew([run]) == []
+            with pytest.raises(ServiceUnavailable, match=r"http://there has the release and plug-ins 0.0.1\+old"):
+                await service.create("new", CONFIG)
+            releases = {server.holder: server.release for server in await store.servers.read()}
+            assert releases[OTHER] == "0.0.1+old" and len(releases) == 2
+            await store.servers.withdraw(OTHER)
+            await service._servers.announce()
+            run.lease.extend(-1.0)
+            await service._leadership.seek(run)
+            assert run.journal.leading and (await service.create("new", CONFIG))[1]
+            await announce(store, of="0.0.2+new", alive_s=0.0)
+            await service._servers.announce()
+            assert service._servers.leads
+            await service.stop()
+
+    asyncio.run(main())
+    assert [
+        record.message.count("follows, and leads no run") for record in caplog.records if "plug-ins" in record.message
+    ] == [1, 1]
 
 
 def test_a_free_lease_goes_first_to_the_server_that_should_have_it(tmp_path: Path) -> None:

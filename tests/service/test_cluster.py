@@ -334,7 +334,10 @@ def test_a_dead_node_keeps_no_other_run_from_being_checked(
             async with asyncio.timeout(WITHIN_S):
                 while not service.store.connection.trouble:  # noqa: ASYNC110 - another task finds it out
                     await asyncio.sleep(0.02)
-                await asyncio.to_thread(connect(server.url, living).append, group(stored))
+                append = functools.partial(connect(server.url, living).post, "groups", groups=[group(stored)])
+                await asyncio.to_thread(
+                    eventually, append, WITHIN_S, lambda answer: answer.is_success
+                )  # it may notice now
                 while not (news := await service.store.streams.wait_for_entries(ends, WITHIN_S)):
                     pass
                 assert news == [living]

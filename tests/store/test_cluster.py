@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from replaybuf.errors import DataLost, Invalid, UnsupportedServer
-from replaybuf.store import PendingGroup, Store, WritePolicy, keys
+from replaybuf.errors import DataLost, Invalid, ServiceUnavailable, UnsupportedServer
+from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, keys
 from replaybuf.store.buckets import Attempt, BucketStore
 from tests.clusters import ValkeyCluster
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
 
 LEASE_S = 60.0
+WITHIN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,41 @@ def test_the_bucket_of_a_missing_payload_is_checked(cluster: ValkeyCluster) -> N
     on_cluster(cluster.url, work)
 
 
+def test_a_loss_is_accepted_while_its_bucket_is_checked_again(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check finds nothing wrong any more; a run that lost both payloads and entries is `DataLost`."""
+
+    async def work(store: Store) -> None:
+        run, buckets = "accepted", buckets_of(store)
+        await append(store, run, to_append("a"))
+        await lose_payloads(cluster, store, run, "a")
+        find_loss = buckets.find_loss
+
+        async def accept_and_find(run: str, checked: Iterable[int]) -> DataLost | None:
+            await buckets.accept_loss(run)
+            return await find_loss(run, checked)
+
+        monkeypatch.setattr(buckets, "find_loss", accept_and_find)
+        (ends,) = await store.streams.read_ends([run])
+        assert isinstance(ends, Ends) and ends.group == 1
+
+        monkeypatch.setattr(buckets, "find_loss", find_loss)
+        await lose_payloads(cluster, store, run, "a")
+        store.connection.known.advance(run, Ends(9, 9, ""))
+        (lost,) = await store.streams.read_ends([run])
+        assert isinstance(lost, DataLost) and "group" in str(lost)
+
+    on_cluster(cluster.url, work)
+
+
+async def lose_payloads(cluster: ValkeyCluster, store: Store, run: str, name: str) -> None:
+    """Let the bucket of a group forget that it had payloads, and let the store find it out."""
+    written = keys.written(run, keys.bucket_of(name))
+    cluster.owner(written).client.delete(written)
+    assert await buckets_of(store).find_loss(run)
+
+
 @pytest.mark.parametrize(
     ("setting", "good", "bad"), [("appendonly", "yes", "no"), ("maxmemory-policy", "noeviction", "allkeys-lru")]
 )
@@ -174,3 +210,36 @@ def test_a_single_server_is_not_a_cluster(tmp_path: Path) -> None:
 
     with Valkey(tmp_path / "single") as single, pytest.raises(Invalid, match="is not a node of a cluster"):
         on_cluster(f"redis+cluster://127.0.0.1:{single.port}", nothing)
+
+
+def test_a_restarted_primary_waits_for_its_replicas_before_it_is_written_to(tmp_path: Path) -> None:
+    """One that keeps the older history has the higher offset: it would take over without the newer writes."""
+    with ValkeyCluster(tmp_path, replicas=2, cluster_node_timeout="10000") as nodes:
+
+        async def work(store: Store) -> None:
+            async def refusal(name: str) -> str:
+                """Return why a group is not stored; "" if it is."""
+                try:
+                    await append(store, "split", to_append(name))
+                except ServiceUnavailable as error:
+                    await asyncio.sleep(0.05)
+                    return error.detail
+                return ""
+
+            primary = nodes.owner(keys.counts("split"))
+            stranger, _ = (node for node in nodes.nodes if node.client.role()[2] == primary.port)
+            async with asyncio.timeout(WITHIN_S):
+                for name in map("before-{}".format, range(20)):
+                    while await refusal(name):
+                        pass
+            stranger.client.config_set("primaryauth", "wrong")  # it is alive, and cannot synchronize any more
+            await asyncio.to_thread(primary.kill)
+            await asyncio.to_thread(primary.start)
+            async with asyncio.timeout(WITHIN_S):
+                while "restarted" not in (why := await refusal("newer")) or "1 of 2 replicas follow it" not in why:
+                    assert why, "a write was acknowledged that a failover would lose"
+                stranger.client.config_set("primaryauth", "")
+                while await refusal("newer"):
+                    pass
+
+        on_cluster(nodes.url, work, WritePolicy(replicas=1))

@@ -20,10 +20,17 @@ def node(address: tuple[str, int], epoch: int, *slots: tuple[int, int], failed: 
 def test_the_answer_of_a_node_names_all_nodes_with_an_address() -> None:
     """A node that knows no address of its own has the one that was asked."""
     assert parse_nodes(LINES, A) == [
-        node(A, 1, (0, 8000), (8002, 8002)),
-        node(B, 2, (8001, 8001), (8003, 16383), failed=True),
-        Node(C, False, False, 1, ()),
+        Node(A, True, False, 1, ((0, 8000), (8002, 8002)), "a1", "-"),
+        Node(B, True, True, 2, ((8001, 8001), (8003, 16383)), "b1", "-"),
+        Node(C, False, False, 1, (), "c1", "a1"),
     ]
+
+
+def test_replicas_that_are_not_down_are_counted_for_each_primary() -> None:
+    """A node that has not heard of a replica yet does not hide it."""
+    known = parse_nodes(LINES, A)
+    assert combine([known, known[:2]]).followers == {A: 1}
+    assert combine([[*known[:2], Node(C, False, True, 1, (), "c1", "a1")]]).followers == {}
 
 
 def test_the_newest_claim_of_a_slot_counts_and_not_the_majority() -> None:

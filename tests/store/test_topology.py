@@ -8,7 +8,8 @@ import pytest
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.cluster import Cluster
-from replaybuf.store.redis.sentinel_answers import Answer, View, agreed, combine, find_split
+from replaybuf.store.redis.sentinel_answers import Answer, View, agreed, combine
+from replaybuf.store.redis.split import find_split
 from replaybuf.store.topology import SentinelUrl, is_redis_url, parse_topology
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
@@ -125,8 +126,11 @@ def test_a_restarted_primary_waits_for_the_replicas_of_its_old_history(
     offsets: tuple[int, ...], up_s: int, former: str, usable: bool
 ) -> None:
     """Sentinel would promote the one with the higher offset, which is that of the old history."""
-    role = [b"master", 9, [[b"127.0.0.1", b"1", str(offset).encode()] for offset in offsets]]
-    info = f"# Server\r\nuptime_in_seconds:{up_s}\r\n# Replication\r\nmaster_replid2:{former}\r\n"
-    answers = [dataclasses.replace(answer(OLD), replicas=2, down_after_s=1.0) for _ in range(2)]
-    why = find_split(combine(answers, 3, "n"), role, info)
+    replicas = [
+        f"slave{number}:ip=127.0.0.1,port=1,state=online,offset={offset},lag=0,type=replica"
+        for number, offset in enumerate(offsets)
+    ]
+    facts = [f"uptime_in_seconds:{up_s}", "# Replication", "role:master", *replicas, f"master_replid2:{former}"]
+    view = combine([dataclasses.replace(answer(OLD), replicas=2, down_after_s=1.0) for _ in range(2)], 3, "n")
+    why = find_split("\r\n".join(facts), replicas=view.replicas, down_after_s=view.down_after_s)
     assert (why is None) == usable, why

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import print_json
-from replaybuf.errors import ReplaybufError
+from replaybuf.errors import Invalid, ReplaybufError, UnsupportedServer
 from replaybuf.plugins import entry_points as plugins
+from replaybuf.service.peers.living_servers import SILENT_S, name_release
 from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
 from replaybuf.store.redis.durability import STRICT
 from replaybuf.store.redis.embedded import least_free_bytes
@@ -213,10 +214,13 @@ async def _examine_store(url: str, name: str, policy: WritePolicy = STRICT) -> l
         store = await Store.open(url, policy)
     except ReplaybufError as error:
         advice = "start Redis >= 7.0 or Valkey >= 8 there, or correct --redis-url"
+        if isinstance(error, (UnsupportedServer, Invalid)):
+            advice = "do what it says"
         return [Finding(name, "fail", error.detail, advice)]
     try:
         report = await store.connection.report()
         clock = await _clock(store)
+        servers = await _servers(store)
     finally:
         await store.close()
     return [
@@ -225,6 +229,7 @@ async def _examine_store(url: str, name: str, policy: WritePolicy = STRICT) -> l
         _replicas(report),
         _memory(report),
         clock,
+        servers,
     ]
 
 
@@ -260,3 +265,13 @@ async def _clock(store: Store) -> Finding:
     good = abs(offset_s) < LARGEST_CLOCK_OFFSET_S
     advice = "" if good else "synchronise the clocks (NTP): ticket deadlines are off by this much"
     return Finding("clock", "ok" if good else "warn", f"{round(offset_s * 1000):+} ms against Redis", advice)
+
+
+async def _servers(store: Store) -> Finding:
+    """Compare the releases of the servers that live on this Redis with this installation."""
+    living, own = [server for server in await store.servers.read() if server.silent_s <= SILENT_S], name_release()
+    others = [f"{server.holder.partition('@')[2]} has {server.release}" for server in living if server.release != own]
+    if not others:
+        return Finding("servers", "ok", f"{len(living)} live on this Redis, of other releases none")
+    advice = "stop all servers of one Redis, install one release, and start them: a server of another one leads no run"
+    return Finding("servers", "warn", f"{'; '.join(others)}; release and plug-ins of this one: {own}", advice)

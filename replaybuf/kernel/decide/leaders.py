@@ -1,4 +1,4 @@
-"""Which of several servers should lead a run: rendezvous hashing.
+"""Which of several servers may lead runs, and which of them should lead one: rendezvous hashing.
 
 Each server has a weight for each run, and the server with the largest weight is wanted. A server that joins takes over
 only the runs for which its weight is the largest; the runs of a server that leaves are spread over all others. Source:
@@ -9,9 +9,27 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple
 
 KEPT = 8192
 """Answers that are kept: each server asks again and again for the same runs and servers."""
+
+
+class Seniority(NamedTuple):
+    """How long a server has lived; its name decides between equal ones. `release`: what it runs."""
+
+    alive_s: float
+    server: str
+    release: str
+
+
+def leading_release(servers: Iterable[Seniority]) -> str:
+    """Return the release that leads runs while servers of several live: that of the server that has lived longest.
+
+    A server of another release that joins must not write records that the others cannot read.
+    """
+    return max(servers).release
 
 
 @functools.lru_cache(maxsize=KEPT)

@@ -13,7 +13,8 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 
-from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.errors import ServiceUnavailable
+from replaybuf.kernel.decide.leaders import Seniority, leading_release, wanted_leader
 from replaybuf.plugins.entry_points import ADMISSIONS, FILTERS, STRATEGIES, installed
 from replaybuf.service.clock import SYSTEM_CLOCK
 from replaybuf.service.run.lease import LEASE_S
@@ -41,11 +42,16 @@ def name_release() -> str:
     return f"{__version__}+{hashlib.blake2b(repr(plugins).encode(), digest_size=4).hexdigest()}"
 
 
+_FOLLOWS = "This server follows, and leads no run until that one has ended; upgrade all servers of one Redis together"
+_IS_LED = "It follows, and leads no run while servers of our release live; upgrade all servers of one Redis together"
+
+
 class LivingServers:
     """Servers of our release that live, ourselves included: `holder` names this server, and its leases.
 
     `alone`: no other server uses this Redis, or this one has no part in the sharing. It announces nothing, so no server
-    waits for a run of it. `wall`: the clock of this server, which decides nothing here.
+    waits for a run of it. `wall`: the clock of this server, which decides nothing here. `leads`: whether it may
+    begin to lead runs; if not, a server of another release has lived longer.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class LivingServers:
         self._names = frozenset({self.holder})
         self._steady = False
         self._release = ""
+        self._strangers: list[AnnouncedServer] = []
+        self.leads = True
 
     async def announce(self) -> None:
         """Announce this server, and read the others."""
@@ -68,6 +76,7 @@ class LivingServers:
         self._release = self._release or await asyncio.to_thread(name_release)
         own, *others = await self._store.servers.announce(self.holder, self._release, SILENT_S, self._wall())
         self._compare_clocks(own, others)
+        self._compare_releases(own, others)
         self._steady = own.alive_s >= STEADY_S
         self._others = {server.holder: server for server in others if server.release == own.release}
         self._names = frozenset({self.holder, *self._others})
@@ -88,6 +97,23 @@ class LivingServers:
                     "ahead of" if apart_s > 0 else "behind",
                 )
             self._apart[server.holder] = server.holder in seen
+
+    def _compare_releases(self, own: AnnouncedServer, others: Sequence[AnnouncedServer]) -> None:
+        """Decide whether this server may lead, and report servers of another release that come."""
+        living = (Seniority(server.alive_s, server.holder, server.release) for server in (own, *others))
+        self.leads = own.release == leading_release(living)
+        seen = {server.holder for server in self._strangers}
+        self._strangers = [server for server in others if server.release != own.release]
+        for server in self._strangers:
+            if server.holder not in seen:
+                logger.warning("%s %s", _name_stranger(server, own.release), _IS_LED if self.leads else _FOLLOWS)
+
+    def check_leads(self) -> None:
+        """Raise `ServiceUnavailable` if this server may not begin to lead a run."""
+        if not self.leads:
+            stranger = max(self._strangers, key=lambda server: server.alive_s)
+            detail = f"{_name_stranger(stranger, self._release)} {_FOLLOWS}"
+            raise ServiceUnavailable(detail, name="release", value=self._release, bound=stranger.release)
 
     async def withdraw(self) -> None:
         """Let the others share our runs at once."""
@@ -119,3 +145,8 @@ class LivingServers:
 
     def _wanted(self, run: str) -> str:
         return wanted_leader(run, self._names) or self.holder
+
+
+def _name_stranger(server: AnnouncedServer, release: str) -> str:
+    where = server.holder.partition("@")[2] or server.holder
+    return f"the server at {where} has the release and plug-ins {server.release}, this one has {release}."

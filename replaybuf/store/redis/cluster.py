@@ -12,9 +12,8 @@ the wait for the disk that follows the command would cover nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
 import itertools
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,14 +23,15 @@ import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import AuthenticationError, MovedError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.attention import FRESH_S, Attention
+from replaybuf.store.redis.cluster_connection import NodeConnection, NodeTlsConnection
 from replaybuf.store.redis.cluster_map import ClusterView, Node, combine, name, parse_nodes
-from replaybuf.store.redis.pipeline import IdleConnections
+from replaybuf.store.redis.pipeline import ExchangeClient, IdleConnections
 from replaybuf.store.redis.sentinel_answers import Address, as_text
 
 ASK_TIMEOUT_S = 1.0
@@ -44,27 +44,33 @@ CONNECT_TIMEOUT_S = 2.0
 class ClusterNode:
     """The connections to one node: of the event loop, and of threads that read payloads."""
 
-    def __init__(self, address: Address, options: Mapping[str, Any], thread_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        options: Mapping[str, Any],
+        thread_options: Mapping[str, Any],
+        count_followers: Callable[[], int],
+    ) -> None:
         self.address = address
         host, port = address
-        self.client = aioredis.Redis(host=host, port=port, **options)
+        own = {name: value for name, value in options.items() if name != "ssl"}
+        kind = NodeTlsConnection if options["ssl"] else NodeConnection
+        pool = aioredis.ConnectionPool(
+            connection_class=kind, host=host, port=port, count_followers=count_followers, **own
+        )
+        self._connections = IdleConnections(pool)
+        self.exchange = self._connections.exchange
+        self.client = ExchangeClient(pool, self.exchange)
         self.reader = redis.Redis(host=host, port=port, **thread_options)
-        self.exchange = IdleConnections(self.client.connection_pool).exchange
 
     def cut(self) -> None:
-        """Abort the connections: all who wait for an answer get an error at once, and the next use connects again."""
-        pool: Any = self.client.connection_pool
-        for connection in (*pool._available_connections, *pool._in_use_connections):
-            if connection._writer is not None:
-                connection._writer.transport.abort()
-        readers: Any = self.reader.connection_pool
-        for reader in (*readers._available_connections, *readers._in_use_connections):
-            with contextlib.suppress(OSError, AttributeError):  # it is closed already
-                reader._sock.shutdown(socket.SHUT_RDWR)
+        """Close the connections: all who wait for an answer get an error at once, and the next use connects again."""
+        self._connections.cut()
+        self.reader.connection_pool.disconnect()
 
     async def close(self) -> None:
         """Close all connections."""
-        await self.client.aclose()
+        await self._connections.close()
         self.reader.close()
 
 
@@ -80,7 +86,7 @@ class Cluster:
         self._loop_options: dict[str, Any] = {}
         self._thread_options: dict[str, Any] = {}
         self._nodes: dict[Address, ClusterNode] = {}
-        self._asked: dict[Address, aioredis.Redis] = {}
+        self._asked: dict[Address, IdleConnections] = {}
         self._turn = itertools.count()
         self._asked_s = -float("inf")
         self._asking = asyncio.Lock()
@@ -110,7 +116,7 @@ class Cluster:
         for host in self._hosts:
             try:
                 await self._ask_one(host)
-            except (ResponseError, AuthenticationError) as error:
+            except (ResponseError, AuthenticationError, ValueError) as error:
                 detail = f"{name(host)} is not a node of a cluster, or it refuses CLUSTER NODES: {error}"
                 raise Invalid(detail, name="redis_url", value=name(host)) from error
             except (RedisError, OSError):
@@ -129,8 +135,8 @@ class Cluster:
             await asyncio.gather(self._watching, return_exceptions=True)
         for node in self._nodes.values():
             await node.close()
-        for client in self._asked.values():
-            await client.aclose()
+        for asked in self._asked.values():
+            await asked.close()
 
     # ------------------------------------------------------------------ nodes
 
@@ -147,7 +153,9 @@ class Cluster:
     def node(self, address: Address) -> ClusterNode:
         """Return a node."""
         if address not in self._nodes:
-            self._nodes[address] = ClusterNode(address, self._loop_options, self._thread_options)
+            self._nodes[address] = ClusterNode(
+                address, self._loop_options, self._thread_options, lambda: self.view.followers.get(address, 0)
+            )
         return self._nodes[address]
 
     def owner(self, key: str | bytes) -> Address:
@@ -158,18 +166,21 @@ class Cluster:
             raise RedisConnectionError(self.view.trouble or f"the cluster does not serve slot {slot}")
         return address
 
+    async def find_owner(self, key: str) -> ClusterNode:
+        """Return the primary of a key. Raises redis-py's `ConnectionError` while there is none."""
+        await self.find()
+        return self.node(self.owner(key))
+
     def owner_name(self, key: str) -> str:
         """Return the address of the primary of a key as text, for messages."""
         address = self.view.owners[key_slot(key.encode())]
         return name(address) if address else "(nobody)"
 
-    def move_slot(self, moved: MovedError) -> None:
+    def move_slot(self, slot: int, address: Address) -> None:
         """Follow a redirection, and ask the nodes soon."""
         owners = list(self.view.owners)
-        owners[moved.slot_id] = (moved.host or self._hosts[0][0], moved.port)
-        self.view = ClusterView(
-            tuple(owners), self.view.primaries, self.view.replicas, self.view.down, self.view.trouble
-        )
+        owners[slot] = address
+        self.view = dataclasses.replace(self.view, owners=tuple(owners))
         self._attention.suspect()
 
     def suspect(self) -> None:
@@ -220,16 +231,17 @@ class Cluster:
         return [answer for answer in answers if answer]
 
     async def _ask(self, address: Address) -> list[Node]:
-        """Ask one node; an empty list if it does not answer."""
+        """Ask one node; an empty list if it does not answer, or not as a node."""
         try:
             return await self._ask_one(address)
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, ValueError) as error:
             self._failure = f"{name(address)}: {error}"
             return []
 
     async def _ask_one(self, address: Address) -> list[Node]:
+        """Ask one node. Raises its error, and `ValueError` for another form of reply."""
         if address not in self._asked:
-            self._asked[address] = aioredis.Redis(
+            client = aioredis.Redis(
                 host=address[0],
                 port=address[1],
                 socket_timeout=ASK_TIMEOUT_S,
@@ -238,9 +250,10 @@ class Cluster:
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
                 **self._options,
             )
-        # redis-py's own method parses the reply, without the epochs.
-        pipe = self._asked[address].pipeline(transaction=False)
-        pipe.response_callbacks = {}
-        pipe.execute_command("CLUSTER", "NODES")
-        (reply,) = await pipe.execute()
+            self._asked[address] = IdleConnections(client.connection_pool)
+        (reply,) = await self._asked[address].exchange([("CLUSTER", "NODES")])
+        if isinstance(reply, Exception):
+            raise reply
+        if not isinstance(reply, bytes):
+            raise ValueError(f"CLUSTER NODES returned {type(reply).__name__}")
         return parse_nodes(as_text(reply), address)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from replaybuf.store.redis.sentinel_answers import Address
 
@@ -18,6 +19,7 @@ class Node:
     - `failed`: most primaries miss it (`fail`), or the answering node does (`fail?`)
     - `epoch`: of its configuration; the owner of a slot is the claimant with the highest
     - `slots`: ranges of slots that it serves, first and last
+    - `id`, `primary_id`: its name in the cluster, and that of the primary of a replica
     """
 
     address: Address
@@ -25,6 +27,8 @@ class Node:
     failed: bool
     epoch: int
     slots: tuple[tuple[int, int], ...]
+    id: str = ""
+    primary_id: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class ClusterView:
     - `primaries`: those that own slots; `replicas`: those that do not take writes
     - `down`: nodes that most of the asked miss
     - `trouble`: which slots cannot be used, and why; None if all can
+    - `followers`: how many replicas of each primary are not down
     """
 
     owners: tuple[Address | None, ...] = (None,) * SLOTS
@@ -42,6 +47,7 @@ class ClusterView:
     replicas: tuple[Address, ...] = ()
     down: frozenset[Address] = frozenset()
     trouble: str | None = None
+    followers: Mapping[Address, int] = dataclasses.field(default_factory=dict)
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -53,14 +59,15 @@ def parse_nodes(text: str, asked: Address) -> list[Node]:
     """Parse a reply to CLUSTER NODES of the node at `asked`: a node that knows no address of its own has this host."""
     nodes = []
     for line in text.splitlines():
-        _, where, flags, _, _, _, epoch, _, *slots = line.split()
+        node_id, where, flags, primary_id, _, _, epoch, _, *slots = line.split()
         host, _, port = where.partition(",")[0].partition("@")[0].rpartition(":")
         marks = flags.split(",")
         if "noaddr" in marks or "handshake" in marks:
             continue
         ranges = tuple(_parse_range(slot) for slot in slots if not slot.startswith("["))
         failed = "fail" in marks or "fail?" in marks
-        nodes.append(Node((host or asked[0], int(port)), "master" in marks, failed, int(epoch), ranges))
+        address = host or asked[0], int(port)
+        nodes.append(Node(address, "master" in marks, failed, int(epoch), ranges, node_id, primary_id))
     return nodes
 
 
@@ -82,7 +89,18 @@ def combine(answers: Sequence[Sequence[Node]], failure: str = "") -> ClusterView
     down = frozenset(address for address in known if missed.count(address) > len(answers) // 2)
     primaries = tuple(sorted({owner for owner in owners if owner}))
     replicas = tuple(address for address in known if address not in primaries)
-    return ClusterView(tuple(owners), primaries, replicas, down, _find_trouble(owners, down))
+    followers = _count_followers(answers, down)
+    return ClusterView(tuple(owners), primaries, replicas, down, _find_trouble(owners, down), followers)
+
+
+def _count_followers(answers: Sequence[Sequence[Node]], down: frozenset[Address]) -> dict[Address, int]:
+    """Return the number of replicas of each primary that are not down, the highest of all answers."""
+    most: Counter[Address] = Counter()
+    for answer in answers:
+        addresses = {node.id: node.address for node in answer}
+        following = [node for node in answer if not node.primary and node.address not in down]
+        most |= Counter(addresses[node.primary_id] for node in following if node.primary_id in addresses)
+    return dict(most)
 
 
 def _find_trouble(owners: Sequence[Address | None], down: frozenset[Address]) -> str | None:

@@ -79,9 +79,10 @@ class Router:
         return [self._cluster.view.primaries[0] if key is None else self._cluster.owner(key)]
 
     def _follow(self, reply: AskError, asked: Address) -> Address:
+        address = reply.host or asked[0], reply.port
         if isinstance(reply, MovedError):
-            self._cluster.move_slot(reply)
-        return reply.host or asked[0], reply.port
+            self._cluster.move_slot(reply.slot_id, address)
+        return address
 
     async def _exchange(
         self,

@@ -43,16 +43,13 @@ class ClusterReads:
         rest = {run: known for run, known in streams.items() if run not in self._reads}
         moved = await self._look(rest) if rest and time.monotonic() >= self._look_at_s else []
         await asyncio.wait(self._reads.values(), timeout=0 if moved else timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        ended = {run: read for run, read in self._reads.items() if read.done()}
-        for run in ended:
-            del self._reads[run]
-        failures = [failure for read in ended.values() if (failure := read.exception())]
-        if failures and len(failures) == len(streams):
-            raise failures[0]
+        ended = {run: self._reads.pop(run) for run, read in [*self._reads.items()] if read.done()}
+        answered = {run: read for run, read in ended.items() if not read.cancelled()}
+        failures = [failure for read in answered.values() if (failure := read.exception())]
         for failure in failures:
-            if not isinstance(failure, ServiceUnavailable):
+            if len(failures) == len(streams) or not isinstance(failure, ServiceUnavailable):
                 raise failure
-        return moved + [run for run, read in ended.items() if not read.exception() and read.result()]
+        return moved + [run for run, read in answered.items() if not read.exception() and read.result()]
 
     async def _read(self, known: Streams, timeout_s: float) -> bool:
         pipe = self._connection.pipeline()

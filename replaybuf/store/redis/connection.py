@@ -92,11 +92,10 @@ class Connection:
         self._shown = "" if private or policy.level == "relaxed" else "1"
         self.unconfirmed = self.replicas_confirmed = 0
         self.process_id = ""
-        self._topology = parse_topology(url, self._forget_server)
+        self._topology = parse_topology(url, self._switch)
         self.cluster = self._topology if isinstance(self._topology, Cluster) else None
         self._explain_outage = explain_outage or self._topology.explain
-        self._prepared = False
-        self._preparing = asyncio.Lock()
+        self._prepared, self._preparing = False, asyncio.Lock()
         self._stalled_until_s = 0.0
         self._barrier: Barrier | None = None
         self._reads_durable = True
@@ -109,17 +108,19 @@ class Connection:
             # With these notifications redis-py does not check whether a pooled connection was closed.
             "maint_notifications_config": MaintNotificationsConfig(enabled=False),
         }
-        retry, timeout_s = Retry(NoBackoff(), 0), self.command_timeout_s
+        retry, timeouts_s = Retry(NoBackoff(), 0), (None, self.command_timeout_s)  # a cluster's nodes have the last
         try:
-            self._blocking = self._topology.open_client(socket_timeout=None, retry=retry, **common)
-            pool = self._topology.open_client(socket_timeout=timeout_s, retry=retry, **common).connection_pool
+            clients = [self._topology.open_client(socket_timeout=each, retry=retry, **common) for each in timeouts_s]
         except ValueError:  # its message may hold a part of the password
             detail = f"redis_url is {self.url!r}; use {URL_FORMS}"
             raise Invalid(detail, name="redis_url", value=self.url, bound=URL_FORMS) from None
-        self._send = (Router(self.cluster) if self.cluster else IdleConnections(pool)).exchange
-        self.client = ExchangeClient(pool, self._send)
+        pools = [client.connection_pool for client in clients]
+        self._idle = [IdleConnections(pool) for pool in pools]
+        self._send = Router(self.cluster).exchange if self.cluster else self._idle[1].exchange
+        self.client = ExchangeClient(pools[1], self._send)
+        self._blocking = ExchangeClient(pools[0], self._idle[0].exchange)
         self.payload_client = self._topology.open_blocking_client(
-            socket_timeout=timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
+            socket_timeout=self.command_timeout_s, retry=BlockingRetry(NoBackoff(), 0), **common
         )
 
     async def close(self) -> None:
@@ -140,8 +141,7 @@ class Connection:
         """Return a client whose connections lead to the server of this key."""
         if self.cluster is None:
             return self.client
-        await self._answer(self.cluster.find())
-        return self.cluster.node(self.cluster.owner(key)).client
+        return (await self._answer(self.cluster.find_owner(key))).client  # type: ignore[no-any-return]
 
     async def run(self, command: Awaitable[Any]) -> Any:
         """Await a command on a prepared server, and translate its errors."""
@@ -281,16 +281,12 @@ class Connection:
 
     async def read_blocking(self, streams: Mapping[Any, Any], timeout_s: float) -> Any:
         """Read one entry of each stream, or block until there is one; None after `timeout_s`."""
-
-        async def read() -> Any:  # the coroutine of xread would warn if it were closed unawaited
-            return await self._blocking.xread(dict(streams), count=1, block=int(timeout_s * 1000))
-
+        read = self._blocking.xread(dict(streams), count=1, block=int(timeout_s * 1000))
         within_s = timeout_s + self.command_timeout_s
         try:
             async with asyncio.timeout(within_s):
-                return await self.run(read())
+                return await self.run(read)
         except TimeoutError:
-            await self._blocking.connection_pool.disconnect()
             self._start_stall()
             raise unavailable(self.url, f"did not answer a blocking read within {within_s} s") from None
 
@@ -333,16 +329,14 @@ class Connection:
             if not self._prepared:
                 self._check_stall()
                 check_version((await self._inspect()).version, self.url)
-                await self._load_library()
+                cluster, answer = self.cluster, self._answer
+                await (load_on_cluster(cluster, answer) if cluster else load_library(self.client, answer))
                 self._prepared = True
 
     async def report(self) -> ServerReport:
         """Read the server's version and persistence; later writes wait accordingly."""
         self._check_stall()
         return await self._inspect()
-
-    async def _load_library(self) -> None:
-        await (load_on_cluster(self.cluster, self._answer) if self.cluster else load_library(self.client, self._answer))
 
     async def _inspect(self) -> ServerReport:
         inspection = await inspect_servers(self.client, self.cluster, self._answer, self._topology.fails_over)
@@ -361,9 +355,7 @@ class Connection:
 
     def _failed(self, error: RedisError | OSError) -> ReplaybufError:
         """Note what an error says of the server; return the translated one."""
-        if isinstance(error, MovedError) and self.cluster:
-            self.cluster.move_slot(error)
-        elif isinstance(error, (RedisConnectionError, OSError)) and self.cluster:
+        if isinstance(error, (MovedError, RedisConnectionError, OSError)) and self.cluster:
             self.cluster.suspect()  # its map says which nodes are to be prepared
         elif isinstance(error, RedisTimeoutError):
             self._start_stall()
@@ -372,6 +364,13 @@ class Connection:
         elif lacks_functions(error):
             self._prepared = False
         return self.explain(error)
+
+    def _switch(self) -> None:
+        """Cut the connections to a primary that is down or was replaced; a cluster cuts those to its nodes itself."""
+        for connections in self._idle:
+            connections.cut()
+        self.payload_client.connection_pool.disconnect()
+        self._forget_server()
 
     def _forget_server(self) -> None:
         """Prepare the next server that answers: another one may have become the primary."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from redis.exceptions import BusyLoadingError, OutOfMemoryError, RedisError
+from redis.exceptions import BusyLoadingError, InvalidResponse, NoPermissionError, OutOfMemoryError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -36,6 +36,10 @@ def translate(error: RedisError | OSError, url: str, timeout_s: float, outage: s
             return unavailable(url, f"takes no writes for now: {error}")
         case RedisConnectionError() | OSError():
             return unavailable(url, f"cannot be reached: {outage or error or type(error).__name__}")
+        case InvalidResponse():  # another program has its port, or a proxy stands before it
+            return unavailable(url, f"does not answer as a Redis: {error}")
+        case NoPermissionError():  # an operator changes rights, or a new primary has other ones
+            return unavailable(url, f"refuses a command: {error}; docs/security.md lists the rights that are needed")
     if _TAKES_NO_WRITES.search(f"{getattr(error, 'status_code', None) or ''} {error}"):
         return unavailable(url, f"takes no writes for now: {error}")
     if lacks_functions(error):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import redis.asyncio as aioredis
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from replaybuf.errors import ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.store.redis.cluster import Cluster, ClusterNode
@@ -112,10 +112,7 @@ async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, u
         check_version(read_version(each.info), each.address)
     if policy.level != "strict":
         return
-    faults = [f"{each.address}: {fault}" for each in inspections for fault in _faults(each.settings)]
-    versions = {read_name(each.info): each.address for each in inspections}
-    if len(versions) > 1:
-        faults.append("mixed versions: " + ", ".join(f"{address} has {own}" for own, address in versions.items()))
+    faults = find_faults(inspections)
     if faults:
         raise UnsupportedServer(
             f"the cluster at {url} does not keep acknowledged writes: {'; '.join(faults)}. Change this on every node, "
@@ -124,6 +121,15 @@ async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, u
             value=url,
             bound="strict",
         )
+
+
+def find_faults(nodes: Sequence[Inspection]) -> list[str]:
+    """Return why nodes of a cluster do not keep acknowledged writes together."""
+    faults = [f"{node.address}: {fault}" for node in nodes for fault in _faults(node.settings)]
+    versions = {read_name(node.info): node.address for node in nodes}
+    if len(versions) > 1:
+        faults.append("mixed versions: " + ", ".join(f"{address} has {own}" for own, address in versions.items()))
+    return faults
 
 
 def _faults(node: ServerSettings) -> list[str]:
@@ -189,9 +195,11 @@ async def _read_config(client: aioredis.Redis, answer: Answer) -> tuple[dict[str
     try:
         raw = await answer(client.config_get(*CONFIG_NAMES))
     except ReplaybufError as error:  # some Redis services refuse CONFIG; INFO holds a part of it
-        if not isinstance(error.__cause__, ResponseError) or isinstance(error, ServiceUnavailable):
+        cause = error.__cause__
+        refused = isinstance(cause, NoPermissionError)
+        if not refused and (not isinstance(cause, ResponseError) or isinstance(error, ServiceUnavailable)):
             raise
-        return {}, str(error.__cause__)
+        return {}, str(cause)
     return {_text(key): _text(value) for key, value in raw.items()}, None
 
 

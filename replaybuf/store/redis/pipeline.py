@@ -24,6 +24,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.errors import TooLarge
+from replaybuf.store.redis.faults import known_error
 from replaybuf.wire.config import LARGEST_STORED_BYTES
 
 _BYTES = (bytes, memoryview)
@@ -31,6 +32,7 @@ _SET_AGAIN = 1 / 8
 """Share of the timeout after which the timer of an exchange is set again."""
 _LARGE_BYTES = 4096
 """Larger arguments are sent without a copy."""
+_CUT = "its connections were cut: it is down, or another server has its place"
 
 
 Send: TypeAlias = Callable[[Sequence[Sequence[Any]]], Awaitable[list[Any]]]
@@ -57,6 +59,9 @@ class IdleConnections:
         self._pool = pool
         self._idle: list[Any] = []
         self._timeout_s: float | None = None
+        self._cuts = 0
+        self._waiting: set[asyncio.Timeout] = set()
+        """Timers of those who wait for a reply or a connection."""
 
     async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Send commands on one connection and return their replies as the parser returns them, errors too.
@@ -66,22 +71,39 @@ class IdleConnections:
         """
         pieces = pack(commands)
         connection = await self._take()
-        timeout_s, now_s = self._timeout_s, asyncio.get_running_loop().time
+        timeout_s, now_s, cuts = self._timeout_s, asyncio.get_running_loop().time, self._cuts
         replies: list[Any] = []
         try:
             # One timer, set again after a while: redis-py makes one for each reply, which takes longer than the reply.
             async with asyncio.timeout(timeout_s) as timer:
-                await connection.send_packed_command(pieces, check_health=False)
-                began_s, read = now_s(), connection.reply_parser.read_response
-                for _ in commands:
-                    if timeout_s is not None and now_s() > began_s + _SET_AGAIN * timeout_s:
-                        began_s = now_s()
-                        timer.reschedule(began_s + timeout_s)
-                    replies.append(await read())
+                self._waiting.add(timer)
+                try:
+                    await connection.send_packed_command(pieces, check_health=False)
+                    began_s, read = now_s(), connection.reply_parser.read_response
+                    for _ in commands:
+                        if timeout_s is not None and now_s() > began_s + _SET_AGAIN * timeout_s:
+                            began_s = now_s()
+                            timer.reschedule(began_s + timeout_s)
+                        replies.append(await read())
+                finally:
+                    self._waiting.discard(timer)
         except BaseException as error:
-            raise await self._close(connection, error) from error
+            raise await self._close(connection, error, was_cut=self._cuts != cuts) from error
         self._idle.append(connection)
         return replies
+
+    def cut(self) -> None:
+        """Fail all who wait for a reply or a connection, at once; no open connection is used again."""
+        self._cuts += 1
+        for connection in self._idle:
+            connection.reply_parser.on_disconnect()  # `_take` then closes it
+        for timer in self._waiting:
+            if not timer.expired():
+                timer.reschedule(0.0)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._pool.aclose()
 
     async def _take(self) -> Any:
         """Return a connection that is open and has no unread reply."""
@@ -90,20 +112,36 @@ class IdleConnections:
             try:
                 if not await connection.reply_parser.can_read():
                     return connection
-            except OSError:  # it was closed with the pool
+            except OSError:  # it was cut, or closed with the pool
                 pass
-            await connection.disconnect()
+            await connection.disconnect(nowait=True)
             await self._release(connection)
-        connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+        connection = await self._open()
         self._timeout_s, connection.socket_timeout = connection.socket_timeout, None  # `exchange` has its own timer
         return connection
 
-    async def _close(self, connection: Any, error: BaseException) -> BaseException:
+    async def _open(self) -> Any:
+        """Return a new connection, within redis-py's own timeouts."""
+        try:
+            async with asyncio.timeout(None) as timer:
+                self._waiting.add(timer)
+                try:
+                    return await self._pool.get_connection()  # type: ignore[no-untyped-call]
+                finally:
+                    self._waiting.discard(timer)
+        except TimeoutError:
+            raise RedisConnectionError(_CUT) from None
+        except RuntimeError as error:
+            raise known_error(error) from error
+
+    async def _close(self, connection: Any, error: BaseException, *, was_cut: bool) -> BaseException:
         """Close a connection whose next reply may answer another command; return the error to raise."""
         await connection.disconnect(nowait=True)
         await self._release(connection)
         if isinstance(error, TimeoutError):
-            return RedisTimeoutError(f"no answer within {self._timeout_s} s")
+            return RedisConnectionError(_CUT) if was_cut else RedisTimeoutError(f"no answer within {self._timeout_s} s")
+        if isinstance(error, RuntimeError):
+            return known_error(error)
         return RedisConnectionError(str(error)) if isinstance(error, OSError) else error
 
     async def _release(self, connection: Any) -> None:
@@ -169,18 +207,23 @@ def read_values(client: redis.Redis, names: Iterable[str], last: Sequence[Any]) 
 
     Also returns the reply to the command `last`, of the same server.
     """
-    commands = [*(("GET", name) for name in names), last]
+    try:
+        *values, reply = _raise_first(_exchange_blocking(client, [*(("GET", name) for name in names), last]))
+    except AttributeError as error:  # the event loop has closed it in the middle, and redis-py had no socket any more
+        raise RedisConnectionError(_CUT) from error
+    return values, reply
+
+
+def _exchange_blocking(client: redis.Redis, commands: Sequence[Sequence[Any]]) -> list[Any]:
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_packed_command(pack(commands))
-        replies = [_read_value(connection) for _ in commands]
+        return [_read_value(connection) for _ in commands]
     except BaseException:
         connection.disconnect()  # replies that are not read would answer other commands
         raise
     finally:
         client.connection_pool.release(connection)
-    *values, reply = _raise_first(replies)
-    return values, reply
 
 
 def _read_value(connection: Any) -> Any:

@@ -12,11 +12,7 @@ comes back during its failover: for a second, replicas that still follow it woul
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +26,8 @@ from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.attention import FRESH_S, WATCH_PERIOD_S, Attention
+from replaybuf.store.redis.faults import known_error
+from replaybuf.store.redis.pipeline import IdleConnections, Send
 from replaybuf.store.redis.sentinel_answers import (
     Address,
     Answer,
@@ -37,9 +35,9 @@ from replaybuf.store.redis.sentinel_answers import (
     agreed,
     as_text,
     combine,
-    find_split,
     read_answer,
 )
+from replaybuf.store.redis.split import find_split
 
 ASK_TIMEOUT_S = 1.0
 GRACE_S, ALERT_GRACE_S = 0.05, 0.3
@@ -57,7 +55,7 @@ _SIGNS = ("+sdown", "+odown", "+try-failover", "+switch-master")
 
 
 class SentinelPrimary:
-    """The primary `name`. Calls `on_switch` when connections were cut, because it is down or another one.
+    """The primary `name`. Calls `on_switch` when connections must be cut, because it is down or another one.
 
     `address`: of the primary, if it was ever known.
     """
@@ -89,27 +87,26 @@ class SentinelPrimary:
             )
             for host, port in hosts
         ]
+        self._exchanges = [IdleConnections(sentinel.connection_pool).exchange for sentinel in self._sentinels]
         self._hosts = ", ".join(f"{host}:{port}" for host, port in hosts)
         self._view = View(None)
         self._asked_s = -float("inf")
         self._asking = asyncio.Lock()
         self._watching: list[asyncio.Task[None]] = []
         self._attention = Attention()
-        self._joining = threading.Lock()
-        self._connections: weakref.WeakSet[ToPrimary] = weakref.WeakSet()
         self._closed = False
         self._failure = ""
 
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client whose connections lead to the primary."""
         kind = AsyncTlsConnection if self._tls else AsyncConnection
-        pool = aioredis.ConnectionPool(connection_class=kind, primary=self, **self._with_bound(options))
+        pool = aioredis.ConnectionPool(connection_class=kind, sentinels=self, **self._with_bound(options))
         return aioredis.Redis.from_pool(pool)
 
     def open_blocking_client(self, **options: Any) -> redis.Redis:
         """Open a client for threads. Its connections lead to the primary that the event loop has found last."""
         kind = BlockingTlsConnection if self._tls else BlockingConnection
-        pool = redis.ConnectionPool(connection_class=kind, primary=self, **self._with_bound(options))
+        pool = redis.ConnectionPool(connection_class=kind, sentinels=self, **self._with_bound(options))
         return redis.Redis.from_pool(pool)
 
     def _with_bound(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,23 +135,16 @@ class SentinelPrimary:
 
     # ------------------------------------------------------------------ connections
 
-    def join(self, connection: ToPrimary, switches: int) -> None:
-        """Note a connection that is to be cut at the next switch. Raises if one came while it was made."""
-        with self._joining:  # also from threads
-            if switches == self.switches:
-                self._connections.add(connection)
-                return
-        raise RedisConnectionError("another server became the primary while this one was connected to")
-
     def current(self) -> Address:
         """Return the address that was found last. Raises redis-py's `ConnectionError` while there is none."""
         if self.address is None or self._view.down:
             raise RedisConnectionError(self._view.trouble)
         return self.address
 
-    def check_split(self, role: Sequence[Any], info: str) -> None:
+    def check_split(self, info: str) -> None:
         """Raise redis-py's `ConnectionError` if a replica with an older history may still replace the primary."""
-        if why := find_split(self._view, role, info):
+        view = self._view
+        if why := find_split(info, replicas=view.replicas, down_after_s=view.down_after_s):
             host, port = self.current()
             raise RedisConnectionError(f"{host}:{port} {why}")
 
@@ -187,7 +177,8 @@ class SentinelPrimary:
                     while (event := await events.get_message(timeout=LISTEN_S)) is not None:
                         if event["type"] == "message":
                             self._attention.suspect()
-            except (RedisError, OSError):  # this sentinel is away; all are asked as before
+            except (RedisError, OSError, RuntimeError) as error:  # this sentinel is away; all are asked as before
+                known_error(error)
                 await asyncio.sleep(WATCH_PERIOD_S)
 
     async def _look(self) -> None:
@@ -198,21 +189,14 @@ class SentinelPrimary:
         address = self._view.primary or self.address
         before_address, self.address = self.address, address
         if before_address and (before_address != address or (self._view.down and not before.down)):
-            self._cut()
-
-    def _cut(self) -> None:
-        with self._joining:
-            connections, self._connections = self._connections, weakref.WeakSet()
             self.switches += 1
-        for connection in connections:
-            connection.cut()
-        self._on_switch()
+            self._on_switch()
 
     # ------------------------------------------------------------------ sentinels
 
     async def _ask_all(self) -> list[Answer]:
         """Ask all sentinels at once; do not wait long for the others once most of them agree."""
-        waiting = {asyncio.create_task(self._ask(sentinel)) for sentinel in self._sentinels}
+        waiting = {asyncio.create_task(self._ask(exchange)) for exchange in self._exchanges}
         answers: list[Answer] = []
         ends_s = time.monotonic() + ASK_TIMEOUT_S
         try:
@@ -228,95 +212,87 @@ class SentinelPrimary:
             await asyncio.gather(*waiting, return_exceptions=True)
         return answers
 
-    async def _ask(self, sentinel: aioredis.Redis) -> Answer | None:
-        """Ask one sentinel; None if it does not answer."""
+    async def _ask(self, exchange: Send) -> Answer | None:
+        """Ask one sentinel; None if it does not answer, or not as a sentinel."""
         try:
-            pipe = sentinel.pipeline(transaction=False)
             # The first names a promoted replica as soon as it is one, the second only when the others follow it.
-            pipe.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._name)
-            pipe.execute_command("SENTINEL", "MASTER", self._name)
-            pipe.execute_command("SENTINEL", "REPLICAS", self._name)
-            address, facts, replicas = await pipe.execute(raise_on_error=False)
-            if address is not None and isinstance(facts, dict) and isinstance(replicas, list):
+            questions = ("GET-MASTER-ADDR-BY-NAME", "MASTER", "REPLICAS")
+            address, facts, replicas = await exchange([("SENTINEL", question, self._name) for question in questions])
+            if isinstance(address, list) and isinstance(facts, dict) and isinstance(replicas, list):
                 return read_answer(address, facts, replicas)
-            watched = await sentinel.execute_command("SENTINEL", "MASTERS")  # type: ignore[no-untyped-call]
-        except (ResponseError, AuthenticationError) as error:
+            (watched,) = await exchange([("SENTINEL", "MASTERS")])
+            if isinstance(watched, ResponseError):
+                return Answer(None, refusal=str(watched))
+            return Answer(None, names=tuple(as_text(facts[b"name"]) for facts in watched))
+        except AuthenticationError as error:
             return Answer(None, refusal=str(error))
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, ValueError, LookupError) as error:
             self._failure = str(error)
             return None
-        return Answer(None, names=tuple(as_text(facts[b"name"]) for facts in watched))
 
 
 # ---------------------------------------------------------------------- connections
 
 
-class ToPrimary:
-    """A connection that leads to the primary, and is cut when another server becomes it."""
+class AsyncConnection(aioredis.Connection):
+    """A connection of the event loop that leads to the primary."""
 
-    def __init__(self, *, primary: SentinelPrimary, **options: Any) -> None:
-        self._primary = primary
+    def __init__(self, *, sentinels: SentinelPrimary, **options: Any) -> None:
+        self._sentinels = sentinels
         self._switches = 0
         super().__init__(**options)
 
-    def cut(self) -> None:
-        """End what waits for an answer on this connection, with an error; the next use connects again."""
-        raise NotImplementedError
-
-
-class AsyncConnection(ToPrimary, aioredis.Connection):
-    """A connection of the event loop."""
-
-    async def _connect(self) -> None:
-        self.host, self.port = await self._primary.find()
-        self._switches = self._primary.switches
-        await super()._connect()  # type: ignore[no-untyped-call]
+    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        """Connect to the primary of this moment, unless it is connected."""
+        if not self.is_connected:
+            self.host, self.port = await self._sentinels.find()
+            self._switches = self._sentinels.switches
+        await super().connect_check_health(check_health, retry_socket_connect)
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""
-        self._primary.join(self, self._switches)
         await super().on_connect_check_health(check_health=check_health)
         await self.send_command("ROLE", check_health=False)
-        role = await self.read_response()
-        _check_role(role, self)
+        _check_role(await self.read_response(), self)
         await self.send_command("INFO", "server", "replication", check_health=False)
-        self._primary.check_split(role, as_text(await self.read_response()))
-
-    def cut(self) -> None:
-        """Abort the transport: its reader gets an error in the next turn of the loop."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        self._sentinels.check_split(as_text(await self.read_response()))
+        _check_switch(self._switches, self._sentinels)
 
 
 class AsyncTlsConnection(AsyncConnection, aioredis.SSLConnection):
     """The same with TLS."""
 
 
-class BlockingConnection(ToPrimary, redis.Connection):
-    """A connection of a thread."""
+class BlockingConnection(redis.Connection):
+    """A connection of a thread that leads to the primary."""
 
-    def _connect(self) -> socket.socket:
-        self._switches = self._primary.switches
-        self.host, self.port = self._primary.current()
-        connected: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
-        return connected
+    def __init__(self, *, sentinels: SentinelPrimary, **options: Any) -> None:
+        self._sentinels = sentinels
+        self._switches = 0
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+
+    def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        """Connect to the primary of this moment, unless it is connected."""
+        self._switches = self._sentinels.switches
+        self.host, self.port = self._sentinels.current()
+        super().connect_check_health(check_health, retry_socket_connect)
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
         """Log in, and check that the server is a primary."""
-        self._primary.join(self, self._switches)
         super().on_connect_check_health(check_health=check_health)
         self.send_command("ROLE", check_health=False)  # type: ignore[no-untyped-call]
         _check_role(self.read_response(), self)
-
-    def cut(self) -> None:
-        """Shut the socket down: a thread that reads from it gets the end of the stream."""
-        if self._sock is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                self._sock.shutdown(socket.SHUT_RDWR)
+        _check_switch(self._switches, self._sentinels)
 
 
 class BlockingTlsConnection(BlockingConnection, redis.SSLConnection):
     """The same with TLS."""
+
+
+def _check_switch(switches: int, sentinels: SentinelPrimary) -> None:
+    """Raise if connections were cut while this one was made."""
+    if switches != sentinels.switches:
+        raise RedisConnectionError("another server became the primary while this one was connected to")
 
 
 def _check_role(reply: Sequence[Any], connection: AsyncConnection | BlockingConnection) -> None:

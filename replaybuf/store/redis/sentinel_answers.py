@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from replaybuf.errors import counted
 
 Address = tuple[str, int]
-LINK_DOWN_FACTOR = 11
-"""Ten times, and a first time until the primary counts as down."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,25 +89,6 @@ def agreed(answers: Sequence[Answer], asked: int) -> bool:
     calm = [answer for answer in answers if answer.primary and not answer.down and not answer.failing_over]
     votes = [(answer.primary, answer.epoch) for answer in calm]
     return any(votes.count(vote) > asked // 2 for vote in votes)
-
-
-def find_split(view: View, role: Sequence[Any], info: str) -> str | None:
-    """Return why a primary must not be used yet, by its replies to ROLE and INFO: it restarted without its replicas.
-
-    A restart begins a history with new, low offsets. A replica that has not synchronized since then keeps the higher
-    offset of the old history, so a failover that has begun promotes it before one that confirmed newer writes. Sentinel
-    promotes no replica whose link was down for ten times `down_after_s`.
-    """
-    facts = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
-    up_s, window_s = int(facts["uptime_in_seconds"]), LINK_DOWN_FACTOR * view.down_after_s
-    promoted = bool(facts["master_replid2"].strip("0"))
-    following = sum(int(offset) > 0 for _, _, offset in role[2])  # 0 = it has not loaded what it got
-    if promoted or up_s > window_s or following >= view.replicas:
-        return None
-    return (
-        f"restarted {up_s} s ago, and {following} of {counted(view.replicas, 'replica')} follow it since then; one "
-        f"that does not may be promoted without newer writes, for {window_s:g} s"
-    )
 
 
 def read_answer(

@@ -73,26 +73,23 @@ def check_role(info: Mapping[str, Any], url: str) -> None:
 
     A node of a cluster takes only the runs of its own slots, and a replica nothing.
     """
-    mode = str(info.get("server_mode") or info.get("redis_mode"))
+    parts, mode = urlsplit(url), str(info.get("server_mode") or info.get("redis_mode"))
+    scheme, hosts = ("rediss" if parts.scheme == "rediss" else "redis"), parts.netloc or "HOST:PORT"
     if mode == "sentinel":
         watched = [value for name, value in info.items() if name.startswith("master") and isinstance(value, dict)]
-        urls = ", ".join(f"redis+sentinel://{urlsplit(url).netloc}/{value.get('name')}" for value in watched)
+        urls = ", ".join(f"{scheme}+sentinel://{hosts}/{value.get('name')}" for value in watched)
         what, way_out = "a sentinel", f"give the name that it watches too: {urls or 'it watches none'}"
     elif mode == "cluster":
-        what, way_out = "a node of a cluster", f"give the cluster: {_cluster_url(url)}"
+        what, way_out = "a node of a cluster", f"give the cluster: {scheme}+cluster://{hosts}[,HOST:PORT...]"
     elif info.get("role") == "slave":
-        primary = f"redis://{info.get('master_host')}:{info.get('master_port')}"
+        user = f"{hosts.rpartition('@')[0]}@" if "@" in hosts else ""
+        database = parts.path if parts.scheme != "unix" else ""
+        primary = f"{scheme}://{user}{info.get('master_host')}:{info.get('master_port')}{database}"
         what, way_out = "a replica", f"give its primary: {primary}"
     else:
         return
     detail = f"Redis at {url} is {what}; needed: one primary. {way_out}"
     raise UnsupportedServer(detail, name="redis_url", value=url, bound="one primary")
-
-
-def _cluster_url(url: str) -> str:
-    parts = urlsplit(url)
-    hosts = parts.netloc if parts.scheme != "unix" else "HOST:PORT"
-    return f"{'rediss' if parts.scheme == 'rediss' else 'redis'}+cluster://{hosts}[,HOST:PORT...]"
 
 
 def check_cluster_mode(info: Mapping[str, Any], address: str) -> None:

@@ -126,7 +126,8 @@ class Connection(HttpToolsProtocol):
         """Parse bytes; those of a head never pass its bound."""
         if self._ended:
             return
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self._stop_keep_alive()
         if self._phase is Phase.BODY or len(data) <= self._limits.max_head_bytes - self._head_bytes:  # almost always
             self._parse(data)
             return
@@ -289,7 +290,7 @@ class Connection(HttpToolsProtocol):
         logger.debug("request refused client=%s reason=%s: %s", self.client, reason, error.detail)
         self._ended, self._lingering, self._waited_s = True, True, 0.0
         self._table.mark_half(self)
-        self._unset_keepalive_if_required()
+        self._stop_keep_alive()
         self._end_handler()
         self.transport.write(_render(error))
         if self.transport.can_write_eof():
@@ -304,6 +305,12 @@ class Connection(HttpToolsProtocol):
         self._ended = True
         self._end_handler()
         self.transport.abort()
+
+    def _stop_keep_alive(self) -> None:
+        """Stop uvicorn's timer of an idle connection."""
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
 
     def _is_idle(self) -> bool:
         return self._phase is Phase.DONE and self.cycle.response_complete
