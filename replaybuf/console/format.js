@@ -36,6 +36,12 @@ export function clockTime(at_s) {
   return at_s ? new Date(at_s * 1000).toLocaleString("sv") : "–";
 }
 
+// Of today the time alone; else day and minute.
+export function shortTime(at_s) {
+  const [day, time] = clockTime(at_s).split(" ");
+  return day === clockTime(Date.now() / 1000).split(" ")[0] ? time : `${day} ${time?.slice(0, 5) ?? ""}`;
+}
+
 export function bytes(value) {
   return value === null || value === undefined ? "–" : `${count(value)}B`;
 }

@@ -163,7 +163,7 @@ def test_the_number_of_samples_is_chosen_where_a_run_is_created(written: RunClie
     page = open_page(str(written.http.base_url), "/new")
     page.get_by_text("Samples", exact=True).click()
     page.get_by_label("samples_per_step").fill("65")
-    page.get_by_text("This must be 0 or more, at most 64.").wait_for()
+    page.get_by_text("This must be 0 to 64.").wait_for()
 
 
 @pytest.mark.parametrize("address", ["rollouts", "rollouts?list=samples", "groups/live", "groups/g0-0"])

@@ -2,12 +2,15 @@
 
 import { Problem, find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
-import { bytes, clockTime, count, counted, decimal, shorten } from "../format.js";
+import { bytes, clockTime, count, counted, decimal, shorten, shortTime } from "../format.js";
 import { describeParts, ends as shortened, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
 const LIMIT = 25;
 const SAMPLED_STEPS = 100;
+// Rows that are shown until a person asks for all.
+const MOST_SAMPLES = 50;
+const WHY = { chance: "by chance" };
 const STATES = ["", "live", "in_batches", "retired", "evicted", "dead_lettered"];
 const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of rewards"], ["longest_tokens", "longest rollout"], ["staleness", "staleness"]];
 const LISTS = [["", "Groups"], ["samples", "Samples of trained steps"], ["ends", "First step and newest"]];
@@ -26,13 +29,15 @@ const FIELDS = [
 ];
 const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => one.completion_tokens };
 
-export function openRollouts({ query }, run) {
+export function openRollouts({ query, refreshNow }, run) {
+  let all = false;
   const [note, found, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
   const sampled = query.get("list") === "samples";
   const settled = query.get("after") || query.get("before") || query.get("text");
   const ends = query.get("list") === "ends";
   const refresh = () => (ends ? listEnds() : sampled ? listSamples() : listGroups());
   const view = runView(run, "Rollouts", [lists(query, run), !ends && tabs(query, run, sampled), !ends && form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
+  pages.addEventListener("click", ({ target }) => target.closest("[data-all]") && ((all = true), refreshNow()));
 
   async function listGroups() {
     const asked = Object.fromEntries([...query].filter(([name]) => !["list", "text", "before"].includes(name)));
@@ -59,16 +64,18 @@ export function openRollouts({ query }, run) {
     const page = await get(runPath(run, "/samples"), { contains: query.get("text"), step: query.get("step"), before: query.get("before"), limit: SAMPLED_STEPS });
     const samples = sorted(page.samples.filter((one) => meets(one, query)), query);
     const total = `${counted(page.steps, "step")} ${page.steps === 1 ? "has" : "have"} samples, ${page.samples_per_step} of each.`;
-    update(note, h("p", { class: "quiet" }, `${counted(samples.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
-    update(found, sampleTable(run, samples, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
-    update(pages, links(query, run, "before", page.next, "Next page"));
+    const shown = all ? samples : samples.slice(0, MOST_SAMPLES);
+    const left = samples.length - shown.length;
+    update(note, h("p", { class: "quiet" }, `${counted(shown.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
+    update(found, sampleTable(run, shown, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
+    update(pages, left > 0 && h("button", { type: "button", "data-all": "" }, `Show ${count(left)} more`), links(query, run, "before", page.next, "Next page"));
   }
 
   // What the model said at first, and what it says now.
   async function listEnds() {
     const newest = await get(runPath(run, "/samples"), { limit: 1 });
     const oldest = newest.oldest === null ? newest : await get(runPath(run, "/samples"), { step: newest.oldest });
-    const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "")];
+    const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "", `Samples of step ${samples[0].step}`)];
     const both = newest.samples.length && oldest.samples.length && newest.samples[0].step > newest.oldest;
     update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "Two trained steps must have samples. They appear when the trainer has acked a step."), !both && waysToKeepMore(run));
     update(found, both && [part(oldest, newest.oldest ? "the oldest with samples" : "the first"), part(newest, "the newest")].flat());
@@ -176,20 +183,20 @@ function previewTable(run, groups, empty) {
     ["Prompt", "", (one) => prompt(one, one.preview, one.match)],
     ["Completion", "", (one) => (one.preview ? completion(one.preview, one.match) : missing(one))],
     ["Reward", "", (one) => [one.preview ? reward(one.preview) : null, small(`group ${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)].flat()],
-    ["Steps", "", (one) => [steps(run, one.batches), small(clockTime(one.arrival_s))].flat(4)],
+    ["Steps", "", (one) => [steps(run, one.batches), small(`stored ${shortTime(one.arrival_s)}`)].flat(4)],
   ];
   return table("Groups", columns, groups, empty);
 }
 
-function sampleTable(run, samples, empty) {
+function sampleTable(run, samples, empty, caption = "Samples") {
   const columns = [
-    ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.why), small(`version ${count(one.policy_version)}, rollout ${one.place + 1}`)]],
+    ["Group", "name", (one) => [groupLink(run, one), " ", pill(WHY[one.why] ?? one.why), small(`version ${count(one.policy_version)}, rollout ${one.place + 1}`)]],
     ["Prompt", "", (one) => prompt(one, one)],
     ["Completion", "", completion],
     ["Reward", "", reward],
     ["Steps", "", (one) => h("a", { href: runLink(run, `/steps/${one.step}`) }, String(one.step))],
   ];
-  return table("Samples", columns, samples, empty);
+  return table(caption, columns, samples, empty);
 }
 
 // Groups with their state, scores and the steps that used them.
