@@ -224,7 +224,7 @@ def test_a_run_is_created_from_fields(service: ServeProcess, open_page: OpenPage
     groups.fill("16385")
     page.get_by_text("This must be 1 to 16,384.").wait_for()
     page.get_by_role("button", name="Create the run").click()
-    page.get_by_text("Mend batch.groups_per_batch first.").wait_for()
+    page.get_by_text("Correct batch.groups_per_batch first.").wait_for()
     assert groups.get_attribute("aria-invalid") == "true"
     assert sent == []
     groups.fill("2")
@@ -258,7 +258,7 @@ def test_filters_adapters_and_a_spill_folder_are_rows_and_fields(
     longest = page.get_by_role("group", name="overlong").get_by_label("max_tokens", exact=True)
     longest.fill("1")
     page.get_by_role("button", name="Create the run").click()
-    page.get_by_text("Mend filters.2.options.max_tokens first.").wait_for()
+    page.get_by_text("Correct filters.2.options.max_tokens first.").wait_for()
     longest.fill("300")
     page.get_by_text("Spill", exact=True).click()
     page.get_by_label("url", exact=True).fill(f"file://{tmp_path}/spill")

@@ -159,6 +159,13 @@ def test_a_run_shows_where_it_waits_and_its_steps(trained: RunClient, open_page:
     page.get_by_text("steps 0 to 5").wait_for()
 
 
+def test_a_run_without_steps_has_no_empty_chart(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    page = open_page(str(trained.http.base_url), "/runs/paused-run")
+    page.get_by_text("No batch yet. Charts begin with the first step.").wait_for()
+    page.locator(".flow li").first.wait_for()
+    assert page.locator(".chart:visible").count() == 0
+
+
 def test_the_runs_are_searched_and_sorted(trained: RunClient, open_page: Callable[..., Any]) -> None:
     """By a part of the name, and by a column in both directions."""
     page = open_page(str(trained.http.base_url))

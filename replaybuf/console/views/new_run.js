@@ -24,7 +24,7 @@ const PARTS = [
 export function openNewRun() {
   const name = h("input", { id: "name", autocomplete: "off", spellcheck: "false", pattern: "[a-z0-9][a-z0-9._\\-]{0,62}", maxlength: 63, title: NAME, required: true, "aria-describedby": "name-hint" });
   const result = h("p", { role: "status", class: "bad" });
-  const place = h("div", { class: "quiet" }, "Reading what the service takes …");
+  const place = h("div", { class: "quiet" }, "Reading the fields of a configuration …");
   let config = null;
   const ready = loadSchemas().then(
     (known) => {

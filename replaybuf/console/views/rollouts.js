@@ -19,13 +19,13 @@ const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "rew
 const WHOLE = { min: "0", step: "1" };
 // Name, label, type, what the field does, and its bounds.
 const FIELDS = [
-  ["text", "Text", "search", "Letters of a prompt or completion, in any case."],
+  ["text", "Text", "search", "Letters of a prompt or completion, in upper or lower case."],
   ["id_prefix", "Id", "search", "Start of the id of a group or of its prompt."],
   ["step", "Step", "number", "Groups that this step trained. Values: 0 or more.", WHOLE],
   ["min_reward", "Reward from", "number", "Lowest mean reward of a group."],
   ["max_reward", "Reward to", "number", "Highest mean reward of a group."],
   ["min_staleness", "Staleness from", "number", "Lowest staleness at the next step to assemble. Values: 0 or more.", WHOLE],
-  ["source", "Source", "text", "As the producer recorded it: source or env."],
+  ["source", "Source", "text", "The source, or else the env, of the group's metadata."],
 ];
 const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => one.completion_tokens };
 
@@ -57,7 +57,7 @@ export function openRollouts({ query, refreshNow }, run) {
       update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are missing in this order. Look at ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "their samples"), " instead."));
       update(found, previewTable(run, page.groups, whyEmpty(query, page.next)));
     }
-    update(pages, links(query, run, "after", page.next, text ? "Look further" : "Next page"));
+    update(pages, links(query, run, "after", page.next, text ? "Search further" : "Next page"));
   }
 
   async function listSamples() {
@@ -67,7 +67,7 @@ export function openRollouts({ query, refreshNow }, run) {
     const shown = all ? samples : samples.slice(0, MOST_SAMPLES);
     const left = samples.length - shown.length;
     update(note, h("p", { class: "quiet" }, `${counted(shown.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
-    update(found, sampleTable(run, shown, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
+    update(found, sampleTable(run, shown, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. The service takes samples after the trainer has acked a step."));
     update(pages, left > 0 && h("button", { type: "button", "data-all": "" }, `Show ${count(left)} more`), links(query, run, "before", page.next, "Next page"));
   }
 
@@ -77,7 +77,7 @@ export function openRollouts({ query, refreshNow }, run) {
     const oldest = newest.oldest === null ? newest : await get(runPath(run, "/samples"), { step: newest.oldest });
     const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "", `Samples of step ${samples[0].step}`)];
     const both = newest.samples.length && oldest.samples.length && newest.samples[0].step > newest.oldest;
-    update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "Two trained steps must have samples. They appear when the trainer has acked a step."), !both && waysToKeepMore(run));
+    update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "This list needs samples of two trained steps. The service takes them after the trainer has acked a step."), !both && waysToKeepMore(run));
     update(found, both && [part(oldest, newest.oldest ? "the oldest with samples" : "the first"), part(newest, "the newest")].flat());
   }
 
@@ -141,7 +141,7 @@ function form(query, run) {
   const inputs = FIELDS.map(([name, label, type, hint, bounds]) => control(name, label, hint, h("input", { ...attributes(name), type, step: "any", ...bounds, maxlength: 250, autocomplete: "off", value: query.get(name) ?? "" })));
   const choice = (name, fallback, options) => h("select", attributes(name), options.map(([value, shown]) => h("option", { value, selected: (query.get(name) ?? fallback) === value }, shown)));
   const state = control("state", "State", "Where the group is now.", choice("state", "", STATES.map((one) => [one, one.replaceAll("_", " ") || "any"])));
-  const order = control("order", "Order", "Only groups that are not freed are sorted, except by arrival.", choice("order", "", ORDERS));
+  const order = control("order", "Order", "Freed groups appear only in the order of arrival.", choice("order", "", ORDERS));
   const desc = control("desc", "Direction", "Of the order.", choice("desc", "true", [["true", "highest first"], ["false", "lowest first"]]));
   const submit = (event) => {
     event.preventDefault();
