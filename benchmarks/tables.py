@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+MOST_LINES = 16
+"""A table of more lines is folded."""
 
 
 def number(value: float) -> str:
@@ -38,7 +40,7 @@ def table(result: dict[str, Any]) -> str:
     """Format one benchmark: the machine in a line, then one row per comparison, the reference first."""
     machine, settings = result["machine"], result["settings"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    lines = [
+    about = [
         f"### {result['benchmark']}",
         "",
         f"{time.strftime('%Y-%m-%d', time.gmtime(result['at_s']))}; {machine['cpus']} CPUs ({machine['processor']}), "
@@ -46,17 +48,23 @@ def table(result: dict[str, Any]) -> str:
         + ", ".join(f"{name} {value}" for name, value in settings.items())
         + ".",
         "",
+    ]
+    head = [
         f"| | unit | {result['reference']} | others: median [least to largest], × ratio |",
         "|---|---|---|---|",
     ]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for figure in result["figures"]:
         rows.setdefault((figure["what"], figure["unit"]), []).append(figure)
+    body = []
     for (what, unit), figures in rows.items():
         reference = [cell(figure) for figure in figures if figure["side"] == result["reference"]]
         others = [f"{figure['side']}: {cell(figure)}" for figure in figures if figure["side"] != result["reference"]]
-        lines.append(f"| {what} | {unit} | {' '.join(reference)} | {'<br>'.join(others)} |")
-    return "\n".join(lines) + "\n"
+        body.append(f"| {what} | {unit} | {' '.join(reference)} | {'<br>'.join(others)} |")
+    if sum(1 + row.count("<br>") for row in body) > MOST_LINES:
+        opening = ['<details markdown="1">', f"<summary>{len(body)} rows</summary>", ""]
+        return "\n".join([*about, *opening, *head, *body, "", "</details>"]) + "\n"
+    return "\n".join([*about, *head, *body]) + "\n"
 
 
 def page(results: Path = RESULTS) -> str:

@@ -56,7 +56,7 @@ function openView() {
   if (open) {
     view = open({ query: new URLSearchParams(search), refreshNow }, ...names);
   } else {
-    view = { title: "Not found", crumbs: [], node: h("p", { class: "empty" }, "This address has no page. ", h("a", { href: "#/" }, "All runs")) };
+    view = { title: "Not found", crumbs: [], node: h("div", {}, h("h1", {}, "Not found"), h("p", { class: "empty" }, "This address has no page. ", h("a", { href: "#/" }, "All runs"))) };
   }
   document.title = visible(`${view.title} · replaybuf`);
   document.getElementById("crumbs").replaceChildren(...crumbs(view.crumbs));

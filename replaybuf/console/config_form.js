@@ -135,7 +135,7 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
       bad.push(...refused);
       if (part in now || Object.keys(value).length) now[part] = value;
     }
-    if (bad.length) wrong.textContent = `Mend ${bad.join(", ")} first.`;
+    if (bad.length) wrong.textContent = `Correct ${bad.join(", ")} first.`;
     return bad.length ? null : now;
   }
 

@@ -10,7 +10,7 @@ export function diagnose(row) {
   if (row.state === "finished") return { kind: "", what: "The run is finished.", details: [], todo: explainReason("finished")[1] };
   if (row.state === "paused" && row.paused_reason !== "operator") return { kind: "stopped", what: "The run paused itself.", details: [row.paused_reason], todo: "Repair the cause, then resume the run.", page: "/act" };
   if (row.alarm) return { kind: "stopped", what: "Too many prompts fail.", details: [row.alarm], todo: "The newest reasons are under Problems.", page: "/problems" };
-  if (row.state === "paused") return { kind: "waits", what: "An operator paused the run.", details: [`no new batch or ack ${since(row)}`], todo: "Resume it when the reason is gone.", page: "/act" };
+  if (row.state === "paused") return { kind: "waits", what: "An operator paused the run.", details: [`no new batch or ack ${since(row)}`], todo: "Resume it when you have removed the reason.", page: "/act" };
   const [cause, ...others] = row.stands_still ? findCauses(row) : [];
   if (cause) return { kind: "stopped", ...cause, details: [...others.map((other) => other.what), `The run stands still ${since(row)}`, ...amounts(row.waiting)] };
   if (!row.waiting) return { kind: row.stands_still ? "stopped" : "", what: "The next batch is ready.", details: [`no new batch or ack ${since(row)}`], todo: "The trainer can request it now." };
@@ -27,7 +27,7 @@ function findCauses(row) {
   const { trainer_last_seen_s: trainer, producers_last_seen_s: producers, producers_without_engine: hungry } = row;
   const engines = hungry > 0 && { place: "Producers", what: row.producers_known === 1 ? "No engine takes the requests of the producer." : `No engine takes the requests of ${count(hungry)} of ${counted(row.producers_known, "producer")}.`, todo: "Look at the engines and their logs, then start them again. Then look at the trainer: it loads its weights into them.", page: "/problems" };
   const trained = dead(trainer) && { place: "Trainer", what: `The trainer is gone: no call for ${age(trainer)}.`, todo: "Look at its process and its log, then start it again. It resumes at its checkpoint and gets the same batches." };
-  const produced = dead(producers) && { place: "Producers", what: `The producers are gone: no call for ${age(producers)}.`, todo: "Look at their processes and logs, then start them again. Their tickets go to others.", page: "/problems" };
+  const produced = dead(producers) && { place: "Producers", what: `The producers are gone: no call for ${age(producers)}.`, todo: "Look at their processes and logs, then start them again. The service gives their tickets to other producers.", page: "/problems" };
   const both = row.waiting?.blocked_on === "producers" ? [produced, trained] : [trained, produced];
   return [engines, ...both].filter(Boolean);
 }

@@ -83,10 +83,11 @@ export function table(caption, columns, rows, empty) {
   if (!rows.length) return h("p", { class: "empty" }, empty);
   const head = columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name));
   const body = rows.map((row) => h("tr", {}, columns.map(([name, kind, cell]) => h("td", { class: kind, "data-label": typeof name === "string" ? name : null }, cell(row)))));
+  const cards = columns.every(([name]) => typeof name === "string") ? "cards" : null;
   return h(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    h("table", {}, h("caption", { class: "hidden" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)),
+    h("table", { class: cards }, h("caption", { class: "hidden" }, caption), h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)),
   );
 }
 

@@ -20,7 +20,8 @@ const show = (bound) => bound.toLocaleString("en");
 function boundsOf({ minimum, exclusiveMinimum, maximum, exclusiveMaximum }) {
   const low = exclusiveMinimum !== undefined ? `above ${show(exclusiveMinimum)}` : minimum !== undefined && minimum > -1e9 ? `${show(minimum)} or more` : "";
   const high = exclusiveMaximum !== undefined ? `below ${show(exclusiveMaximum)}` : maximum !== undefined && maximum < 1e9 && maximum < LARGEST_INTEGER ? `at most ${show(maximum)}` : "";
-  return [low, high].filter(Boolean).join(", ");
+  const closed = low && high && exclusiveMinimum === undefined && exclusiveMaximum === undefined;
+  return closed ? `${show(minimum)} to ${show(maximum)}` : [low, high].filter(Boolean).join(", ");
 }
 
 // Read the text of a field: { value } or { problem }.
@@ -58,7 +59,7 @@ export function field(name, schema, value, changed) {
   const id = `field-${name}`;
   const problem = h("span", { id: `${id}-problem`, class: "bad" });
   const bounds = boundsOf(kind.number ?? kind);
-  const hints = [schema.description, bounds && `Values: ${bounds}.`, kind.empty === null && "Empty: null."].filter(Boolean);
+  const hints = [schema.description, bounds && `Values: ${bounds}.`, kind.empty === null && "Empty: not set."].filter(Boolean);
   const attributes = { id, name, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-problem` };
   const choices = kind.type === "boolean" ? ["false", "true"] : (kind.enum ?? null);
   const listen = () => {

@@ -36,6 +36,12 @@ export function clockTime(at_s) {
   return at_s ? new Date(at_s * 1000).toLocaleString("sv") : "–";
 }
 
+// Of today the time alone; else day and minute.
+export function shortTime(at_s) {
+  const [day, time] = clockTime(at_s).split(" ");
+  return day === clockTime(Date.now() / 1000).split(" ")[0] ? time : `${day} ${time?.slice(0, 5) ?? ""}`;
+}
+
 export function bytes(value) {
   return value === null || value === undefined ? "–" : `${count(value)}B`;
 }
@@ -49,13 +55,13 @@ export function shorten(text, most = LONGEST_TEXT) {
 
 // Why a run waits: what the reason means, and what a person can do.
 const REASONS = {
-  finished: ["The run is finished.", "Nothing is left to do. Deleting the run frees its name and its memory."],
+  finished: ["The run is finished.", "You can leave it as it is. To free its memory and its name, delete it on its page Act."],
   paused: ["The run is paused.", "Read the reason, then resume the run on its page Act."],
   awaiting_ack: ["The trainer has a batch and did not ack it yet.", "Check that the trainer is alive and how long its step takes."],
   awaiting_publication: ["The trainer did not publish the version that the next batch needs.", "Check that the trainer loads its weights into the engines and then publishes."],
-  rate_limited: ["The buffer is full.", "The trainer must take batches, or raise the limits of the run."],
-  all_stale: ["Every group became too stale.", "Producers sample with old weights. Check their engines, or allow more staleness."],
-  reuse_exhausted: ["Every group was used as often as allowed.", "Producers must store new groups, or allow more uses."],
+  rate_limited: ["The buffer is full.", "The trainer must take batches, or you raise the limits of the run."],
+  all_stale: ["Every group became too stale.", "Producers sample with old weights. Check their engines, or allow more staleness (max_staleness)."],
+  reuse_exhausted: ["Every group was used as often as allowed.", "Producers must store new groups, or you allow more uses."],
   no_producers: ["No producer asks for tickets.", "Start a producer: replaybuf generate, or your own."],
   no_groups: ["No usable group is stored yet.", "Producers work on their first groups. Look at producers and failed prompts if it lasts."],
   too_few_groups: ["The batch needs more groups.", "Producers are slower than the trainer, or their groups are dropped."],

@@ -2,10 +2,15 @@
 
 import { Chart } from "./charts.js";
 import { h, update } from "./dom.js";
+import { describeDifference, describeResult, mean, newestPlaces, stepsOf } from "./figures.js";
+import { counted, decimal } from "./format.js";
 
 // The metrics that most people look for; the others follow in the order of their names.
 const FIRST = ["loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "clip_fraction", "learning_rate"];
 const MOST_OPEN = 9;
+// Sets that the sentences above the charts name, and steps whose rewards they compare.
+const MOST_SETS = 3;
+const COMPARED_STEPS = 50;
 
 export function orderMetrics(names) {
   const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
@@ -24,6 +29,22 @@ export function evaluationsBySet(evaluations) {
   return inOrder.map(([name, results]) => [name, [...results.values()].sort((one, other) => one.version - other.version)]);
 }
 
+// Whether it learns, in a sentence per held-out set and one about the rewards.
+export function describeLearning(sets, columns) {
+  const ends = sets.filter(([, results]) => results.length > 1).slice(0, MOST_SETS);
+  const heldOut = ends.map(([name, results]) => `Held-out ${name}: ${describeResult(results[0])}, ${describeResult(results.at(-1))} (${describeDifference(results[0], results.at(-1))}).`);
+  return [...heldOut, describeRewards(columns)].filter(Boolean).map((line) => h("p", {}, line));
+}
+
+function describeRewards(columns) {
+  const steps = columns ? Math.min(COMPARED_STEPS, Math.floor(stepsOf(columns, [...columns.steps.keys()]) / 2)) : 0;
+  if (steps < 1) return "";
+  const newest = newestPlaces(columns, steps);
+  const first = newestPlaces({ steps: [...columns.steps].reverse() }, steps).map((place) => columns.steps.length - 1 - place);
+  const part = (places) => `${decimal(mean(columns, "reward_mean", places))} in the ${places === newest ? "newest" : "first"} ${counted(stepsOf(columns, places), "step")}`;
+  return `Mean reward: ${part(first)}, ${part(newest)}.`;
+}
+
 const edge = (sign) => (results) => results.map(({ reward_mean, standard_error }) => (standard_error === null ? null : reward_mean + sign * standard_error));
 
 const heldOut = (name) => ({ title: `Held-out: ${name}`, unit: "mean reward ± standard error, by version", x: "version", alone: true, band: true, series: [["mean + error", edge(1)], ["mean − error", edge(-1)], ["mean", (results) => results.map((one) => one.reward_mean)]] });
@@ -34,6 +55,7 @@ const metric = (name) => ({ title: name, unit: "reported by the trainer", series
 export class LearningCharts {
   constructor(charts, onRange, onPick) {
     this.make = (spec) => new Chart(spec, onRange, onPick);
+    this.sets = [];
     this.heldOut = new Map();
     this.metrics = new Map();
     this.rewards = charts;
@@ -50,8 +72,8 @@ export class LearningCharts {
 
   // An evaluation needs no step: it may come before the first batch.
   showEvaluations(evaluations) {
-    const sets = evaluationsBySet(evaluations);
-    for (const [name, results] of sets) {
+    this.sets = evaluationsBySet(evaluations);
+    for (const [name, results] of this.sets) {
       if (!this.heldOut.has(name)) this.heldOut.set(name, new Chart(heldOut(name), () => null, () => null));
       this.place();
       this.heldOut.get(name).show(results.map((one) => one.version), results);

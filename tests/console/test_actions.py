@@ -204,7 +204,7 @@ def test_values_that_somebody_else_changed_are_not_taken_back(run: RunClient, op
 def test_a_run_is_created_in_the_console(service: ServeProcess, open_page: OpenPage, tmp_path: Path) -> None:
     """From a starting configuration; a configuration that would starve is refused with the reason."""
     page = open_page(service.url, "/new", expected=REFUSED)
-    page.get_by_label("Name:").fill("made-here")
+    page.get_by_label("Name of the run").fill("made-here")
     json_of(page, "#config").fill('{"batch": {"groups_per_batch": 0}}')
     page.get_by_role("button", name="Create the run").click()
     page.get_by_text("groups_per_batch").last.wait_for()
@@ -219,12 +219,12 @@ def test_a_run_is_created_from_fields(service: ServeProcess, open_page: OpenPage
     page = open_page(service.url, "/new")
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request) if request.method == "PUT" else None)
-    page.get_by_label("Name:").fill("from-fields")
+    page.get_by_label("Name of the run").fill("from-fields")
     groups = page.get_by_label("groups_per_batch", exact=True)
     groups.fill("16385")
-    page.get_by_text("This must be 1 or more, at most 16,384.").wait_for()
+    page.get_by_text("This must be 1 to 16,384.").wait_for()
     page.get_by_role("button", name="Create the run").click()
-    page.get_by_text("Mend batch.groups_per_batch first.").wait_for()
+    page.get_by_text("Correct batch.groups_per_batch first.").wait_for()
     assert groups.get_attribute("aria-invalid") == "true"
     assert sent == []
     groups.fill("2")
@@ -248,7 +248,7 @@ def test_filters_adapters_and_a_spill_folder_are_rows_and_fields(
 ) -> None:
     """A wrong value in a row is refused before anything is sent; a row that is removed is not sent."""
     page = open_page(service.url, "/new")
-    page.get_by_label("Name:").fill("with-rows")
+    page.get_by_label("Name of the run").fill("with-rows")
     page.get_by_text("Filters", exact=True).click()
     for name in ("reward-window", "zero-variance", "overlong"):
         page.get_by_label("Add to filters").select_option(name)
@@ -258,7 +258,7 @@ def test_filters_adapters_and_a_spill_folder_are_rows_and_fields(
     longest = page.get_by_role("group", name="overlong").get_by_label("max_tokens", exact=True)
     longest.fill("1")
     page.get_by_role("button", name="Create the run").click()
-    page.get_by_text("Mend filters.2.options.max_tokens first.").wait_for()
+    page.get_by_text("Correct filters.2.options.max_tokens first.").wait_for()
     longest.fill("300")
     page.get_by_text("Spill", exact=True).click()
     page.get_by_label("url", exact=True).fill(f"file://{tmp_path}/spill")
@@ -271,7 +271,7 @@ def test_filters_adapters_and_a_spill_folder_are_rows_and_fields(
     assert config["filters"][1]["options"]["max_tokens"] == 300
     assert config["spill"] == {"url": f"file://{tmp_path}/spill"}
     page = open_page(service.url, "/new")
-    page.get_by_label("Name:").fill("with-adapters")
+    page.get_by_label("Name of the run").fill("with-adapters")
     page.get_by_text("LoRA adapters", exact=True).click()
     for number, name in enumerate(("red", "blue")):
         page.get_by_role("button", name="Add an adapter").click()
@@ -300,7 +300,7 @@ def test_a_live_run_gets_a_filter_from_the_form(run: RunClient, open_page: OpenP
 def test_a_problem_that_only_the_service_sees_is_shown_at_the_field(service: ServeProcess, open_page: OpenPage) -> None:
     """A multiple that does not divide seq_len; the other values stay."""
     page = open_page(service.url, "/new", expected=REFUSED)
-    page.get_by_label("Name:").fill("at-the-field")
+    page.get_by_label("Name of the run").fill("at-the-field")
     page.get_by_label("pad_to_multiple_of", exact=True).fill("3")
     page.get_by_role("button", name="Create the run").click()
     at_field(page, "pad_to_multiple_of").get_by_text("must divide").wait_for()

@@ -71,7 +71,7 @@ def test_an_operator_logs_in_creates_a_run_and_pauses_it(
     give_token(page, tokens["operator"])
     page.get_by_text("No run yet").or_(page.locator("table.runs")).wait_for()
     page.get_by_role("link", name="Create a run").click()
-    page.get_by_label("Name:").fill(f"at-{host}")
+    page.get_by_label("Name of the run").fill(f"at-{host}")
     page.get_by_role("button", name="Create the run").click()
     page.get_by_role("heading", name=f"at-{host}").wait_for()
     page.get_by_role("link", name="Act").click()
@@ -91,7 +91,7 @@ def test_a_token_of_a_process_is_told_what_it_lacks(
     page = open_page(f"http://127.0.0.1:{port}", "/new", expected=REFUSED)
     page.get_by_role("button", name="Token", exact=True).click()
     give_token(page, tokens[role])
-    page.get_by_label("Name:").fill("mine")
+    page.get_by_label("Name of the run").fill("mine")
     page.get_by_role("button", name="Create the run").click()
     page.get_by_text("this call needs operator").wait_for()
 

@@ -77,6 +77,19 @@ def test_held_out_results_are_shown_by_version_also_before_the_first_batch(run: 
     assert page.title() != "taken" and titles(page)[0].startswith("Held-out: <img")
 
 
+def test_sentences_say_whether_it_learns_and_whether_that_is_more_than_chance(
+    run: RunClient, open_page: OpenPage
+) -> None:
+    """The first and the newest result of a held-out set, and the rewards of the first and the newest steps."""
+    page, _ = start(run, open_page, 4)
+    page.get_by_text("Mean reward: 0.500 in the first 2 steps, 0.500 in the newest 2 steps.").wait_for()
+    for body in (result(0, reward_mean=0.25, standard_error=0.03), result(4, reward_mean=0.75, standard_error=0.04)):
+        assert post(run, body).status_code == 200
+    page.get_by_text("0.250 ± 0.030 at version 0, 0.750 ± 0.040 at version 4 (0.500 higher, more than two").wait_for()
+    assert post(run, result(5, reward_mean=0.2, standard_error=0.03)).status_code == 200
+    page.get_by_text("0.200 ± 0.030 at version 5 (0.050 lower, within two standard errors).").wait_for()
+
+
 def test_a_chart_of_one_value_is_a_line_of_text(run: RunClient, open_page: OpenPage) -> None:
     """It becomes a chart with the first other value."""
     page, epoch = start(run, open_page, 2)
@@ -122,3 +135,13 @@ def test_runs_are_compared_by_held_out_results_and_metrics(run: RunClient, open_
     assert columns_of(page, "Held-out: held-out")[run.run] == ("0.5",)
     newest = page.get_by_role("region", name="Newest steps").locator("tr", has_text="held-out held-out")
     newest.get_by_text("at version 0").wait_for()
+
+
+def test_two_runs_differ_by_more_than_chance_or_not(run: RunClient, open_page: OpenPage) -> None:
+    other = RunClient(str(run.http.base_url), f"{run.run}-b")
+    for each, mean in ((run, 0.25), (other, 0.75)):
+        page, _ = start(each, open_page, 1)
+        assert post(each, result(0, reward_mean=mean, standard_error=0.03)).status_code == 200
+    other.http.close()
+    page.evaluate(f"location.hash = '#/compare?run={run.run}&run={other.run}'")
+    page.get_by_text("0.500 higher, more than two standard errors").wait_for()

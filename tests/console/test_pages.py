@@ -27,7 +27,12 @@ PAGES = [
     ("/runs/sums/steps/5", "Why this batch", "tbody tr"),
     ("/runs/sums/problems", "has no engine", "tbody tr"),
     ("/runs/sums/act", "Preview the change", ".field"),
+    ("/runs/sums/rollouts?list=samples", "24 samples shown", ".texts tbody tr"),
+    ("/runs/sums/rollouts?list=ends", "Step 0, the first", ".texts tbody tr"),
+    ("/runs/paused-run", "No batch yet", ".flow li"),
+    ("/nowhere", "This address has no page", ".empty"),
 ]
+VIOLATIONS = "async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])"
 ADDRESSES = [address for address, _, _ in PAGES]
 
 
@@ -50,15 +55,37 @@ def test_a_page_shows_the_run_without_errors(
 def test_a_page_is_accessible(
     trained: RunClient, open_page: Callable[..., Any], address: str, selector: str, scheme: str
 ) -> None:
-    """Axe finds no violation, contrast included, in either theme."""
+    """Axe finds no violation, contrast included, in either theme, on a desktop and on a phone."""
     if not AXE.is_file():
         pytest.skip("no axe-core: run make browser, which needs npm (Debian: apt-get install npm)")
     # The page runs no foreign script, so the test has to lift its policy for axe.
     page = open_page(str(trained.http.base_url), address, color_scheme=scheme, bypass_csp=True)
     page.wait_for_selector(selector)
     page.add_script_tag(path=str(AXE))
-    found = page.evaluate("async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])")
-    assert found == []
+    for width in (1280, 390):  # on a phone the rows of tables are cards
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate(VIOLATIONS) == [], width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_dialogs_and_the_page_of_an_absent_run_are_accessible(
+    trained: RunClient, open_page: Callable[..., Any], scheme: str
+) -> None:
+    if not AXE.is_file():
+        pytest.skip("no axe-core: run make browser, which needs npm (Debian: apt-get install npm)")
+    how = {"color_scheme": scheme, "bypass_csp": True, "expected": ("status of 404",)}
+    page = open_page(str(trained.http.base_url), "/runs/nothing", **how)
+    page.locator("main [role=alert]").wait_for()
+    page.add_script_tag(path=str(AXE))
+    assert page.evaluate(VIOLATIONS) == []
+    page.get_by_role("button", name="Token", exact=True).click()
+    page.get_by_role("textbox", name="Token").wait_for()
+    assert page.evaluate(VIOLATIONS) == []
+    page.keyboard.press("Escape")
+    page.evaluate("location.hash = '#/runs/sums/act'")
+    page.get_by_role("button", name="Finish", exact=True).click()
+    page.locator("dialog button.danger").wait_for()
+    assert page.evaluate(VIOLATIONS) == []
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -130,6 +157,13 @@ def test_a_run_shows_where_it_waits_and_its_steps(trained: RunClient, open_page:
     page.get_by_text("steps 3 to 4").wait_for()
     page.get_by_role("button", name="Whole run").click()
     page.get_by_text("steps 0 to 5").wait_for()
+
+
+def test_a_run_without_steps_has_no_empty_chart(trained: RunClient, open_page: Callable[..., Any]) -> None:
+    page = open_page(str(trained.http.base_url), "/runs/paused-run")
+    page.get_by_text("No batch yet. Charts begin with the first step.").wait_for()
+    page.locator(".flow li").first.wait_for()
+    assert page.locator(".chart:visible").count() == 0
 
 
 def test_the_runs_are_searched_and_sorted(trained: RunClient, open_page: Callable[..., Any]) -> None:

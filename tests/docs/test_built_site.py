@@ -38,6 +38,9 @@ CUT_CODE = """
   .map((code) => `CODE ${code.textContent.trim().slice(0, 60)}`)
 """
 """Code that a reader has to scroll sideways. On a phone only drawings may do so: they have no language."""
+OPEN_ALL = "() => document.querySelectorAll('details').forEach((part) => (part.open = true))"
+HIGHEST = 9000
+"""Pixels of a page before a reader opens its parts."""
 
 pytestmark = pytest.mark.skipif(
     find_spec("mkdocs") is None, reason="needs the extra `docs`: pip install -c constraints.txt '.[docs]'"
@@ -88,7 +91,7 @@ def test_the_python_pages_describe_every_public_name(site: Site, module: str) ->
 
 
 def test_no_page_is_wider_than_the_window(browser: Any, site: Site) -> None:
-    """Tables scroll inside their own box; code fits a desktop and wraps on a phone."""
+    """Tables scroll inside their own box; code fits a desktop and wraps on a phone; so do parts that open."""
     page = browser.new_page()
     page.set_default_timeout(WAIT_MS)
     page.route(re.compile("^https?:"), lambda route: route.abort())  # the theme asks GitHub for its stars
@@ -97,6 +100,7 @@ def test_no_page_is_wider_than_the_window(browser: Any, site: Site) -> None:
     wide = {}
     for file in files:
         page.goto(file.as_uri())
+        page.evaluate(OPEN_ALL)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             window, content = page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
@@ -105,3 +109,29 @@ def test_no_page_is_wider_than_the_window(browser: Any, site: Site) -> None:
                 wide[str(file.relative_to(site.folder)), width] = (content, elements)
     page.close()
     assert wide == {}
+
+
+def test_no_page_is_too_high_to_be_read(browser: Any, site: Site) -> None:
+    """Long lists and tables are folded."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.route(re.compile("^https?:"), lambda route: route.abort())
+    high = {}
+    for file in site.folder.rglob("index.html"):
+        page.goto(file.as_uri())
+        height = page.evaluate("document.documentElement.scrollHeight")
+        if height > HIGHEST:
+            high[str(file.relative_to(site.folder))] = height
+    page.close()
+    assert high == {}
+
+
+def test_each_decision_has_its_number_and_opens_by_a_link(browser: Any, site: Site) -> None:
+    """Code and pages cite decisions by number; a number that is not taken moves no other."""
+    numbers = re.findall(r"^(\d+)\. ", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
+    page = browser.new_page()
+    page.route(re.compile("^https?:"), lambda route: route.abort())
+    page.goto((site.folder / "decisions" / "index.html").as_uri() + f"#{numbers[-1]}")
+    titles = page.locator("details.decision > summary").all_inner_texts()
+    assert [title.partition(".")[0] for title in titles] == numbers
+    page.locator("details.decision[open]", has_text=titles[-1]).wait_for()
+    page.close()

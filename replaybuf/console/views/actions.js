@@ -27,11 +27,11 @@ export function openActions({ refreshNow }, run) {
     run,
     "Act",
     [
-      h("p", { class: "quiet" }, "These actions need a token with the role operator, where the service has tokens."),
+      h("p", { class: "quiet" }, "If the service has tokens, these actions need one with the role operator."),
       result,
       loss,
       h("section", { class: "card" }, h("h2", {}, "State"), h("div", { class: "buttons" }, resume, pause, finish, whyState)),
-      h("section", { class: "card" }, h("h2", {}, "Strategy, batch, limits and filters"), h("p", { class: "quiet" }, "Only what you change is sent."), place, foreseen, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
+      h("section", { class: "card" }, h("h2", {}, "Strategy, batch, limits and filters"), h("p", { class: "quiet" }, "The page sends only what you change."), place, foreseen, older, h("div", { class: "buttons" }, button("Preview the change", preview, "main"), button("Read again", () => load()))),
       h("section", { class: "card" }, h("h2", {}, "Remove"), h("p", {}, "Purge deletes the bytes of dead letters. Delete removes the run with all its groups. Neither can be undone."), h("div", { class: "buttons" }, purge, remove, whyRemove)),
     ],
     { refresh, period_ms: 3000 },
@@ -112,7 +112,7 @@ export function openActions({ refreshNow }, run) {
     const lines = differences(config, answer.config);
     if (!lines.length) return say("The service would change nothing: the values are the same.");
     const text = h("pre", { class: "change" }, lines.join("\n"));
-    await change(changed, "Change the run", "The change holds from the next batch that is not assembled yet. Groups that the new values forbid are evicted.", { more: text, revision: edited });
+    await change(changed, "Change the run", "The change applies to batches that the service has not assembled yet. The service evicts groups that the new values forbid.", { more: text, revision: edited });
   }
 
   // The parts that differ; null if none does, undefined if a field is wrong.
@@ -142,7 +142,7 @@ export function openActions({ refreshNow }, run) {
   }
 
   async function purgeLetters() {
-    if (!(await confirm("Purge dead letters", "Their bytes are deleted. The ledger keeps that they existed.", { danger: true }))) return;
+    if (!(await confirm("Purge dead letters", "The service deletes their bytes. The ledger still names them.", { danger: true }))) return;
     const answer = await attempt(() => call("DELETE", runPath(run, "/dead-letters")));
     if (answer) say(`Purged ${counted(answer.purged, "dead letter")}.`);
   }

@@ -25,7 +25,7 @@ function describeChange(history, changes, place, run) {
   const compared = before.length && after.length;
   const rows = FIGURES.map(([name, column, digits]) => [name, mean(history.columns, column, before), mean(history.columns, column, after), digits]).filter(([, old, now]) => old !== null && now !== null);
   const table = compared && h("table", {}, h("thead", {}, h("tr", {}, ["mean of", `${steps(history.columns, before)} before`, `${steps(history.columns, after)} after`].map((name, at) => h("th", { scope: "col", class: at ? "number" : "" }, name)))), h("tbody", {}, rows.map(([name, old, now, digits]) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, decimal(old, digits)), h("td", { class: "number" }, decimal(now, digits))))));
-  const none = !compared && h("p", { class: "quiet" }, before.length ? "No step was made since." : "The shown steps do not reach back before it.");
+  const none = !compared && h("p", { class: "quiet" }, before.length ? "No step was trained since." : "The shown steps all come after the change.");
   return h("li", {}, h("p", {}, h("a", { href: runLink(run, `/ledger?before=${change.entry}`) }, `step ${count(change.step)}`), ` · ${clockTime(change.at_s)}${change.by ? ` · by ${change.by}` : ""}`), change.lines.map((line) => h("p", {}, h("strong", {}, line))), table || none);
 }
 

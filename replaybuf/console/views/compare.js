@@ -4,7 +4,7 @@
 import { find, runPath } from "../api.js";
 import { CHARTS, Chart } from "../charts.js";
 import { h, pill, table, update } from "../dom.js";
-import { FIGURES, mean, newestPlaces, stepsOf } from "../figures.js";
+import { FIGURES, describeDifference, describeResult, mean, newestPlaces, stepsOf } from "../figures.js";
 import { count, decimal } from "../format.js";
 import { evaluationsBySet, orderMetrics } from "../learning_charts.js";
 import { perStep, REASON_CHARTS } from "../reason_charts.js";
@@ -157,7 +157,7 @@ function describeNewest(runs) {
   const rows = [
     each("state", ({ status }) => pill(status.state)),
     each("step", ({ status }) => count(status.step)),
-    ...heldOutNames(runs).map((name) => each(`held-out ${name}`, (one) => newestResult(one, name))),
+    ...heldOutNames(runs).flatMap((name) => [each(`held-out ${name}`, (one) => newestResult(one, name)), ...differenceOf(runs, name)]),
     each("steps in the means below", ({ history }, place) => count(stepsOf(history.columns, places[place]))),
     ...FIGURES.map(([name, column, digits]) => each(name, (_, place) => decimal(value(column, place), digits))),
     each("seconds the trainer waited per step", (_, place) => decimal(reasons("waited", place), 2)),
@@ -172,8 +172,13 @@ const heldOutNames = (runs) => [...new Set(runs.flatMap(({ sets }) => [...sets.k
 function newestResult({ sets }, name) {
   const result = sets.get(name)?.at(-1);
   if (!result) return NONE;
-  const error = result.standard_error === null ? "" : ` ± ${decimal(result.standard_error)}`;
-  return `${decimal(result.reward_mean)}${error} at version ${count(result.version)}`;
+  return describeResult(result);
+}
+
+// Of two runs, how far the second is from the first.
+function differenceOf(runs, name) {
+  const results = runs.map(({ sets }) => sets.get(name)?.at(-1));
+  return runs.length === 2 && results.every(Boolean) ? [{ name: `difference on ${name}`, values: [NONE, describeDifference(...results)] }] : [];
 }
 
 const meanOf = (values, { steps }, places) => mean({ steps, values }, "values", places);

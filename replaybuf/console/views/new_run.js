@@ -7,7 +7,7 @@ import { runLink } from "./frame.js";
 
 const START = { strategy: { name: "one-step-off-policy", options: { max_staleness: 1 } }, batch: { groups_per_batch: 16, seq_len: 4096 }, group_size: 8, steps_per_publish: 1 };
 const RUN = ["group_size", "min_group_size", "max_steps", "steps_per_publish", "advantage", "stale_token_mask", "vocab_size", "seed"];
-const NAME = "1 to 63 lower-case letters, digits, dots, dashes and underscores; the first is a letter or a digit";
+const NAME = "1 to 63 lower-case letters, digits, dots, dashes and underscores; the first is a letter or a digit.";
 const PARTS = [
   ["Batch", "batch", true],
   ["Groups and steps", "", true, RUN],
@@ -22,9 +22,9 @@ const PARTS = [
 ];
 
 export function openNewRun() {
-  const name = h("input", { id: "name", autocomplete: "off", spellcheck: "false", pattern: "[a-z0-9][a-z0-9._\\-]{0,62}", maxlength: 63, title: NAME, required: true });
+  const name = h("input", { id: "name", autocomplete: "off", spellcheck: "false", pattern: "[a-z0-9][a-z0-9._\\-]{0,62}", maxlength: 63, title: NAME, required: true, "aria-describedby": "name-hint" });
   const result = h("p", { role: "status", class: "bad" });
-  const place = h("div", { class: "quiet" }, "Reading what the service takes …");
+  const place = h("div", { class: "quiet" }, "Reading the fields of a configuration …");
   let config = null;
   const ready = loadSchemas().then(
     (known) => {
@@ -52,8 +52,7 @@ export function openNewRun() {
   const form = h(
     "form",
     { submit, class: "card" },
-    h("label", { for: "name" }, `Name: ${NAME}`),
-    name,
+    h("div", { class: "field" }, h("label", { for: "name" }, "Name of the run"), name, h("span", { class: "hint", id: "name-hint" }, NAME)),
     place,
     result,
     h("div", { class: "buttons" }, h("button", { type: "submit", class: "main" }, "Create the run"), h("a", { class: "button", href: "#/" }, "Cancel")),

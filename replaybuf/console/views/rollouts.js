@@ -2,12 +2,15 @@
 
 import { Problem, find, get, runPath } from "../api.js";
 import { h, pill, table, update } from "../dom.js";
-import { bytes, clockTime, count, counted, decimal, shorten } from "../format.js";
+import { bytes, clockTime, count, counted, decimal, shorten, shortTime } from "../format.js";
 import { describeParts, ends as shortened, joined, score, tokensOf, waysToKeepMore } from "../rollout_text.js";
 import { runLink, runView } from "./frame.js";
 
 const LIMIT = 25;
 const SAMPLED_STEPS = 100;
+// Rows that are shown until a person asks for all.
+const MOST_SAMPLES = 50;
+const WHY = { chance: "by chance" };
 const STATES = ["", "live", "in_batches", "retired", "evicted", "dead_lettered"];
 const ORDERS = [["", "arrival"], ["reward", "reward"], ["reward_std", "spread of rewards"], ["longest_tokens", "longest rollout"], ["staleness", "staleness"]];
 const LISTS = [["", "Groups"], ["samples", "Samples of trained steps"], ["ends", "First step and newest"]];
@@ -16,23 +19,25 @@ const TABS = [["Newest", "", "true"], ["Best", "reward", "true"], ["Worst", "rew
 const WHOLE = { min: "0", step: "1" };
 // Name, label, type, what the field does, and its bounds.
 const FIELDS = [
-  ["text", "Text", "search", "Letters of a prompt or completion, in any case."],
+  ["text", "Text", "search", "Letters of a prompt or completion, in upper or lower case."],
   ["id_prefix", "Id", "search", "Start of the id of a group or of its prompt."],
   ["step", "Step", "number", "Groups that this step trained. Values: 0 or more.", WHOLE],
   ["min_reward", "Reward from", "number", "Lowest mean reward of a group."],
   ["max_reward", "Reward to", "number", "Highest mean reward of a group."],
   ["min_staleness", "Staleness from", "number", "Lowest staleness at the next step to assemble. Values: 0 or more.", WHOLE],
-  ["source", "Source", "text", "As the producer recorded it: source or env."],
+  ["source", "Source", "text", "The source, or else the env, of the group's metadata."],
 ];
 const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => one.completion_tokens };
 
-export function openRollouts({ query }, run) {
+export function openRollouts({ query, refreshNow }, run) {
+  let all = false;
   const [note, found, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
   const sampled = query.get("list") === "samples";
   const settled = query.get("after") || query.get("before") || query.get("text");
   const ends = query.get("list") === "ends";
   const refresh = () => (ends ? listEnds() : sampled ? listSamples() : listGroups());
   const view = runView(run, "Rollouts", [lists(query, run), !ends && tabs(query, run, sampled), !ends && form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
+  pages.addEventListener("click", ({ target }) => target.closest("[data-all]") && ((all = true), refreshNow()));
 
   async function listGroups() {
     const asked = Object.fromEntries([...query].filter(([name]) => !["list", "text", "before"].includes(name)));
@@ -52,25 +57,27 @@ export function openRollouts({ query }, run) {
       update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are missing in this order. Look at ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "their samples"), " instead."));
       update(found, previewTable(run, page.groups, whyEmpty(query, page.next)));
     }
-    update(pages, links(query, run, "after", page.next, text ? "Look further" : "Next page"));
+    update(pages, links(query, run, "after", page.next, text ? "Search further" : "Next page"));
   }
 
   async function listSamples() {
     const page = await get(runPath(run, "/samples"), { contains: query.get("text"), step: query.get("step"), before: query.get("before"), limit: SAMPLED_STEPS });
     const samples = sorted(page.samples.filter((one) => meets(one, query)), query);
     const total = `${counted(page.steps, "step")} ${page.steps === 1 ? "has" : "have"} samples, ${page.samples_per_step} of each.`;
-    update(note, h("p", { class: "quiet" }, `${counted(samples.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
-    update(found, sampleTable(run, samples, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. They appear when the trainer has acked a step."));
-    update(pages, links(query, run, "before", page.next, "Next page"));
+    const shown = all ? samples : samples.slice(0, MOST_SAMPLES);
+    const left = samples.length - shown.length;
+    update(note, h("p", { class: "quiet" }, `${counted(shown.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
+    update(found, sampleTable(run, shown, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. The service takes samples after the trainer has acked a step."));
+    update(pages, left > 0 && h("button", { type: "button", "data-all": "" }, `Show ${count(left)} more`), links(query, run, "before", page.next, "Next page"));
   }
 
   // What the model said at first, and what it says now.
   async function listEnds() {
     const newest = await get(runPath(run, "/samples"), { limit: 1 });
     const oldest = newest.oldest === null ? newest : await get(runPath(run, "/samples"), { step: newest.oldest });
-    const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "")];
+    const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "", `Samples of step ${samples[0].step}`)];
     const both = newest.samples.length && oldest.samples.length && newest.samples[0].step > newest.oldest;
-    update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "Two trained steps must have samples. They appear when the trainer has acked a step."), !both && waysToKeepMore(run));
+    update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "This list needs samples of two trained steps. The service takes them after the trainer has acked a step."), !both && waysToKeepMore(run));
     update(found, both && [part(oldest, newest.oldest ? "the oldest with samples" : "the first"), part(newest, "the newest")].flat());
   }
 
@@ -134,7 +141,7 @@ function form(query, run) {
   const inputs = FIELDS.map(([name, label, type, hint, bounds]) => control(name, label, hint, h("input", { ...attributes(name), type, step: "any", ...bounds, maxlength: 250, autocomplete: "off", value: query.get(name) ?? "" })));
   const choice = (name, fallback, options) => h("select", attributes(name), options.map(([value, shown]) => h("option", { value, selected: (query.get(name) ?? fallback) === value }, shown)));
   const state = control("state", "State", "Where the group is now.", choice("state", "", STATES.map((one) => [one, one.replaceAll("_", " ") || "any"])));
-  const order = control("order", "Order", "Only groups that are not freed are sorted, except by arrival.", choice("order", "", ORDERS));
+  const order = control("order", "Order", "Freed groups appear only in the order of arrival.", choice("order", "", ORDERS));
   const desc = control("desc", "Direction", "Of the order.", choice("desc", "true", [["true", "highest first"], ["false", "lowest first"]]));
   const submit = (event) => {
     event.preventDefault();
@@ -176,20 +183,20 @@ function previewTable(run, groups, empty) {
     ["Prompt", "", (one) => prompt(one, one.preview, one.match)],
     ["Completion", "", (one) => (one.preview ? completion(one.preview, one.match) : missing(one))],
     ["Reward", "", (one) => [one.preview ? reward(one.preview) : null, small(`group ${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)].flat()],
-    ["Steps", "", (one) => [steps(run, one.batches), small(clockTime(one.arrival_s))].flat(4)],
+    ["Steps", "", (one) => [steps(run, one.batches), small(`stored ${shortTime(one.arrival_s)}`)].flat(4)],
   ];
   return table("Groups", columns, groups, empty);
 }
 
-function sampleTable(run, samples, empty) {
+function sampleTable(run, samples, empty, caption = "Samples") {
   const columns = [
-    ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.why), small(`version ${count(one.policy_version)}, rollout ${one.place + 1}`)]],
+    ["Group", "name", (one) => [groupLink(run, one), " ", pill(WHY[one.why] ?? one.why), small(`version ${count(one.policy_version)}, rollout ${one.place + 1}`)]],
     ["Prompt", "", (one) => prompt(one, one)],
     ["Completion", "", completion],
     ["Reward", "", reward],
     ["Steps", "", (one) => h("a", { href: runLink(run, `/steps/${one.step}`) }, String(one.step))],
   ];
-  return table("Samples", columns, samples, empty);
+  return table(caption, columns, samples, empty);
 }
 
 // Groups with their state, scores and the steps that used them.

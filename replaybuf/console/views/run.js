@@ -5,7 +5,7 @@ import { CHARTS, Chart, saveCsv, saveFile } from "../charts.js";
 import { diagnose, goneOf, problemsOf } from "../diagnosis.js";
 import { h, table, update } from "../dom.js";
 import { age, count, counted, decimal, rate } from "../format.js";
-import { LearningCharts } from "../learning_charts.js";
+import { LearningCharts, describeLearning } from "../learning_charts.js";
 import { REASON_CHARTS, ReasonChart, totals } from "../reason_charts.js";
 import { describeChanges } from "./changes.js";
 import { runLink, runView, showState } from "./frame.js";
@@ -34,10 +34,10 @@ export function openRun(_, run) {
   const report = h("button", { type: "button", title: "One HTML file to keep or to send", click: saveReport }, "Report");
   const bar = h("div", { class: "bar" }, axis, smooth, scale, reset, all, report, note);
   const empty = h("p", { class: "empty" }, "No batch yet. Charts begin with the first step.");
-  const said = h("p", {});
+  const [learned, said] = [h("div", {}), h("p", {})];
   const grid = (charts) => h("div", { class: "charts" }, charts.map((chart) => chart.node));
   const overSteps = [section("Speed", grid(speed)), section("Data", prompts, grid(data))];
-  const parts = [state, section("Learning", said, bar, empty, learning.node, changes), section("Flow", flow, h("div", { class: "columns" }, buffer, waits, drops), grid(reasons)), overSteps];
+  const parts = [state, section("Learning", learned, said, bar, empty, learning.node, changes), section("Flow", flow, h("div", { class: "columns" }, buffer, waits, drops), grid(reasons)), overSteps];
   const view = runView(run, "Run", parts.flat(), { refresh, period_ms: 2000, close, repaint });
   const charts = () => [...learning.charts, ...speed, ...data, ...reasons];
   let [drawn, evaluatedAt] = ["", -EVALUATIONS_MS];
@@ -78,6 +78,7 @@ export function openRun(_, run) {
     const now = `${answer.row.step} ${answer.batch_s === null} ${range.first} ${range.last} ${answer.ledger_entries}`;
     if (now !== drawn) await refreshHistory(now);
     await refreshEvaluations();
+    update(learned, describeLearning(learning.sets, range.columns));
     const soFar = range.first === null ? answer : { step_waited_s: {}, step_dropped: {} };
     update(waits, describeWaits(totals(range.history.waited, soFar.step_waited_s)));
     update(drops, describeDrops(totals(range.history.dropped, soFar.step_dropped)));
@@ -105,6 +106,7 @@ export function openRun(_, run) {
     const some = Boolean(range.columns?.step.length);
     [empty.hidden, bar.hidden] = [some, !some];
     for (const part of overSteps) part.hidden = !some;
+    for (const chart of reasons) chart.node.hidden = true; // until it has a line
     if (!some) return learning.hideHistory();
     const time = axis.value === "time";
     const marks = range.history.changes.map((change) => (time ? change.at_s : change.step));

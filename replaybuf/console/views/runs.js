@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { diagnose, goneOf } from "../diagnosis.js";
 import { h, pill, sparkline, update, updateInTurns } from "../dom.js";
-import { age, count, counted, decimal, rate } from "../format.js";
+import { age, count, counted, decimal, explainReason, rate } from "../format.js";
 import { MOST_RUNS } from "./compare.js";
 import { runLink } from "./frame.js";
 
@@ -56,8 +56,9 @@ function why(row) {
   const diagnosis = diagnose(row);
   if (row.stands_still) return [h("span", { class: "bad" }, diagnosis.what), h("span", { class: "quiet" }, ` ${row.waiting?.reason ?? "ready"}${since}`)];
   if (!row.waiting) return h("span", { class: "good" }, "ready");
-  const who = row.waiting.blocked_on === "nothing" ? "" : ` · ${row.waiting.blocked_on}`;
-  return h("span", { title: [diagnosis.what, diagnosis.todo].join(" ") }, `${row.waiting.reason}${since}${who}`);
+  const { reason, blocked_on: who } = row.waiting;
+  const words = STATES.includes(reason) ? "" : `${explainReason(reason)[0]} `; // the column before has the state
+  return [words, h("span", { class: "quiet" }, `${reason}${since}${who === "nothing" ? "" : ` · ${who}`}`)];
 }
 
 function heading([name, kind]) {

@@ -63,7 +63,7 @@ function describeWhy(answer) {
     before && ["Since the batch before", `${count(before.stored)} stored; dropped: ${list(before.dropped)}; rejected: ${list(before.rejected)}`],
     ["Filters", answer.filters?.map((one) => one.name ?? one).join(", ") || "none"],
     answer.choice && ["Chosen by staleness", spread(answer.choice.staleness)],
-    answer.choice && ["Chosen by use, 1 = the first", spread(answer.choice.times_sampled)],
+    answer.choice && ["Chosen by use (1 = first use)", spread(answer.choice.times_sampled)],
   ].filter(Boolean);
   const unknown = Object.entries(answer.unknown ?? {}).map(([name, cause]) => h("p", { class: "quiet" }, `${name}: ${cause}`));
   return [h("h2", {}, "Why this batch"), facts(pairs), unknown, answer.packing && describePacking(answer.packing)];
