@@ -19,7 +19,11 @@ from replaybuf.wire.answer.run_status import RunStatus
 POINTS = 600
 """Rows of the history in a report; more steps are merged."""
 MOST_METRICS = 64
-"""Metrics of the trainer that get a chart; the first names by alphabet."""
+"""Metrics of the trainer that get a chart."""
+_FIRST_METRICS = ("loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "clip_fraction", "learning_rate")
+"""Those that most people look for, as in the console; the others follow by name."""
+_COMPARED_ROWS = 50
+"""Rows of the history at both ends whose rewards the headline compares: one step says little."""
 _COUNTS = ("stored", "live", "in_batches", "retired", "dead_lettered")
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -93,13 +97,18 @@ def headline(status: RunStatus, history: History) -> str:
     steps = counted(status.step, "trained step")
     if not rewards:
         return f"{status.run}: {status.state}, no step yet"
-    moved = f"mean reward {number(rewards[0])} at first, {number(rewards[-1])} at last"
-    return f"{status.run}: {status.state}, {steps}, {moved}"
+    compared = max(1, min(_COMPARED_ROWS, len(rewards) // 2))
+    covered, parts = history.columns["steps"], []
+    for end, rows in (("first", slice(compared)), ("last", slice(-compared, None))):
+        weights = [int(count or 0) for count in covered[rows]]
+        mean = sum(count * (reward or 0.0) for count, reward in zip(weights, rewards[rows], strict=True)) / sum(weights)
+        parts.append(f"{number(mean)} in the {end} {'step' if sum(weights) == 1 else f'{sum(weights)} steps'}")
+    return f"{status.run}: {status.state}, {steps}, mean reward {', '.join(parts)}"
 
 
 def _lead(status: RunStatus, history: History) -> str:
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(history.now_s))
-    waits = "" if status.waiting is None else f" It waits: {status.waiting.reason}."
+    waits = "" if status.waiting is None or status.state == "finished" else f" It waits: {status.waiting.reason}."
     missing = history.metrics_missing and f" {counted(history.metrics_missing, 'metric')} came without a number."
     return f"Strategy {status.strategy.name}, published version {status.published_version}, {at}.{waits}{missing or ''}"
 
@@ -132,7 +141,10 @@ def _rewards(history: History) -> Iterable[Chart]:
 
 
 def _metrics(history: History) -> Iterable[Chart]:
-    for name, values in sorted(history.metrics.items())[:MOST_METRICS]:
+    ranks = {name: rank for rank, name in enumerate(_FIRST_METRICS)}
+    names = sorted(history.metrics, key=lambda name: (ranks.get(name, len(ranks)), name))
+    for name in names[:MOST_METRICS]:
+        values = history.metrics[name]
         yield _over_steps(history, name, "reported by the trainer", {"value": values})
 
 

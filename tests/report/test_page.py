@@ -49,7 +49,7 @@ def test_a_report_shows_what_was_learned_and_leaves_out_what_is_not_there(
     run.put(batch={"groups_per_batch": 2})
     epoch = run.attach()
     for step in range(3):
-        train(run, epoch, step, {"loss": 1.0 - step / 4, "flat": 7.0, "none": None})
+        train(run, epoch, step, {"accuracy": step, "loss": 1.0 - step / 4, "flat": 7.0, "none": None})
     for version in (0, 2):
         assert post(run, result(version, reward_mean=version / 4, standard_error=0.1)).status_code == 200
     path = tmp_path / "report.html"
@@ -57,9 +57,10 @@ def test_a_report_shows_what_was_learned_and_leaves_out_what_is_not_there(
     text = path.read_text()
     page = Page(text)
     assert page.headings[:3] == ["Learning", "Held-out: held-out", "loss"]
+    assert page.headings.index("loss") < page.headings.index("accuracy"), "what people look for comes first"
     assert "Dropped groups" not in text and "none" not in page.headings and "flat" not in page.headings
     assert re.search(r">flat</th><td[^>]*>value 7<", text)
-    assert f"{run.run}: running, 3 trained steps, mean reward 0.5 at first, 0.5 at last" in text
+    assert f"{run.run}: running, 3 trained steps, mean reward 0.5 in the first step, 0.5 in the last step" in text
 
 
 def test_a_run_without_a_step_has_a_report_without_charts(run: RunClient, service: ServeProcess) -> None:
