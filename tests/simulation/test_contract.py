@@ -201,6 +201,7 @@ CALLS: list[list[object]] = [
     function("rb_columns", [ATTEMPT, LATE], 4, b"columns", 104, "late"),
     function("rb_tickets", [TICKETS], 1, "gone", 2, 5000, "t0", 6000, "t1", "issued", 2, "next:", 2),
     function("rb_count", [], "rejected:broken", 3, "issued", 1),
+    function("rb_confirm", []),
     function("rb_spill", [SPILL, PAYLOADS[0], PAYLOADS[2]], "file:///spill", "folder", 1, b"stub", 70, 9, b"stub", 8),
     function("rb_spill", [SPILL, PAYLOADS[1]], "file:///spill", "other", 2, b"stub", 70),
     function("rb_forget", [SPILL], 1, 2),
