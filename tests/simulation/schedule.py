@@ -19,6 +19,7 @@ from replaybuf.backup import target
 from replaybuf.service import host, loop_watch, turns
 from replaybuf.service.host import Service
 from replaybuf.service.peers import balance, living_servers
+from replaybuf.store import keys
 from replaybuf.store.redis import awake
 from replaybuf.wire.config import RunConfig
 from tests.chaos.history import Event
@@ -45,10 +46,11 @@ PROGRESS_S = 40.0
 """After the last fault a run must train so many steps within this time."""
 COPIED_S = 40.0
 """After the last fault the copied run must come to its end within this time."""
-SETTLED_S = 2.5
-"""By then no call of a client that has left is served any more, and followers have read the leader's tickets."""
+SETTLED_S, FOLLOWED_S = 20.0, 1.2
+"""By then no call of a client that has left is served any more; so long after that, followers have read the leader's
+tickets, which they do once a second."""
 RESTARTED_S = 6.0
-"""By then the leases of the killed servers have ended, and a new leader works."""
+"""By then a new leader works."""
 CLEANED_UP_S = 1.2
 """By then a new leader has cleaned up."""
 KEEP, KEEP_MANY = 2, 4
@@ -104,6 +106,7 @@ class Schedule:
         """Run it to its end, and judge it."""
         world = self.world
         with world.instead_of_python(), _quiet(), self._settings(), folders(world.mix.servers + 1) as places:
+            world.folder = str(places[0].parent)
             try:
                 world.loop.run_until_complete(self._run(places))
             except Exception as error:  # noqa: BLE001 - a failed schedule is a result
@@ -174,7 +177,7 @@ class Schedule:
             await self._see_end(copying, copied)
         stopping.set()
         await asyncio.gather(*producers, *others)
-        await asyncio.sleep(SETTLED_S)
+        await self._settle()
         rest = Rest(world, self._client("rest"), RUN, redis, self.history)
         await rest.drain()
         resting.set()
@@ -188,16 +191,25 @@ class Schedule:
         await rest.read_payloads()
         if mix.reads:
             await reader.read_to_the_end()
-        await asyncio.sleep(SETTLED_S)
+        await self._settle()
         await rest.look(last, "before")
         for server in self._servers:
             server.kill()
+        redis.values.delete(keys.lead(RUN).encode())  # as after the wait for the end of its lease
+        redis.values.commit()
         await self._see_leader()
         await rest.look(last, "after")
         await rest.fold()
         rest.fill_ledger()
         copied.check_nothing_is_left()
         self.wrong += copied.wrong
+
+    async def _settle(self) -> None:
+        """Wait until no call is handled whose client has left, and followers know what such calls changed."""
+        ends_s = self.world.now_s() + SETTLED_S
+        while any(server.serves_nobody for server in self._servers) and self.world.now_s() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(FOLLOWED_S)
 
     async def _see_end(self, copying: asyncio.Task[None], copied: CopiedRun) -> None:
         """Check that the copied run comes to its end, a bounded time after the last fault."""

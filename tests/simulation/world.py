@@ -43,6 +43,8 @@ class World:
         self.now_s = self.loop.time
         """Returns the true time since the start."""
         self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []
+        self.folder = "/folder"
+        """Folder of all files of the schedule: its name is random, so the trace has another one."""
         self.wrong: list[str] = []
         """What the world itself has seen go wrong."""
 
@@ -74,10 +76,11 @@ class World:
 
     def trace(self) -> list[str]:
         """Return a line for all that was noted."""
-        return [
+        lines = (
             f"{at_s:10.6f} {node} {what[0] if len(what) == 1 else what[0](*what[1:])}"
             for at_s, node, what in self._trace
-        ]
+        )
+        return [line.replace(self.folder, "/folder") for line in lines]
 
     # ------------------------------------------------------------------ Python
 

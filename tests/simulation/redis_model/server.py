@@ -8,6 +8,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from replaybuf.store import keys
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
 from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
@@ -18,6 +19,8 @@ from tests.simulation.world import EPOCH_S, World
 
 LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
 """Functions that only the newest leader may call."""
+READ_ENDS, LOST = b"rb_ends", keys.guarded("").index(keys.lost(""))
+"""The function that each reader calls, and where it gets the only one of its keys that may end by itself."""
 TRANSACTION = (b"MULTI", b"EXEC")
 SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
@@ -62,6 +65,7 @@ class RedisServer:
         self.node = Node(f"redis{self._starts}")
         self._id = b"%040x" % self._starts
         self._functions = Functions(self._code, self._call) if self._code else None
+        self._ends, self._ends_at = dict[tuple[bytes, ...], Any](), -1
         self._blocked = []
         if self.fsync == "everysec":
             self.world.at(self.node, self.world.now_s() + SYNC_EVERY_S, self._sync_again)
@@ -100,7 +104,7 @@ class RedisServer:
             if name in TRANSACTION or link.queued is not None:
                 reply = self._queue(link, name, words)
             elif name == b"FCALL":
-                reply = self._fcall(words)
+                reply = self._read_ends(words) if words[1] == READ_ENDS else self._fcall(words)
             elif name == b"XREAD":
                 reply = self._read(link, words)
             elif name == b"WAITAOF":
@@ -145,8 +149,21 @@ class RedisServer:
         if name == b"FUNCTION" and words[1].upper() == b"LOAD":
             self._code = words[-1].decode()
             self._functions = Functions(self._code, self._call)
+            self._ends.clear()
             return b"replaybuf1"
         raise NoModel(f"the model of Redis lacks the command {b' '.join(words[:2]).decode(errors='replace')}")
+
+    def _read_ends(self, words: Sequence[bytes]) -> Any:
+        """Run the function that each reader calls. The same call has the same reply until a key changes."""
+        values = self.values
+        if values.changes != self._ends_at or values.end_of(words[3 + LOST]) is not None:
+            self._ends.clear()
+        call = tuple(words)
+        reply = self._ends.get(call)
+        if reply is None:
+            reply = self._ends[call] = self._fcall(words)
+            self._ends_at = values.changes
+        return reply
 
     def _fcall(self, words: Sequence[bytes]) -> Any:
         if self._functions is None:
