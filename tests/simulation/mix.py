@@ -22,6 +22,8 @@ COPIED = 0.25
 """Share of schedules with a run that is backed up, deleted and restored."""
 REWOUND = 0.3
 """Share of schedules with many rewinds."""
+LOST = 0.2
+"""Share of schedules with a run whose newest groups are lost, and that goes on without them."""
 REVISED = ("max_staleness", (1, 2, 3))
 """The option that an operator changes, and its values."""
 
@@ -36,6 +38,7 @@ class Mix:
     - `spills`: frames move to a folder; `revises`: an operator changes strategy and limits of the run
     - `copies`: another run is backed up, deleted and restored meanwhile
     - `direct`: a producer writes to Redis itself, and the ranks read frames from there
+    - `loses`: Redis loses the newest groups and entries of another run, and an operator accepts the loss
     - `rewinds`: the trainer often resumes at an older step, and asks any server for its batches
     """
 
@@ -52,6 +55,7 @@ class Mix:
     revises: bool
     copies: bool
     rewinds: bool
+    loses: bool
 
     @classmethod
     def draw(cls, rng: random.Random) -> Mix:
@@ -73,6 +77,7 @@ class Mix:
             revises=strategy in ("one step", "replay") and rng.random() < 0.3,
             copies=rng.random() < COPIED,
             rewinds=rng.random() < REWOUND,
+            loses=rng.random() < LOST,
         )
 
     @property
@@ -99,9 +104,10 @@ class Mix:
     def can_fail_over(self) -> bool:
         """Whether every client of Redis knows enough to notice a shorter history.
 
-        A producer that writes directly knows its own groups only, and a restore nothing at all.
+        A producer that writes directly knows its own groups only, and a restore nothing at all. A loss that is accepted
+        while a replica answers would come back with the right server.
         """
-        return not (self.direct or self.copies)
+        return not (self.direct or self.copies or self.loses)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the strategy."""

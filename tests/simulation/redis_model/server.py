@@ -85,9 +85,14 @@ class RedisServer:
         return not (self.node.dead or self.node.stopped or self.replaced)
 
     def take_over(self, held: Saved) -> Saved:
+        """Let a replica with a shorter history answer, or the right server again; return what the former one held."""
+        self.replaced = not self.replaced
+        return self.replace(held)
+
+    def replace(self, held: Saved) -> Saved:
         """Let another server answer that holds this; return what the former one held. All of it counts as synced."""
         self.world.note("another server takes over", node=self.node)
-        self.node.dead, self.replaced = True, not self.replaced
+        self.node.dead = True
         for link in list(self.links):
             link.cut()
         former = self.values.copy()
