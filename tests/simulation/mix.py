@@ -63,10 +63,11 @@ class Mix:
         strategy = rng.choice(tuple(STRATEGIES))
         several = strategy == "one step" and rng.random() < 0.3
         spills = rng.random() < 0.2
+        rewinds = rng.random() < REWOUND
         return cls(
             servers=rng.choice((2, 2, 3)),
             tick_s=rng.choice((0.25, 0.5, 1.0)),
-            faults_s=rng.choice((3.0, 6.0, 10.0)),
+            faults_s=rng.choice((6.0, 10.0, 15.0) if rewinds else (3.0, 6.0, 10.0)),
             history_groups=rng.choice((8, 40, 100_000)),
             strategy=strategy,
             adapters=2 if several else 0,
@@ -76,7 +77,7 @@ class Mix:
             direct=not spills and rng.random() < 0.2,
             revises=strategy in ("one step", "replay") and rng.random() < 0.3,
             copies=rng.random() < COPIED,
-            rewinds=rng.random() < REWOUND,
+            rewinds=rewinds,
             loses=rng.random() < LOST,
         )
 

@@ -23,7 +23,7 @@ from tests.simulation.world import World
 WAIT_S = 0.8
 CHECKPOINT_EVERY_STEPS = 3
 """Each step with many rewinds: they are short, and hit groups that are on their way."""
-REATTACHES, OFTEN = 0.05, 0.4
+REATTACHES, OFTEN = 0.05, 0.7
 """Share of steps after which a trainer attaches again, without and with many rewinds."""
 RESAMPLES, MOSTLY = 0.25, 0.7
 """Share of attaches that give the groups of later batches back, without and with many rewinds."""
@@ -91,7 +91,8 @@ class Trainer:
 
     async def _attach(self) -> bool:
         # Refused twice: a late attach has voided the checkpoints.
-        resume_step = self._rng.choice(self._checkpoints) if self._refused < 2 else None
+        resumable = self._checkpoints[:-1] if self._world.mix.rewinds else ()  # those before the newest step
+        resume_step = self._rng.choice(resumable or self._checkpoints) if self._refused < 2 else None
         # Before the call: it may take effect without an answer, and drop the later checkpoints.
         self._checkpoints = tuple(step for step in self._checkpoints if resume_step is None or step <= resume_step)
         resampled = self._rng.random() < (MOSTLY if self._world.mix.rewinds else RESAMPLES)

@@ -25,7 +25,7 @@ RUN = "run"
 EPOCH_S = 1_800_000_000.0
 """Wall clock at the start of each schedule."""
 SHORTEST_WAY_S, LONGEST_WAY_S = 0.0001, 0.002
-LATEST_S = 4.0
+LATEST_S, LATEST_SEND_S = 4.0, 2.0
 
 
 class World:
