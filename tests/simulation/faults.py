@@ -15,9 +15,10 @@ MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 
 LATE_NEWS, NEWS_MIXES = 0.1, MIXES
 LATE_SEND, SEND_MIXES = 0.004, MIXES
-KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "failover")
+KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "full", "failover")
 """Faults of processes: a server is killed, stopped, ended in order, hands its run over, or its clock jumps; Redis
-crashes, stands still, loses connections or a lease, or a replica with a shorter history takes over for a while."""
+crashes, stands still, loses connections or a lease, has no memory left, or a replica with a shorter history takes over
+for a while."""
 
 
 @dataclasses.dataclass(slots=True)

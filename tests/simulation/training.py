@@ -80,8 +80,13 @@ class Trainer:
             if self._attachment.step == 0:  # step 0 is a checkpoint too, and the first to be dropped
                 await self._write_until_answered("checkpoint", 0)
             while not stopping.is_set() and await self._train_step():
-                if self._rng.random() < (OFTEN if self._world.mix.rewinds else REATTACHES):
+                if self._rng.random() < (OFTEN if self._rewinds else REATTACHES):
                     break
+
+    @property
+    def _rewinds(self) -> bool:
+        """Whether it rewinds often: as long as there are faults, else the run takes long to come to rest."""
+        return self._world.mix.rewinds and self._world.faults.active
 
     # ------------------------------------------------------------------ life
 
@@ -91,7 +96,7 @@ class Trainer:
 
     async def _attach(self) -> bool:
         # Refused twice: a late attach has voided the checkpoints.
-        resumable = self._checkpoints[:-1] if self._world.mix.rewinds else ()  # those before the newest step
+        resumable = self._checkpoints[:-1] if self._rewinds else ()  # those before the newest step
         resume_step = self._rng.choice(resumable or self._checkpoints) if self._refused < 2 else None
         # Before the call: it may take effect without an answer, and drop the later checkpoints.
         self._checkpoints = tuple(step for step in self._checkpoints if resume_step is None or step <= resume_step)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from replaybuf.store import keys
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
-from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
+from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel, read_new
 from tests.simulation.redis_model.functions import Functions
 from tests.simulation.redis_model.link import RECORDS, WAITS, Link, record_of
 from tests.simulation.redis_model.values import Saved, Values
@@ -21,6 +21,8 @@ LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
 """Functions that only the newest leader may call."""
 READ_ENDS, LOST = b"rb_ends", keys.guarded("").index(keys.lost(""))
 """The function that each reader calls, and where it gets the only one of its keys that may end by itself."""
+REFUSED_WHEN_FULL = {b"FCALL", b"rb_restore", b"FUNCTION", b"LOAD"}
+"""Calls that a full server refuses: of the one function that does not allow it, and to load a library."""
 TRANSACTION = (b"MULTI", b"EXEC")
 SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
@@ -50,6 +52,8 @@ class RedisServer:
         self._code = ""
         self._blocked: list[tuple[Link, Sequence[bytes]]] = []
         self._starts = 0
+        self.full = False
+        """Whether it refuses commands that need memory."""
         self.replaced = False
         """Whether a replica with a shorter history answers."""
         self.start()
@@ -106,6 +110,8 @@ class RedisServer:
         """Run a command of a connection; return its reply, an error to send, or `WAITS`."""
         name = words[0].upper()
         try:
+            if self.full and (name in GROWING or REFUSED_WHEN_FULL.issuperset(words[:2])):
+                raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
             if name in TRANSACTION or link.queued is not None:
                 reply = self._queue(link, name, words)
             elif name == b"FCALL":
