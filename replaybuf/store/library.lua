@@ -321,6 +321,16 @@ local function ends(keys, args, run)
   return 'ok', {read_ends(run)}
 end
 
+-- The same, with a write that changes nothing: the caller's wait for durability then covers all that it reads. A run
+-- without entries has nothing to wait for, and may be deleted: it gets no key.
+local function confirm(keys, args, run)
+  local entries, stored, entry_key = read_ends(run)
+  if entries > 0 then
+    redis.call('HSET', run.counts, 'entries', entries)
+  end
+  return 'ok', {entries, stored, entry_key}
+end
+
 -- Append ledger entry `n` under a key: a random number of at most 18 digits, which identifies the history.
 -- A repeat of the same entry is 'ok'. An entry that changes what groups are checked against notes the newest group then:
 -- all later groups are checked against it.
@@ -545,7 +555,7 @@ local function tickets(keys, args, run)
   end
 end
 
--- Raise counters. args: (counter, increment)...; detail: the ends of both streams
+-- Raise counters. args: (counter, increment)...; detail: the ends of both streams, for callers of an older release
 local function count(keys, args, run)
   for at = 1, #args, 2 do
     redis.call('HINCRBY', run.counts, args[at], args[at + 1])
@@ -735,11 +745,12 @@ register('rb_publish', writing(publish))
 register('rb_publish_stored', writing(publish_stored))
 register('rb_begin_round', led(begin_round))
 register('rb_ends', guarded(ends))
+register('rb_confirm', guarded(confirm))
 register('rb_append', led(append))
 register('rb_columns', led(columns))
 register('rb_lead', guarded(lead))
 register('rb_tickets', led(tickets))
-register('rb_count', guarded(count))
+register('rb_count', writing(count))
 register('rb_free', led(free))
 register('rb_spill', led(spill))
 register('rb_forget', led(forget))

@@ -58,7 +58,7 @@ class StreamEnds:
             await self.read_end(run)
             return None
         # WAIT covers what the server wrote before the last write of this connection, so this makes one.
-        return _ends((await self._connection.call(run, "rb_count", (), ["confirmed", 1], durably=True))[1])
+        return _ends((await self._connection.call(run, "rb_confirm", durably=True))[1])
 
     async def wait_for_entries(self, known: Mapping[str, Ends], timeout_s: float) -> list[str]:
         """Block until a stream of a run has entries after its known end; return those runs."""

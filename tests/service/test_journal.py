@@ -6,7 +6,8 @@ import asyncio
 import time
 
 from replaybuf.service.run.journal import Journal
-from replaybuf.store import EmbeddedServer, Store
+from replaybuf.store import EmbeddedServer, Ends, Store
+from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append
 
 
@@ -36,5 +37,29 @@ def test_published_groups_are_folded_in_order_with_those_that_others_published_b
         finally:
             await store.close()
             await other.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_of_a_run_is_read_of_which_nothing_is_confirmed(server: EmbeddedServer) -> None:
+    """Another server is creating it, and Redis may still lose the first record: whoever has read it would miss it."""
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+
+        async def read_confirmed_end(run: str) -> Ends:
+            return Ends(0, 0)
+
+        try:
+            token = (await store.runs.take_lease("begins", "here", 60.0)).token
+            await store.ledger.append("begins", str(token), 1, AckRecord(step=0, epoch=1))
+            await store.groups.append("begins", [to_append("a")], {"": 0}, time.time())
+            store.streams.read_confirmed_end = read_confirmed_end  # type: ignore[method-assign]
+            journal = Journal("begins", store)
+            await journal.load()
+            await journal.pull()
+            assert journal.ends == Ends(0, 0)
+        finally:
+            await store.close()
 
     asyncio.run(main())

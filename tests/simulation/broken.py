@@ -18,7 +18,6 @@ from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.ledger import AnyRecord
 from tests.simulation import copying, faults, mix, servers
 from tests.simulation.plan import Plan
-from tests.simulation.redis_model import server
 from tests.simulation.schedule import Outcome, simulate
 
 UNFENCED = """
@@ -112,9 +111,9 @@ def _without_token() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _without_rules() -> Iterator[None]:
-    """Store groups by the rules of before a rewind or a change of the run."""
+    """Store groups by the rules of before a rewind or a change of the run, in a world where groups are often late."""
     without = _library("tonumber(table.remove(args)) < newest_rules(run)", "not table.remove(args)")
-    with _many_rewinds(), without, mock.patch.object(server, "LATEST_NEWS_S", 5.0):
+    with _many_rewinds(), without, mock.patch.object(faults, "SEND_MIXES", (3.0,)):
         yield
 
 

@@ -9,61 +9,44 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import TypeVar
 
 from replaybuf.backup.section import Section
 from replaybuf.backup.source import Source
 from replaybuf.backup.target import open_target
 from replaybuf.errors import Gone as RunGone
 from replaybuf.errors import NotFound, ReplaybufError
-from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.service.host import Service
-from replaybuf.service.http.call.browse import describe_group, list_groups
 from replaybuf.store import Store, keys
 from replaybuf.store.redis.connection import Connection
-from replaybuf.wire.config import RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
-from replaybuf.wire.contract import AttachRequest
-from tests.chaos.content import GROUP_SIZE, VOCAB_SIZE, checksum, make_group
-from tests.chaos.history import OK, Event
-from tests.chaos.runs import spill_to
 from tests.simulation.loop import Node
-from tests.simulation.producing import Sent, send
 from tests.simulation.redis_model.connections import use_model
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import LONGEST_STOP_S, Client, Gone
-from tests.simulation.training import ask, attach
+from tests.simulation.small_run import GROUPS, PAUSE_S, PER_BATCH, SmallRun
 from tests.simulation.world import World
 
 T = TypeVar("T")
 
 COPIED_RUN = "copied"
-GROUPS, PER_BATCH, STEPS_BEFORE = 6, 2, 1
+STEPS_BEFORE = 1
 ATTEMPT_S = 8.0
 """An attempt that takes longer is killed."""
 DISTURBED = 0.3
 """Share of attempts that are killed or stopped."""
 SOON_S = 0.06
 """Within this time: an attempt takes about half of it."""
-PAUSE_S = 0.2
 STAYS = ("incarnation", "deleted", "lead")
 """Keys of a name that outlive the run: see `replaybuf.store.keys`."""
 
 
-class CopiedRun:
-    """One run from its creation to its second deletion. `folder` is for its frames, None keeps them in Redis.
-
-    `wrong`: what a restore changed, or what the last deletion left.
-    """
+class CopiedRun(SmallRun):
+    """One run from its creation to its second deletion. `wrong`: what a restore changed, or the last deletion left."""
 
     def __init__(self, world: World, client: Client, redis: RedisServer, folder: Path | None) -> None:
-        self._world, self._client, self._redis, self._folder = world, client, redis, folder
-        self._unread: list[Event] = []  # the checker of chaos judges the main run only
+        super().__init__(world, client, redis, COPIED_RUN, folder)
         self._attempts = 0
-        self.stage = "its creation"
-        self.wrong: list[str] = []
 
     async def work(self) -> None:
         """Do all of it; each call is repeated until it is answered."""
@@ -96,77 +79,7 @@ class CopiedRun:
         if left:
             self.wrong.append(f"{sorted(left)[:5]} and {len(left)} keys in all are left of the deleted run")
 
-    def _compare(self, what: str, before: object, after: object) -> None:
-        if before != after:
-            self.wrong.append(f"the copied run, {what}: {before} became {after}")
-
     # ------------------------------------------------------------------ calls
-
-    async def _do(self, work: Callable[[Service, Gone], Awaitable[T]]) -> T:
-        while True:
-            done = await self._client.observe(COPIED_RUN, work)
-            if done.seen["outcome"] == OK:
-                return done.result  # type: ignore[return-value]
-            await asyncio.sleep(PAUSE_S)
-
-    async def _create(self, service: Service, gone: Gone) -> None:
-        config: dict[str, Any] = {
-            "strategy": {"name": "one-step-off-policy", "options": {"max_staleness": GROUPS}},
-            "batch": {"groups_per_batch": PER_BATCH, "seq_len": 64},
-            "group_size": GROUP_SIZE,
-            "vocab_size": VOCAB_SIZE,
-        }
-        config |= spill_to(self._folder) if self._folder else {}
-        await service.create(COPIED_RUN, msgspec.convert(config, RunConfig), if_absent=True)
-
-    async def _append(self, name: str) -> None:
-        group = Sent(name, make_group(name, 0, named=True), None)
-        while True:
-            (outcome,) = await send(self._client, COPIED_RUN, [group], self._unread, frames=True)
-            if outcome in ("stored", "duplicate"):
-                return
-            await asyncio.sleep(PAUSE_S)
-
-    async def _facts(self, service: Service, gone: Gone) -> dict[str, Any]:
-        """Return the counts of the run, and the checksum of each rollout that is still needed."""
-        run = await service.led(COPIED_RUN)
-        await run.ingest()  # another server may have stored the last group
-        state, rollouts = msgspec.to_builtins(run.describe()), {}
-        for group in (await list_groups(run, GroupQuery(state="live"), None, GROUPS)).groups:
-            shown: Any = (await describe_group(run, group.group_id, None))["rollouts"]
-            rollouts[group.group_id] = [checksum([*one["prompt_ids"], *one["completion_ids"]]) for one in shown or []]
-        groups = {name: state["groups"][name] for name in ("stored", "live", "dead_lettered")}
-        return groups | {"step": state["step"], "version": state["published_version"], "rollouts": rollouts}
-
-    async def _train(self, steps: range) -> list[str]:
-        """Train steps and record a checkpoint; return the ids of their groups."""
-        trained: list[str] = []
-        request, epoch = AttachRequest(dp_world_size=1), None
-        while epoch is None:
-            got, _ = await attach(self._client, COPIED_RUN, request, self._unread)
-            epoch = got.epoch if got else None
-        for step in steps:
-            body = None
-            while body is None:
-                body = (await ask(self._client, COPIED_RUN, step, (epoch, 1), 0, self._unread)).body
-                await asyncio.sleep(0.05)
-            trained += dict.fromkeys(rollout.group_id for rollout in body.rollouts)
-            await self._write("ack", step, epoch)
-            await self._write("publish_policy", step + 1, epoch)
-        await self._write("checkpoint", steps.stop, epoch)
-        return trained
-
-    async def _write(self, kind: str, value: int, epoch: int) -> None:
-        async def work(service: Service, gone: Gone) -> None:
-            session = (await service.led(COPIED_RUN)).session
-            if kind == "ack":
-                await session.ack(value, epoch, {})
-            elif kind == "checkpoint":
-                await session.checkpoint(value, epoch, 1)
-            else:
-                await session.publish(value, epoch, None, "")
-
-        await self._do(work)
 
     async def _delete(self, stage: str) -> None:
         """Finish and delete the run, and wait until its keys are gone."""

@@ -46,7 +46,7 @@ class Disturber:
             return
         self._world.note(f"fault: {kind} {server.name}", node=WORLD)
         name, role = server.name, "leader" if led else "standby"
-        if kind in ("crash", "pause", "cut", "lease", KIND):
+        if kind in ("crash", "pause", "cut", "lease", "full", KIND):
             name, role, led = "valkey", "valkey", []
         fault = Faulted(at_s=self._world.now_s(), process=name, role=role, kind=kind, server=server.url, led=led)
         self._history.append(fault)
@@ -91,6 +91,12 @@ class Disturber:
         node.stopped = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
         self._world.loop.go_on(node)
+
+    async def _full(self, server: Server) -> None:
+        """Let Redis refuse commands that need memory: payloads, and a restore."""
+        self._redis.full = True
+        await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
+        self._redis.full = False
 
     async def _failover(self, server: Server) -> None:
         await Failover(self._world, self._redis, self._servers, self._history).work()

@@ -34,15 +34,14 @@ class Failover:
         if not self._redis.healthy:
             return
         replica = self._redis.values.copy()
-        if not await self._lags(_ends_of(self._redis)):
+        if not await self._lags(ends_of(self._redis, RUN)):
             return
         from_s = self._world.now_s()
         right = self._redis.take_over(replica)
-        before = _parts(self._redis)
-        asked = {server: server.node for server in self._servers}
-        silent = await self._silent(asked)
+        before = parts_of(self._redis, RUN)
+        silent = await find_silent(self._world, self._servers, RUN)
         await asyncio.sleep(self._world.rng.uniform(0.0, LONGEST_LOAD_S))
-        after, until_s = _parts(self._redis), self._world.now_s()
+        after, until_s = parts_of(self._redis, RUN), self._world.now_s()
         self._redis.take_over(right)
         event = OlderRedis(
             at_s=until_s,
@@ -66,47 +65,49 @@ class Failover:
             await asyncio.sleep(POLL_S)
         return False
 
-    async def _silent(self, asked: dict[Server, Node]) -> list[Server]:
-        """Return the servers that have not reported the loss in time, of those that ran all the while."""
 
-        async def work(service: Service, gone: Gone) -> RunStatus:
-            return (await service.run(RUN)).describe()
+async def find_silent(world: World, servers: list[Server], name: str) -> list[Server]:
+    """Return the servers that do not report the loss of a run in time, of those that run all the while."""
 
-        client, ends_s = Client(self._servers, Node("watch")), self._world.now_s() + REPORT_S
-        silent = list(asked)
-        while silent and self._world.now_s() < ends_s:
-            for server in list(silent):
-                if server.node.stopped or server.node is not asked[server]:
-                    silent.remove(server)  # a stopped process reports nothing, and a new one begins anew
-                elif (await client.observe(RUN, work, only=server)).seen["outcome"] == "data-lost":
-                    silent.remove(server)
-            await asyncio.sleep(POLL_S)
-        return [server for server in silent if server.node is asked[server] and not server.node.stopped]
+    async def work(service: Service, gone: Gone) -> RunStatus:
+        return (await service.run(name)).describe()
+
+    asked = {server: server.node for server in servers}
+    client, ends_s = Client(servers, Node("watch")), world.now_s() + REPORT_S
+    silent = list(asked)
+    while silent and world.now_s() < ends_s:
+        for server in list(silent):
+            if server.node.stopped or server.node is not asked[server]:
+                silent.remove(server)  # a stopped process reports nothing, and a new one begins anew
+            elif (await client.observe(name, work, only=server)).seen["outcome"] == "data-lost":
+                silent.remove(server)
+        await asyncio.sleep(POLL_S)
+    return [server for server in silent if server.node is asked[server] and not server.node.stopped]
 
 
-def _ends_of(redis: RedisServer) -> tuple[int, int]:
-    """Return the numbers of the newest ledger entry and group of the run."""
-    counts = redis.values.peek(keys.counts(RUN).encode()) or {}
+def ends_of(redis: RedisServer, run: str) -> tuple[int, int]:
+    """Return the numbers of the newest ledger entry and group of a run."""
+    counts = redis.values.peek(keys.counts(run).encode()) or {}
     return int(counts.get(b"entries", 0)), int(counts.get(b"stored", 0))
 
 
-def _parts(redis: RedisServer) -> dict[str, object]:
-    """Return what Redis holds of the run, without leases and fences: a server may take one before it reads."""
+def parts_of(redis: RedisServer, run: str) -> dict[str, object]:
+    """Return what Redis holds of a run, without leases and fences: a server may take one before it reads."""
     saved = redis.values.copy()
     names = {
-        "index": keys.index(RUN),
-        "ledger": keys.ledger(RUN),
-        "ids": keys.group_ids(RUN),
-        "counts": keys.counts(RUN),
-        "tickets": keys.tickets(RUN),
-        "snapshot": keys.snapshot(RUN),
-        "spilled": keys.spill(RUN),
-        "cursors": keys.cursors(RUN),
+        "index": keys.index(run),
+        "ledger": keys.ledger(run),
+        "ids": keys.group_ids(run),
+        "counts": keys.counts(run),
+        "tickets": keys.tickets(run),
+        "snapshot": keys.snapshot(run),
+        "spilled": keys.spill(run),
+        "cursors": keys.cursors(run),
     }
-    return {part: saved.get(name.encode()) for part, name in names.items()} | {"payloads": _payloads(saved)}
+    return {part: saved.get(name.encode()) for part, name in names.items()} | {"payloads": _payloads(saved, run)}
 
 
-def _payloads(saved: Saved) -> list[bytes]:
+def _payloads(saved: Saved, run: str) -> list[bytes]:
     """List payloads of stored groups; one that waits for its publication still has a lifetime."""
-    own = f"rb:p:{{{RUN}:".encode()
+    own = f"rb:p:{{{run}:".encode()
     return sorted(key for key, (_, ends_ms) in saved.items() if key.startswith(own) and ends_ms is None)

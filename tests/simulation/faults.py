@@ -14,9 +14,11 @@ MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 """Factors of a rate: a schedule with few kinds of faults goes deeper into each than one with all of them."""
 
 LATE_NEWS, NEWS_MIXES = 0.1, MIXES
-KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "failover")
+LATE_SEND, SEND_MIXES = 0.004, MIXES
+KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "full", "failover")
 """Faults of processes: a server is killed, stopped, ended in order, hands its run over, or its clock jumps; Redis
-crashes, stands still, loses connections or a lease, or a replica with a shorter history takes over for a while."""
+crashes, stands still, loses connections or a lease, has no memory left, or a replica with a shorter history takes over
+for a while."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +27,7 @@ class Faults:
 
     - `cut`: share of sends to Redis whose connection is cut, before, within or after their commands
     - `late`: share of replies that are late by up to `LATEST_S`
+    - `late_send`: share of commands that arrive late by up to `LATEST_SEND_S`: what was decided may be outdated then
     - `lost_call`: share of calls of clients whose request or answer is lost
     - `slow_sync`: share of syncs of the disk that take longer than writes wait
     - `late_news`: share of followers' reads of new entries that are answered late, by up to `LATEST_NEWS_S`
@@ -34,6 +37,7 @@ class Faults:
 
     cut: float
     late: float
+    late_send: float
     lost_call: float
     slow_sync: float
     late_news: float
@@ -50,6 +54,7 @@ class Faults:
         return cls(
             cut=0.004 * rng.choice(MIXES),
             late=0.006 * rng.choice(MIXES),
+            late_send=LATE_SEND * rng.choice(SEND_MIXES),
             lost_call=0.03 * rng.choice(MIXES),
             slow_sync=0.03 * rng.choice(MIXES),
             late_news=LATE_NEWS * rng.choice(NEWS_MIXES),

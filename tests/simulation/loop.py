@@ -115,7 +115,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run all that is due until the loop is stopped; whenever nothing is, move the clock to the next timer."""
         # One call for a whole schedule, and handles without debug mode: asyncio's cost as much as what they call.
-        timers, ready = self._timers, self._ready
+        timers, ready, run_handle = self._timers, self._ready, self._run_handle
         while True:
             while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
@@ -135,7 +135,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if not handle._cancelled:
-                    self._run_handle(handle)
+                    run_handle(handle)
             if self._stopping:
                 return
 

@@ -22,6 +22,8 @@ COPIED = 0.25
 """Share of schedules with a run that is backed up, deleted and restored."""
 REWOUND = 0.3
 """Share of schedules with many rewinds."""
+LOST = 0.2
+"""Share of schedules with a run whose newest groups are lost, and that goes on without them."""
 REVISED = ("max_staleness", (1, 2, 3))
 """The option that an operator changes, and its values."""
 
@@ -36,6 +38,7 @@ class Mix:
     - `spills`: frames move to a folder; `revises`: an operator changes strategy and limits of the run
     - `copies`: another run is backed up, deleted and restored meanwhile
     - `direct`: a producer writes to Redis itself, and the ranks read frames from there
+    - `loses`: Redis loses the newest groups and entries of another run, and an operator accepts the loss
     - `rewinds`: the trainer often resumes at an older step, and asks any server for its batches
     """
 
@@ -52,6 +55,7 @@ class Mix:
     revises: bool
     copies: bool
     rewinds: bool
+    loses: bool
 
     @classmethod
     def draw(cls, rng: random.Random) -> Mix:
@@ -59,10 +63,11 @@ class Mix:
         strategy = rng.choice(tuple(STRATEGIES))
         several = strategy == "one step" and rng.random() < 0.3
         spills = rng.random() < 0.2
+        rewinds = rng.random() < REWOUND
         return cls(
             servers=rng.choice((2, 2, 3)),
             tick_s=rng.choice((0.25, 0.5, 1.0)),
-            faults_s=rng.choice((3.0, 6.0, 10.0)),
+            faults_s=rng.choice((6.0, 10.0, 15.0) if rewinds else (3.0, 6.0, 10.0)),
             history_groups=rng.choice((8, 40, 100_000)),
             strategy=strategy,
             adapters=2 if several else 0,
@@ -72,7 +77,8 @@ class Mix:
             direct=not spills and rng.random() < 0.2,
             revises=strategy in ("one step", "replay") and rng.random() < 0.3,
             copies=rng.random() < COPIED,
-            rewinds=rng.random() < REWOUND,
+            rewinds=rewinds,
+            loses=rng.random() < LOST,
         )
 
     @property
@@ -99,9 +105,10 @@ class Mix:
     def can_fail_over(self) -> bool:
         """Whether every client of Redis knows enough to notice a shorter history.
 
-        A producer that writes directly knows its own groups only, and a restore nothing at all.
+        A producer that writes directly knows its own groups only, and a restore nothing at all. A loss that is accepted
+        while a replica answers would come back with the right server.
         """
-        return not (self.direct or self.copies)
+        return not (self.direct or self.copies or self.loses)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the strategy."""

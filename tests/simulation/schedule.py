@@ -19,6 +19,7 @@ from replaybuf.backup import target
 from replaybuf.service import host, loop_watch, turns
 from replaybuf.service.host import Service
 from replaybuf.service.peers import balance, living_servers
+from replaybuf.store import keys
 from replaybuf.store.redis import awake
 from replaybuf.wire.config import RunConfig
 from tests.chaos.history import Event
@@ -30,12 +31,14 @@ from tests.simulation.disturbing import Disturber
 from tests.simulation.judging import judge
 from tests.simulation.looking import Observer, Rest, of_history
 from tests.simulation.loop import Node
+from tests.simulation.losing import LostRun
 from tests.simulation.mix import TICKET_TTL_S
 from tests.simulation.plan import Plan
 from tests.simulation.producing import Producer
 from tests.simulation.redis_model.functions import take_branches
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import Client, Gone, Server, folders
+from tests.simulation.small_run import SmallRun
 from tests.simulation.training import Trainer
 from tests.simulation.world import RUN, World
 
@@ -43,12 +46,13 @@ PRODUCERS = 3
 PROGRESS_STEPS = 2
 PROGRESS_S = 40.0
 """After the last fault a run must train so many steps within this time."""
-COPIED_S = 40.0
-"""After the last fault the copied run must come to its end within this time."""
-SETTLED_S = 2.5
-"""By then no call of a client that has left is served any more, and followers have read the leader's tickets."""
+ENDED_S = 40.0
+"""After the last fault the small runs must come to their ends within this time."""
+SETTLED_S, FOLLOWED_S = 20.0, 1.2
+"""By then no call of a client that has left is served any more; so long after that, followers have read the leader's
+tickets, which they do once a second."""
 RESTARTED_S = 6.0
-"""By then the leases of the killed servers have ended, and a new leader works."""
+"""By then a new leader works."""
 CLEANED_UP_S = 1.2
 """By then a new leader has cleaned up."""
 KEEP, KEEP_MANY = 2, 4
@@ -104,6 +108,7 @@ class Schedule:
         """Run it to its end, and judge it."""
         world = self.world
         with world.instead_of_python(), _quiet(), self._settings(), folders(world.mix.servers + 1) as places:
+            world.folder = str(places[0].parent)
             try:
                 world.loop.run_until_complete(self._run(places))
             except Exception as error:  # noqa: BLE001 - a failed schedule is a result
@@ -168,13 +173,16 @@ class Schedule:
             others.append(self._start("writer", writer.work(stopping)))
         copied = CopiedRun(world, self._client("copier"), redis, places[0].parent / "copied" if mix.spills else None)
         copying = self._start("copier", copied.work()) if mix.copies else None
+        losing = LostRun(world, self._client("loser"), redis, self._servers, self.history)
+        lost = self._start("loser", losing.work()) if mix.loses else None
         await Disturber(world, self.history, redis, self._servers).work(world.faults_s)
         await self._see_progress(trainer)
-        if copying:
-            await self._see_end(copying, copied)
+        for task, run in ((copying, copied), (lost, losing)):
+            if task:
+                await self._see_end(task, run)
         stopping.set()
         await asyncio.gather(*producers, *others)
-        await asyncio.sleep(SETTLED_S)
+        await self._settle()
         rest = Rest(world, self._client("rest"), RUN, redis, self.history)
         await rest.drain()
         resting.set()
@@ -188,25 +196,34 @@ class Schedule:
         await rest.read_payloads()
         if mix.reads:
             await reader.read_to_the_end()
-        await asyncio.sleep(SETTLED_S)
+        await self._settle()
         await rest.look(last, "before")
         for server in self._servers:
             server.kill()
+        redis.values.delete(keys.lead(RUN).encode())  # as after the wait for the end of its lease
+        redis.values.commit()
         await self._see_leader()
         await rest.look(last, "after")
         await rest.fold()
         rest.fill_ledger()
         copied.check_nothing_is_left()
-        self.wrong += copied.wrong
+        self.wrong += copied.wrong + losing.wrong
 
-    async def _see_end(self, copying: asyncio.Task[None], copied: CopiedRun) -> None:
-        """Check that the copied run comes to its end, a bounded time after the last fault."""
-        await asyncio.wait({copying}, timeout=COPIED_S)
-        if not copying.done():
-            self.wrong.append(f"{copied.stage} of the copied run takes over {COPIED_S:g} s after the last fault")
-            copying.cancel()
-        elif error := copying.exception():
-            self.wrong.append(f"{copied.stage} of the copied run ended with {error!r}")
+    async def _settle(self) -> None:
+        """Wait until no call is handled whose client has left, and followers know what such calls changed."""
+        ends_s = self.world.now_s() + SETTLED_S
+        while any(server.serves_nobody for server in self._servers) and self.world.now_s() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(FOLLOWED_S)
+
+    async def _see_end(self, work: asyncio.Task[None], run: SmallRun) -> None:
+        """Check that a small run comes to its end, a bounded time after the last fault."""
+        await asyncio.wait({work}, timeout=ENDED_S)
+        if not work.done():
+            self.wrong.append(f"{run.stage} of run {run.name} takes over {ENDED_S:g} s after the last fault")
+            work.cancel()
+        elif error := work.exception():
+            self.wrong.append(f"{run.stage} of run {run.name} ended with {error!r}")
 
     async def _see_leader(self) -> None:
         """Wait until a server leads after the restart, and has cleaned up."""

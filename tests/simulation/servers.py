@@ -54,6 +54,7 @@ class Server:
         self._redis, self._folder, self._history_groups = redis, folder, history_groups
         self._starts = 0
         self._calls: dict[asyncio.Future[Any], None] = {}
+        self._handled: dict[asyncio.Event, None] = {}
         self._stopping: asyncio.Event | None = None
         self.start()
 
@@ -64,6 +65,7 @@ class Server:
         self._starts += 1
         self.node = Node(f"{self.name}.{self._starts}")
         self.node.wall_ahead_s = self.wall_ahead_s
+        self._handled = {}
         self.world.note("starts", node=self.node)
         self.world.on(self.node, self.world.loop.create_task, self._serve())
 
@@ -118,6 +120,11 @@ class Server:
             world.at(WORLD, world.now_s() + world.way_s(), _fail, call, "the connection was reset")
         self._calls.clear()
         world.at(WORLD, world.now_s() + world.rng.uniform(0.0, RESTART_S), self.start)
+
+    @property
+    def serves_nobody(self) -> bool:
+        """Whether it handles a call whose client has left."""
+        return any(left.is_set() for left in self._handled)
 
     @property
     def leads(self) -> list[str]:
@@ -184,6 +191,7 @@ class Server:
         if service is None:
             return
         settle: tuple[Callable[..., None], Any]
+        self._handled[left] = None
         try:
             settle = _succeed, await work(service, gone)
         except ClientDisconnect:
@@ -193,6 +201,8 @@ class Server:
         except Exception as error:  # noqa: BLE001 - as above
             self.crashes.append(f"{world.now_s():.3f} {self.node} a call ended with {_flat(error)}")
             settle = _raise, ReplaybufError(f"internal error: {error!r}")
+        finally:
+            self._handled.pop(left, None)
         if world.faults.happens("lost call", world.faults.lost_call, world):
             world.note("an answer is lost")
             return

@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from replaybuf.store import EmbeddedServer, keys
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.plan import Plan
-from tests.simulation.redis_model.commands import COMMANDS, NoModel
+from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.world import World
@@ -201,6 +201,7 @@ CALLS: list[list[object]] = [
     function("rb_columns", [ATTEMPT, LATE], 4, b"columns", 104, "late"),
     function("rb_tickets", [TICKETS], 1, "gone", 2, 5000, "t0", 6000, "t1", "issued", 2, "next:", 2),
     function("rb_count", [], "rejected:broken", 3, "issued", 1),
+    function("rb_confirm", []),
     function("rb_spill", [SPILL, PAYLOADS[0], PAYLOADS[2]], "file:///spill", "folder", 1, b"stub", 70, 9, b"stub", 8),
     function("rb_spill", [SPILL, PAYLOADS[1]], "file:///spill", "other", 2, b"stub", 70),
     function("rb_forget", [SPILL], 1, 2),
@@ -291,6 +292,14 @@ def test_every_function_of_the_library_has_a_contract() -> None:
     """A function that is not called here could use a command that the model has wrong."""
     named = set(re.findall(r"(?:register|register_function)\('(rb_\w+)'", LIBRARY_CODE))
     assert named <= {str(words[1]) for words in CALLS}
+
+
+def test_a_full_server_refuses_what_the_model_refuses(server: EmbeddedServer) -> None:
+    """By the flags that the server gives its commands."""
+    with redis.Redis.from_url(server.url) as client:
+        told = client.command()
+    refused = {name.upper().encode() for name, about in told.items() if "denyoom" in about["flags"]}
+    assert refused & COMMANDS.keys() == GROWING
 
 
 def test_a_command_without_a_model_is_named(model: RedisServer) -> None:

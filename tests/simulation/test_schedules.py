@@ -24,8 +24,9 @@ FOUND = {
 FINDING = {
     "deduplication": range(1),
     "handover": range(20),
-    "rewind-order": range(3, 20),
-    "shorter-history": range(1),
+    "rewind-order": range(20),
+    "shorter-history": range(2, 12),
+    "rules": range(5, 20),
 }
 """Seeds of which one finds each broken guarantee, the first of late; docs/how-this-is-tested.md counts from seed 0."""
 

@@ -23,8 +23,8 @@ from tests.simulation.world import World
 WAIT_S = 0.8
 CHECKPOINT_EVERY_STEPS = 3
 """Each step with many rewinds: they are short, and hit groups that are on their way."""
-REATTACHES, OFTEN = 0.05, 0.4
-"""Share of steps after which a trainer attaches again, without and with many rewinds."""
+REATTACHES, OFTEN, MOST_OFTEN = 0.05, 0.4, 0.7
+"""Share of steps after which a trainer attaches again, without many rewinds, with them, and with faults too."""
 RESAMPLES, MOSTLY = 0.25, 0.7
 """Share of attaches that give the groups of later batches back, without and with many rewinds."""
 RETRIED = (*UNAVAILABLE, "not-durable")
@@ -80,8 +80,19 @@ class Trainer:
             if self._attachment.step == 0:  # step 0 is a checkpoint too, and the first to be dropped
                 await self._write_until_answered("checkpoint", 0)
             while not stopping.is_set() and await self._train_step():
-                if self._rng.random() < (OFTEN if self._world.mix.rewinds else REATTACHES):
+                if self._rng.random() < self._reattaches:
                     break
+
+    @property
+    def _rewinds(self) -> bool:
+        """Whether it rewinds most often: as long as there are faults, else the run takes long to come to rest."""
+        return self._world.mix.rewinds and self._world.faults.active
+
+    @property
+    def _reattaches(self) -> float:
+        """Share of steps after which it attaches again."""
+        often = MOST_OFTEN if self._world.faults.active else OFTEN
+        return often if self._world.mix.rewinds else REATTACHES
 
     # ------------------------------------------------------------------ life
 
@@ -91,7 +102,8 @@ class Trainer:
 
     async def _attach(self) -> bool:
         # Refused twice: a late attach has voided the checkpoints.
-        resume_step = self._rng.choice(self._checkpoints) if self._refused < 2 else None
+        resumable = self._checkpoints[:-1] if self._rewinds else ()  # those before the newest step
+        resume_step = self._rng.choice(resumable or self._checkpoints) if self._refused < 2 else None
         # Before the call: it may take effect without an answer, and drop the later checkpoints.
         self._checkpoints = tuple(step for step in self._checkpoints if resume_step is None or step <= resume_step)
         resampled = self._rng.random() < (MOSTLY if self._world.mix.rewinds else RESAMPLES)

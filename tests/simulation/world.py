@@ -25,7 +25,7 @@ RUN = "run"
 EPOCH_S = 1_800_000_000.0
 """Wall clock at the start of each schedule."""
 SHORTEST_WAY_S, LONGEST_WAY_S = 0.0001, 0.002
-LATEST_S = 4.0
+LATEST_S, LATEST_SEND_S = 4.0, 2.0
 
 
 class World:
@@ -43,6 +43,8 @@ class World:
         self.now_s = self.loop.time
         """Returns the true time since the start."""
         self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []
+        self.folder = "/folder"
+        """Folder of all files of the schedule: its name is random, so the trace has another one."""
         self.wrong: list[str] = []
         """What the world itself has seen go wrong."""
 
@@ -74,10 +76,11 @@ class World:
 
     def trace(self) -> list[str]:
         """Return a line for all that was noted."""
-        return [
+        lines = (
             f"{at_s:10.6f} {node} {what[0] if len(what) == 1 else what[0](*what[1:])}"
             for at_s, node, what in self._trace
-        ]
+        )
+        return [line.replace(self.folder, "/folder") for line in lines]
 
     # ------------------------------------------------------------------ Python
 

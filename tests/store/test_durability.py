@@ -13,6 +13,7 @@ import pytest
 
 from replaybuf.errors import Invalid, NoRoom, NotDurable, ServiceUnavailable
 from replaybuf.store import Store, WritePolicy
+from replaybuf.store.loss.ends import NO_ENDS
 from replaybuf.store.redis.durability import LONGEST_WAIT_S, Barrier, ServerSettings, assess
 from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append
@@ -200,6 +201,28 @@ def test_a_write_is_confirmed_before_an_idle_server_wakes_up_by_itself(everysec:
         for number in range(60):
             await store.groups.append("r", [to_append(f"g{number}")], {"": 0}, time.time())
         assert time.monotonic() - begun_s < 30
+
+    on(everysec, work)
+
+
+def test_a_read_of_what_is_confirmed_is_a_write_that_changes_nothing(everysec: Valkey) -> None:
+    """The wait covers it. A deleted run, which a late server reads, gets no key; a counter would be one."""
+
+    def held() -> dict[bytes, object]:
+        return {key: everysec.client.dump(key) for key in everysec.client.scan_iter("*")}
+
+    def written() -> int:
+        return int(everysec.client.info("persistence")["aof_current_size"])
+
+    async def work(store: Store) -> None:
+        token = str((await store.runs.take_lease("r", "one", 60.0)).token)
+        await store.ledger.append("r", token, 1, AckRecord(step=0, epoch=1))
+        before, bytes_before = held(), written()
+        ends = await store.streams.read_confirmed_end("r")
+        assert ends and (ends.entry, ends.group) == (1, 0)
+        assert await store.streams.read_confirmed_end("deleted") == NO_ENDS
+        assert written() > bytes_before
+        assert held() == before
 
     on(everysec, work)
 

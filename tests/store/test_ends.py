@@ -337,6 +337,7 @@ def test_a_leader_writes_nothing_to_a_redis_that_just_started_until_others_showe
     tmp_path: Path,
 ) -> None:
     """A follower has stored a group of which the leader has not heard, and an older copy of Redis lacks it."""
+    names = ("ledger", "tickets", "append", "counters", "samples")
 
     async def main(valkey: Valkey) -> None:
         leader, follower = await Store.open(valkey.url), await Store.open(valkey.url)
@@ -351,7 +352,7 @@ def test_a_leader_writes_nothing_to_a_redis_that_just_started_until_others_showe
             shutil.rmtree(valkey.folder)
             (tmp_path / "older").rename(valkey.folder)
             valkey.start()
-            for write in (writes(leader, "r", token)[name] for name in ("ledger", "tickets", "append", "samples")):
+            for write in (writes(leader, "r", token)[name] for name in names):
                 with pytest.raises(ServiceUnavailable, match="has just started"):
                     await _once_answered(write, but="has just started")
             with pytest.raises(DataLost):

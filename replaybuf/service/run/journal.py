@@ -210,7 +210,7 @@ class Journal:
         self._note_incarnation()
         async with self._reading:
             ends = await self.store.streams.read_confirmed_end(self.name)
-            await self._load_snapshot(ends.group if ends else None)
+            await self._load_snapshot(None if ends is None else ends.group)
         await self.catch_up()
 
     async def _load_snapshot(self, through: int | None) -> None:
@@ -237,14 +237,14 @@ class Journal:
         async with self._reading:
             if through is None:
                 ends = await self.store.streams.read_confirmed_end(self.name)
-                through = ends.group if ends else None
+                through = None if ends is None else ends.group
             await self._read_groups(through)
 
     async def catch_up(self) -> None:
         """Read what is new and confirmed in both streams: unconfirmed entries may still be lost."""
         async with self._reading:
             ends = await self.store.streams.read_confirmed_end(self.name)
-            through, count = (ends.group, max(0, ends.entry - self.state.entries)) if ends else (None, None)
+            through, count = (None, None) if ends is None else (ends.group, max(0, ends.entry - self.state.entries))
             async for chunk in self.store.ledger.read(self.name, self.state.entries, count):
                 # A record names groups that were stored before it: read them first.
                 await self._read_groups(through)

@@ -380,6 +380,10 @@ def read_new(values: Values, words: Words) -> dict[bytes, Any] | None:
     return found or None
 
 
+GROWING = frozenset(
+    [b"SET", b"INCR", b"SETBIT", b"HSET", b"HINCRBY", b"SADD", b"ZADD", b"XADD"],
+)
+"""Commands that a full server refuses."""
 COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"PING": ping,
     b"DEL": delete,

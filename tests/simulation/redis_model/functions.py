@@ -33,7 +33,12 @@ class _Bridge:
     def _call(self, *words: Any) -> Any:
         if self.call is None:
             raise ResponseError("Script attempted to access a non local key while it was loaded")
-        return self._to_lua(self.call([word if type(word) is bytes else _word(word) for word in words]))
+        for word in words:
+            if type(word) is not bytes:  # few commands have numbers
+                words = tuple([word if type(word) is bytes else _word(word) for word in words])
+                break
+        reply = self.call(words)
+        return reply if type(reply) is bytes and reply != b"OK" else self._to_lua(reply)
 
     def _pcall(self, *words: Any) -> Any:
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.simulation.loop import NODE, WORLD, Node
-from tests.simulation.world import LATEST_S
+from tests.simulation.world import LATEST_S, LATEST_SEND_S
 
 if TYPE_CHECKING:
     from tests.simulation.redis_model.server import RedisServer
@@ -25,6 +25,8 @@ PAUSES = 0.05
 """Share of commands of a pipeline before which other connections get a turn."""
 RECORD_TYPE = re.compile(rb"\xa4type[\xa1-\xbf]([A-Z_]+)")
 RECORDS = (b"rb_append", b"rb_columns")
+PUBLISH, PUBLISH_FACTOR = b"rb_publish", 25
+"""With many rewinds, groups are late so much more often: a rewind may take their version back on their way."""
 
 
 class Link:
@@ -56,9 +58,20 @@ class Link:
         if world.faults.happens("cut send", world.faults.cut, world):
             cut_at = world.rng.randint(0, len(commands))
             world.coverage.add_stack(sys._getframe(1))
-        self._arrives_s = max(self._arrives_s, world.now_s() + world.way_s())
+        self._arrives_s = max(self._arrives_s, world.now_s() + world.way_s() + self._late_s(commands))
         self._sent.append((commands, cut_at))  # a queue: timers of one moment have no order
         world.at(self.server.node, self._arrives_s, self._arrive)
+
+    def _late_s(self, commands: Sequence[Sequence[bytes]]) -> float:
+        """Draw by how much commands are late."""
+        world, rate = self.world, self.world.faults.late_send
+        if world.mix.rewinds and any(PUBLISH in words[:2] for words in commands):
+            rate *= PUBLISH_FACTOR
+        if not world.faults.happens("late send", rate, world):
+            return 0.0
+        late_s = world.rng.uniform(0.0, LATEST_SEND_S)
+        world.note(f"commands to Redis from {_name(commands[0])} on are {late_s:.1f} s late")
+        return late_s
 
     async def receive(self) -> Any:
         """Return the next reply; errors are returned too. Raises `RedisConnectionError` after an end."""

@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
+from replaybuf.store import keys
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
-from tests.simulation.redis_model.commands import COMMANDS, NoModel, read_new
+from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel, read_new
 from tests.simulation.redis_model.functions import Functions
 from tests.simulation.redis_model.link import RECORDS, WAITS, Link, record_of
 from tests.simulation.redis_model.values import Saved, Values
@@ -18,6 +19,10 @@ from tests.simulation.world import EPOCH_S, World
 
 LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
 """Functions that only the newest leader may call."""
+READ_ENDS, LOST = b"rb_ends", keys.guarded("").index(keys.lost(""))
+"""The function that each reader calls, and where it gets the only one of its keys that may end by itself."""
+REFUSED_WHEN_FULL = {b"FCALL", b"rb_restore", b"FUNCTION", b"LOAD"}
+"""Calls that a full server refuses: of the one function that does not allow it, and to load a library."""
 TRANSACTION = (b"MULTI", b"EXEC")
 SYNC_EVERY_S = 1.0
 LONGEST_SYNC_S, SLOWEST_SYNC_S = 0.01, 3.0
@@ -47,6 +52,8 @@ class RedisServer:
         self._code = ""
         self._blocked: list[tuple[Link, Sequence[bytes]]] = []
         self._starts = 0
+        self.full = False
+        """Whether it refuses commands that need memory."""
         self.replaced = False
         """Whether a replica with a shorter history answers."""
         self.start()
@@ -62,6 +69,7 @@ class RedisServer:
         self.node = Node(f"redis{self._starts}")
         self._id = b"%040x" % self._starts
         self._functions = Functions(self._code, self._call) if self._code else None
+        self._ends, self._ends_at = dict[tuple[bytes, ...], Any](), -1
         self._blocked = []
         if self.fsync == "everysec":
             self.world.at(self.node, self.world.now_s() + SYNC_EVERY_S, self._sync_again)
@@ -81,9 +89,14 @@ class RedisServer:
         return not (self.node.dead or self.node.stopped or self.replaced)
 
     def take_over(self, held: Saved) -> Saved:
+        """Let a replica with a shorter history answer, or the right server again; return what the former one held."""
+        self.replaced = not self.replaced
+        return self.replace(held)
+
+    def replace(self, held: Saved) -> Saved:
         """Let another server answer that holds this; return what the former one held. All of it counts as synced."""
         self.world.note("another server takes over", node=self.node)
-        self.node.dead, self.replaced = True, not self.replaced
+        self.node.dead = True
         for link in list(self.links):
             link.cut()
         former = self.values.copy()
@@ -97,10 +110,12 @@ class RedisServer:
         """Run a command of a connection; return its reply, an error to send, or `WAITS`."""
         name = words[0].upper()
         try:
+            if self.full and (name in GROWING or REFUSED_WHEN_FULL.issuperset(words[:2])):
+                raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
             if name in TRANSACTION or link.queued is not None:
                 reply = self._queue(link, name, words)
             elif name == b"FCALL":
-                reply = self._fcall(words)
+                reply = self._read_ends(words) if words[1] == READ_ENDS else self._fcall(words)
             elif name == b"XREAD":
                 reply = self._read(link, words)
             elif name == b"WAITAOF":
@@ -145,8 +160,21 @@ class RedisServer:
         if name == b"FUNCTION" and words[1].upper() == b"LOAD":
             self._code = words[-1].decode()
             self._functions = Functions(self._code, self._call)
+            self._ends.clear()
             return b"replaybuf1"
         raise NoModel(f"the model of Redis lacks the command {b' '.join(words[:2]).decode(errors='replace')}")
+
+    def _read_ends(self, words: Sequence[bytes]) -> Any:
+        """Run the function that each reader calls. The same call has the same reply until a key changes."""
+        values = self.values
+        if values.changes != self._ends_at or values.end_of(words[3 + LOST]) is not None:
+            self._ends.clear()
+        call = tuple(words)
+        reply = self._ends.get(call)
+        if reply is None:
+            reply = self._ends[call] = self._fcall(words)
+            self._ends_at = values.changes
+        return reply
 
     def _fcall(self, words: Sequence[bytes]) -> Any:
         if self._functions is None:

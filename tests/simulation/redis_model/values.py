@@ -50,12 +50,15 @@ class Values:
         self._open: list[tuple[bytes, Any, int | None]] = []
         self.written = 0
         """Transactions since the start."""
+        self.changes = 0
+        """Counts whatever changes a key or its end."""
 
     # ------------------------------------------------------------------ keys
 
     def get(self, key: bytes, kind: type[Any]) -> Any:
         """Return the value of a key, None without one. Raises `ResponseError` for another type."""
-        self._expire(key)
+        if key in self._ends_ms:
+            self._expire(key)
         value = self._values.get(key)
         if value is not None and type(value) is not kind:
             raise ResponseError(WRONG_TYPE)
@@ -63,7 +66,8 @@ class Values:
 
     def peek(self, key: bytes) -> Any:
         """Return the value of a key, whatever it is."""
-        self._expire(key)
+        if key in self._ends_ms:
+            self._expire(key)
         return self._values.get(key)
 
     def write(self, key: bytes, kind: type[Any]) -> Any:
@@ -133,6 +137,7 @@ class Values:
     # ------------------------------------------------------------------ durability
 
     def _save(self, key: bytes) -> None:
+        self.changes += 1
         self._open.append((key, self._values.get(key), self._ends_ms.get(key)))
 
     def commit(self) -> bool:
@@ -157,6 +162,7 @@ class Values:
 
     def lose(self, count: int) -> None:
         """Undo the last `count` transactions."""
+        self.changes += 1
         for _ in range(count):
             for key, value, ends_ms in reversed(self._transactions.pop()):
                 if value is None:
@@ -171,6 +177,7 @@ class Values:
 
     def load(self, saved: Saved) -> None:
         """Replace everything."""
+        self.changes += 1
         self._values = {key: _copy(value) for key, (value, _) in saved.items()}
         self._ends_ms = {key: end for key, (_, end) in saved.items() if end is not None}
         self._transactions, self._open = [], []

@@ -21,6 +21,7 @@ from replaybuf.errors import (
     InvalidGroups,
     NoRoom,
     RunFinished,
+    ServiceUnavailable,
     TooLarge,
 )
 from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room, limits_room
@@ -83,6 +84,8 @@ class Appends:
         Raises `TooLarge`, `RunFinished` or `InvalidGroups` if all are rejected, `NoRoom` after which some may be
         stored, and what `incoming` raises.
         """
+        journal = self._journal
+        lead = journal.token, journal.terms
         results: list[contract.AppendResult] = []
         chunk: Chunk[Incoming] = Chunk(APPEND_CHUNK)
         plugin_time = PluginTime()
@@ -95,6 +98,11 @@ class Appends:
         # Last: after `NoRoom` the producer sends everything again, and rejections are counted then.
         rejected = [result.reason or "" for result in results if result.status == "rejected"]
         if rejected:
+            # The token of the count proves that no other server led when the groups were rejected. A server that has
+            # lost the lead since then has no token, and may lack the tickets of the next leader.
+            if (journal.token, journal.terms) != lead:
+                how = f"the lead of run {journal.name} changed while the groups were checked; send them again"
+                raise ServiceUnavailable(how, name="leader", value=journal.leader_url)
             await self._side_state.count_rejected(Counter(rejected))
         if len(rejected) == len(results):
             raise _refusal(results)
