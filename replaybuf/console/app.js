@@ -126,11 +126,17 @@ function showAbsent(error) {
   silentSince = null;
   banner.hidden = true;
   main.removeAttribute("data-old");
-  if (main.firstChild?.dataset.absent === error.message) return; // a screen reader reads it once
+  const why = explainAbsent(error);
+  if (main.firstChild?.dataset.absent === why) return; // a screen reader reads it once
   const links = [...view.crumbs.filter(([, href]) => href), ["create a run", "#/new"]];
   const ways = links.flatMap(([name, href], place) => [place ? " · " : "Go to: ", h("a", { href }, name)]);
   const hint = error.status === 403 && h("p", {}, "The button Token changes the token of this tab.");
-  main.replaceChildren(h("div", { "data-absent": error.message }, h("h1", {}, view.title), h("div", { class: "empty", role: "alert" }, h("p", { class: "bad" }, error.message), hint, h("p", {}, ways))));
+  main.replaceChildren(h("div", { "data-absent": why }, h("h1", {}, view.title), h("div", { class: "empty", role: "alert" }, h("p", { class: "bad" }, why), hint, h("p", {}, ways))));
+}
+
+// The service names a call that creates a missing run; here a link does it.
+function explainAbsent({ message, document: { name, value, bound } }) {
+  return name === "run" && Array.isArray(bound) ? `The run '${value}' does not exist. Runs here: ${bound.join(", ") || "none"}.` : message;
 }
 
 function report(error) {

@@ -348,7 +348,9 @@ def test_a_run_that_does_not_exist_shows_the_reason_and_no_empty_parts(
 ) -> None:
     """No chart, form or table that would look like a run without data; links lead on."""
     page = open_page(str(trained.http.base_url), f"/runs/nothing{part}", expected=("status of 404",))
-    page.locator("main [role=alert]", has_text="'nothing' does not exist").wait_for()
+    shown = page.locator("main [role=alert]", has_text="The run 'nothing' does not exist. Runs here: ")
+    shown.wait_for()
+    assert trained.run in shown.inner_text() and "PUT" not in shown.inner_text()
     assert page.locator("main .chart, main table, main textarea, main input, main .empty .empty").count() == 0
     assert page.locator("#banner").is_hidden()
     page.get_by_role("link", name="create a run").click()
