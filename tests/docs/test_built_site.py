@@ -90,39 +90,33 @@ def test_the_python_pages_describe_every_public_name(site: Site, module: str) ->
     assert "put_run" in headings
 
 
-def test_no_page_is_wider_than_the_window(browser: Any, site: Site) -> None:
-    """Tables scroll inside their own box; code fits a desktop and wraps on a phone; so do parts that open."""
+def test_pages_fit_the_window_and_are_not_too_high_to_be_read(browser: Any, site: Site) -> None:
+    """Tables scroll inside their own box; code fits a desktop and wraps on a phone; long lists and tables are folded.
+
+    Parts that open fit the width, too.
+    """
     page = browser.new_page()
     page.set_default_timeout(WAIT_MS)
     page.route(re.compile("^https?:"), lambda route: route.abort())  # the theme asks GitHub for its stars
     files = sorted(site.folder.rglob("*.html"))
     assert files
-    wide = {}
+    wide, high = {}, {}
     for file in files:
+        name = str(file.relative_to(site.folder))
+        page.set_viewport_size({"width": WIDTHS[-1], "height": 900})
         page.goto(file.as_uri())
+        height = page.evaluate("document.documentElement.scrollHeight")
+        if height > HIGHEST and file.name == "index.html":
+            high[name] = height
         page.evaluate(OPEN_ALL)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             window, content = page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
             elements = page.evaluate(WIDE_ELEMENTS) + page.evaluate(CUT_CODE)
             if content > window or elements:
-                wide[str(file.relative_to(site.folder)), width] = (content, elements)
+                wide[name, width] = (content, elements)
     page.close()
-    assert wide == {}
-
-
-def test_no_page_is_too_high_to_be_read(browser: Any, site: Site) -> None:
-    """Long lists and tables are folded."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.route(re.compile("^https?:"), lambda route: route.abort())
-    high = {}
-    for file in site.folder.rglob("index.html"):
-        page.goto(file.as_uri())
-        height = page.evaluate("document.documentElement.scrollHeight")
-        if height > HIGHEST:
-            high[str(file.relative_to(site.folder))] = height
-    page.close()
-    assert high == {}
+    assert (wide, high) == ({}, {})
 
 
 def test_each_decision_has_its_number_and_opens_by_a_link(browser: Any, site: Site) -> None:
