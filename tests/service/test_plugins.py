@@ -373,7 +373,7 @@ def test_a_strategy_that_breaks_its_contract_pauses_its_run_alone(
     state = broken.state()
     assert state["state"] == "paused"
     assert re.fullmatch(reason, state["paused_reason"])
-    assert broken.append(group("b"))[0]["status"] == "stored"
+    eventually(lambda: broken.post("groups", groups=[group("b")]).status_code == 200, within_s=30.0)
     eventually(lambda: sound.post("attach", resume_step=0, dp_world_size=1).status_code == 200, within_s=30.0)
     assert ids(sound.batch(0, sound.attach()).content) == ["a"]
     assert httpx.get(f"{plugged.url}/readyz").status_code == 200
