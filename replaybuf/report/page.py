@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from string import Template
 from typing import Any
 
@@ -101,7 +102,7 @@ def headline(status: RunStatus, history: History) -> str:
     covered, parts = history.columns["steps"], []
     for end, rows in (("first", slice(compared)), ("last", slice(-compared, None))):
         weights = [int(count or 0) for count in covered[rows]]
-        mean = sum(count * (reward or 0.0) for count, reward in zip(weights, rewards[rows], strict=True)) / sum(weights)
+        mean = fmean((reward or 0.0 for reward in rewards[rows]), weights)
         parts.append(f"{number(mean)} in the {end} {'step' if sum(weights) == 1 else f'{sum(weights)} steps'}")
     return f"{status.run}: {status.state}, {steps}, mean reward {', '.join(parts)}"
 

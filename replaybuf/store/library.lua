@@ -555,12 +555,11 @@ local function tickets(keys, args, run)
   end
 end
 
--- Raise counters. args: (counter, increment)...; detail: the ends of both streams, for callers of an older release
+-- Raise counters. args: (counter, increment)...
 local function count(keys, args, run)
   for at = 1, #args, 2 do
     redis.call('HINCRBY', run.counts, args[at], args[at + 1])
   end
-  return 'ok', {read_ends(run)}
 end
 
 -- Replace payloads by the stubs of their files, each unless it is gone.

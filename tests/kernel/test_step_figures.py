@@ -167,7 +167,7 @@ def test_a_range_is_merged_to_at_most_so_many_points(
 
 
 def test_rows_of_many_steps_count_as_many() -> None:
-    """A point of a chart covers as many steps as the others, whatever the rows cover."""
+    """The points of a chart cover the same number of steps each, also where the rows do not."""
     figures = StepFigures(rows=[StepRow(step=0, steps=90), *(StepRow(step=step) for step in range(90, 100))])
     assert [(row.step, row.steps) for row in figures.between(None, None, 10)] == [(0, 90), (90, 10)]
 

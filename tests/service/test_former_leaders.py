@@ -243,25 +243,25 @@ def test_a_group_is_not_rejected_by_a_server_that_loses_the_lead_meanwhile(serve
         name = f"rejects-{next(_names)}"
         async with opened(server, 2) as (first, second):
             other = await Run.create(name, second, await token_of(second, name, "b"), RunConfig(batch=BatchSpec()))
-            one = await leader(first, name, "a") if leads else await Run.load(name, first)
-            assert one is not None
+            loser = await leader(first, name, "a") if leads else await Run.load(name, first)
+            assert loser is not None
             before, answering = Stop(0), Stop(0)
-            one.spill.make_room = before.before(one.spill.make_room)  # type: ignore[method-assign, assignment]
+            loser.spill.make_room = before.before(loser.spill.make_room)  # type: ignore[method-assign, assignment]
             first.groups.find_repeats = answering.before(first.groups.find_repeats)  # type: ignore[method-assign, assignment]
             wire = wire_group(rollout(), ticket="t0-0-1-1", group_id=None)
-            appending = asyncio.create_task(one.appends.append(arriving([Incoming(group_from_json(wire))])))
+            appending = asyncio.create_task(loser.appends.append(arriving([Incoming(group_from_json(wire))])))
             await until_done_or_stopped(appending, before)
             if not leads:
-                await one.lead(await token_of(first, name, "a"))
+                await loser.lead(await token_of(first, name, "a"))
             before.go()
             await until_done_or_stopped(appending, answering)
             await other.lead(await token_of(second, name, "b"))
             assert (await other.tickets.issue("me", 1, "", 0.0)).tickets[0].ticket == "t0-0-1-1"
-            one.journal.follow(None)
+            loser.journal.follow(None)
             answering.go()
             with pytest.raises(ServiceUnavailable, match="the lead of run"):
                 await asyncio.wait_for(appending, 30.0)
-            for run in (one, other):
+            for run in (loser, other):
                 run.close()
 
     asyncio.run(main())

@@ -42,7 +42,7 @@ def test_published_groups_are_folded_in_order_with_those_that_others_published_b
 
 
 def test_nothing_of_a_run_is_read_of_which_nothing_is_confirmed(server: EmbeddedServer) -> None:
-    """Another server is creating it, and Redis may still lose the first record: whoever has read it would miss it."""
+    """Another server is creating it, and Redis may still lose the first record: a server that read it would miss it."""
 
     async def main() -> None:
         store = await Store.open(server.url)

@@ -297,8 +297,8 @@ def test_every_function_of_the_library_has_a_contract() -> None:
 def test_a_full_server_refuses_what_the_model_refuses(server: EmbeddedServer) -> None:
     """By the flags that the server gives its commands."""
     with redis.Redis.from_url(server.url) as client:
-        told = client.command()
-    refused = {name.upper().encode() for name, about in told.items() if "denyoom" in about["flags"]}
+        commands = client.command()
+    refused = {name.upper().encode() for name, facts in commands.items() if "denyoom" in facts["flags"]}
     assert refused & COMMANDS.keys() == GROWING
 
 

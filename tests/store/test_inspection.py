@@ -22,7 +22,7 @@ def test_nodes_of_different_versions_are_named_with_one_of_each() -> None:
 
 
 def test_each_node_that_loses_data_is_named_with_its_setting() -> None:
-    """A setting that the server does not show is no reason to refuse it."""
+    """A server that does not show a setting is not refused for it."""
     unknown = dataclasses.replace(GOOD, appendonly=None, policy=None)
     lossy = dataclasses.replace(GOOD, appendonly=False, policy="allkeys-lru")
     assert find_faults([node(1, settings=unknown)]) == []

@@ -39,7 +39,7 @@ def with_store(server: EmbeddedServer, work: Work) -> None:
     async def main() -> None:
         store = await Store.open(server.url)
         try:
-            await store.streams.read_end("none")  # the first call of an empty Redis, which then is no older copy
+            await store.streams.read_end("none")  # the first call shows that this Redis is empty, and no older copy
             await work(store)
         finally:
             await store.close()

@@ -53,11 +53,9 @@ def _spelling(entry: Any) -> Problem | None:
     word = entry["metadata"]["word"]
     if not (word.isascii() and word.isprintable()):
         return None
-    lower = word.lower()
-    answer = word[::-1]
-    return Problem(
-        f"{word}>", answer, {"question": word, "answer": answer, "metadata": {"word": word}}, min(lower, lower[::-1])
-    )
+    lower, answer = word.lower(), word[::-1]
+    scored = {"question": word, "answer": answer, "metadata": {"word": word}}
+    return Problem(f"{word}>", answer, scored, min(lower, lower[::-1]))
 
 
 def _sum(entry: Any) -> Problem:
@@ -93,10 +91,8 @@ def collect_problems(task: str, seed: int) -> Problems:
             distinct.setdefault(problem.prompt.lower(), problem)
     listed = list(distinct.values())
     problems = [listed[i] for i in np.random.default_rng(seed).permutation(len(listed))]
-    held_out, others = (
-        problems[:HELD_OUT_PROBLEMS],
-        _without_kin(problems[HELD_OUT_PROBLEMS:], problems[:HELD_OUT_PROBLEMS]),
-    )
+    held_out = problems[:HELD_OUT_PROBLEMS]
+    others = _without_kin(problems[HELD_OUT_PROBLEMS:], held_out)
     check = others[:CHECK_PROBLEMS]
     return Problems(_without_kin(others[CHECK_PROBLEMS:], check), check, held_out)
 

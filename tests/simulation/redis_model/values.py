@@ -51,7 +51,7 @@ class Values:
         self.written = 0
         """Transactions since the start."""
         self.changes = 0
-        """Counts whatever changes a key or its end."""
+        """Counts the changes of keys and of their ends."""
 
     # ------------------------------------------------------------------ keys
 
