@@ -32,7 +32,7 @@ ADDED, ADDED_GROUPS = "poem.v1", 2
 GROUP_SIZE = 8
 WANTED = {"code": "abcdefghijklm", "math": "0123456789+-*/=", ADDED: "nopqrstuvwxyz"}
 """The reward is the share of these characters in the completion."""
-LEARNED = 20
+LEARNED = 30
 """Own steps after which rewards are compared."""
 TOLERANCE = 1e-4
 LOOK_S = 0.1
@@ -217,7 +217,7 @@ def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_remov
         rewards = [np.mean([rollout["reward"] for rollout in group["rollouts"]]) for group in mine]
         if name in ADAPTERS:
             first, last = np.mean(rewards[:8]), np.mean(rewards[-len(rewards) // 3 :])
-            assert last > first, (name, first, last)
+            assert last > 1.2 * first, (name, first, last)
     state = run.state()
     assert state["adapters"]["code"]["groups"]["live"] == 0
     under_way = {"unknown_adapter", "run_finished"}
