@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from replaybuf.kernel.rows.index import ENTRY, NO_PROMPT_INDEX
@@ -21,9 +20,6 @@ from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, ConfigRecord
 
 T = TypeVar("T")
-
-steady = settings(derandomize=True, deadline=None, max_examples=60)
-"""Settings of a property test: the same examples on every machine, no deadline."""
 
 LARGEST_TOKEN = 2**31 - 1
 

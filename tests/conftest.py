@@ -27,9 +27,11 @@ from replaybuf.store import EmbeddedServer
 from tests.forked import ForkedProcess, can_fork
 from tests.waiting import eventually
 
-settings.register_profile("tests", derandomize=True, deadline=None)
+settings.register_profile("tests", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("tests")
-"""The same examples on every machine. No deadline, because a busy machine is slow."""
+"""The same examples on every machine, and no deadline, because a busy machine is slow. `pytest
+--hypothesis-profile=thorough` looks at many more, other ones each time."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Of torch, in every process: threads that wait for each other spin, which is ten times the work on a busy machine."""

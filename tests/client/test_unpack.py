@@ -14,7 +14,7 @@ from replaybuf.errors import Invalid
 from replaybuf.packing.pack import pack
 from replaybuf.wire.batch import Batch, BatchGroup, Segment, encode_batch, read_batch
 from replaybuf.wire.group import Group, group_from_json
-from tests.builders import batch_meta, rollout, steady, wire_group
+from tests.builders import batch_meta, rollout, wire_group
 
 MASKED = wire_group(
     rollout(prompt_ids=[1], completion_ids=[2, 3, 4], completion_mask=[1, 0, 1]),
@@ -66,7 +66,6 @@ SIZES = st.lists(
 )
 
 
-@steady
 @given(SIZES, st.integers(1, 4), st.sampled_from([1, 8]), st.integers(0, 2**31))
 def test_unpacked_values_equal_the_packed_values(
     sizes: list[list[tuple[int, int]]], ranks: int, multiple: int, seed: int
@@ -98,7 +97,6 @@ def test_unpacked_values_equal_the_packed_values(
         assert columns["sampled"][group_id, k] == values[prompt:][mask].tolist()
 
 
-@steady
 @given(SIZES, st.integers(1, 4))
 def test_the_sum_of_a_group_covers_its_rollouts_on_all_ranks(sizes: list[list[tuple[int, int]]], ranks: int) -> None:
     """Only sampled tokens count. The values are integers, so the sums are exact."""

@@ -30,7 +30,7 @@ from replaybuf.wire.ledger import (
     decode_record,
     encode_record,
 )
-from tests.builders import batch_entry, batch_record, config_record, entries, steady
+from tests.builders import batch_entry, batch_record, config_record, entries
 
 SIZES = {"a": 2, "b": 3, "c": 1}
 STEPS_PER_PUBLISH = {"a": 1, "b": 2, "c": 1}
@@ -222,7 +222,6 @@ FULL = [("store", "a", 4), ("store", "b", 4), ("store", "c", 2), BATCH, ACK, BAT
 @example([*FULL, ("snapshot", "a", 0), ACK, ("resample", "", 1), BATCH])
 @example([*FULL, ("snapshot", "a", 0), ACK, BATCH, ("resample", "", 0)])
 @example([*FULL, ACK, ("checkpoint", "", 1), BATCH, ("snapshot", "a", 0), BATCH])
-@steady
 def test_each_adapter_has_the_progress_turns_versions_and_groups_of_the_surviving_history(
     moves: list[tuple[str, str, int]],
 ) -> None:

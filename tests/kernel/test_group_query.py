@@ -16,7 +16,7 @@ from replaybuf.kernel.state import group_query
 from replaybuf.kernel.state.group_query import GroupMatcher, GroupOrder, GroupQuery, Ranking
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.group import hash_name
-from tests.builders import batch_entry, batch_record, config_record, steady
+from tests.builders import batch_entry, batch_record, config_record
 from tests.kernel.listing import list_numbers
 
 
@@ -48,7 +48,6 @@ SCALES: dict[str, Callable[[int], float]] = {
 }
 
 
-@steady
 @given(st.dictionaries(st.sampled_from(sorted(CONDITIONS)), st.integers(0, 4)), st.booleans(), st.integers(1, 40))
 def test_pages_hold_the_groups_that_a_comparison_one_by_one_finds(
     conditions: dict[str, int], desc: bool, limit: int

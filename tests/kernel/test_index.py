@@ -15,7 +15,7 @@ from replaybuf.kernel.rows.index import ENTRY, EVICTED, FREED, IN_BATCHES, LIVE,
 from replaybuf.kernel.strategy.contract import Groups
 from replaybuf.wire.group import Group, group_from_json
 from replaybuf.wire.group_check import GroupLimits, Rejection, check_group
-from tests.builders import entries, group, groups, rollout, steady, wire_group
+from tests.builders import entries, group, groups, rollout, wire_group
 
 KEPT = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 SQUEEZED_ABOVE = 1024
@@ -197,7 +197,6 @@ def test_a_large_index_grows_one_column_at_a_time() -> None:
 
 
 @given(groups())
-@steady
 def test_an_index_entry_summarises_its_group(made: Group) -> None:
     entry = np.frombuffer(encode_entry(made, 640, 0xFEDCBA98, 9, 1234.5), ENTRY)[0]
     lengths = made.lengths.tolist()

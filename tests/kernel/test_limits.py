@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from replaybuf.kernel.state.limits import Load, count_fitting
 from replaybuf.wire.config import Limits
-from tests.builders import steady
 
 LOADS = st.builds(Load, st.just(1), st.integers(1, 100), st.integers(1, 100))
 LIMITS = st.builds(
@@ -16,7 +15,6 @@ LIMITS = st.builds(
 
 
 @given(LOADS, st.lists(LOADS | st.just(Load()), max_size=12), LIMITS, st.integers(0, 6))
-@steady
 def test_groups_enter_within_the_bounds_or_if_the_next_batch_needs_them(
     held: Load, coming: list[Load], limits: Limits, lacking: int
 ) -> None:

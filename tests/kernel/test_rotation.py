@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from replaybuf.kernel.state.rotation import AdapterProgress, AdapterShare, Rotation, share_batch
 from replaybuf.kernel.strategy.contract import LOOK_AHEAD, Budget, Waiting, fill
 from replaybuf.wire.ledger import AdapterStep
-from tests.builders import live_groups, steady
+from tests.builders import live_groups
 
 NAMES = "abcd"
 QUEUES = st.dictionaries(st.sampled_from(NAMES), st.lists(st.integers(1, 40), max_size=12), min_size=1)
@@ -55,7 +55,6 @@ def batch(
 
 
 @given(QUEUES, SIZES, TOKENS, st.sampled_from(["", "a", "c", "z"]))
-@steady
 def test_batches_keep_the_budget_and_no_share_crosses_the_end_of_a_step(
     queues: dict[str, list[int]], sizes: dict[str, int], tokens: int | None, first: str
 ) -> None:
@@ -73,7 +72,6 @@ def test_batches_keep_the_budget_and_no_share_crosses_the_end_of_a_step(
 
 
 @given(SIZES, st.integers(40, 60), st.lists(st.integers(1, 40), min_size=4, max_size=4))
-@steady
 def test_a_ready_adapter_waits_at_most_until_each_other_adapter_has_completed_a_step(
     sizes: dict[str, int], tokens: int, lengths: list[int]
 ) -> None:
@@ -117,7 +115,6 @@ def test_an_adapter_that_is_not_ready_loses_its_turn_and_delays_no_other() -> No
 
 
 @given(QUEUES, SIZES, st.integers(40, 120))
-@steady
 def test_no_further_group_of_a_served_adapter_fits_into_the_batch(
     queues: dict[str, list[int]], sizes: dict[str, int], tokens: int
 ) -> None:
@@ -143,7 +140,6 @@ CHANGES = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=20)
 
 
 @given(CHANGES, SIZES, st.integers(40, 60), st.lists(st.integers(1, 40), min_size=4, max_size=4))
-@steady
 def test_adapters_may_come_and_go_between_batches(
     changes: list[set[str]], sizes: dict[str, int], tokens: int, lengths: list[int]
 ) -> None:

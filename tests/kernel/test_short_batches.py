@@ -10,7 +10,7 @@ from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
-from tests.builders import entries, steady
+from tests.builders import entries
 
 BATCHES = st.builds(
     BatchSpec,
@@ -57,7 +57,6 @@ def finish(run: VirtualRun, outcomes: list[str]) -> list[BatchRecord]:
     raise AssertionError(f"the run does not end: {outcome}")
 
 
-@steady
 @given(BATCHES, STRATEGIES, st.integers(1, 20), st.lists(st.sampled_from(["stored", "stored", "failed"]), min_size=1))
 def test_a_finite_supply_ends_with_every_group_used_or_evicted(
     batch: BatchSpec, strategy: StrategySpec, prompts: int, outcomes: list[str]
@@ -79,7 +78,6 @@ def test_a_finite_supply_ends_with_every_group_used_or_evicted(
         assert not totals.evicted["tail"]
 
 
-@steady
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(1, 100), st.lists(st.floats(0.1, 40), min_size=1, max_size=30))
 def test_a_batch_is_short_only_after_the_time_out_and_with_enough_groups(
     groups: int, least: int, timeout_s: float, gaps_s: list[float]

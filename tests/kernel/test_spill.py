@@ -16,7 +16,7 @@ from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.contract import Groups
 from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.wire.ledger import AddedColumns, ColumnsRecord
-from tests.builders import batch_entry, batch_record, config_record, entries, group, live_groups, steady
+from tests.builders import batch_entry, batch_record, config_record, entries, group, live_groups
 
 
 def state_of(*sizes: int, versions: list[int] | None = None) -> RunState:
@@ -38,7 +38,6 @@ sizes_and_keys = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3)), min_
 
 
 @given(sizes_and_keys, st.integers(1, 5000))
-@steady
 def test_the_last_to_be_drawn_move_first_and_no_more_than_needed(pairs: list[tuple[int, int]], excess: int) -> None:
     """As a full sort would choose them: largest key first, of equal keys the last stored one."""
     sizes, keys = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
@@ -53,7 +52,6 @@ def test_the_last_to_be_drawn_move_first_and_no_more_than_needed(pairs: list[tup
 
 
 @given(st.lists(st.lists(st.integers(1, 50), max_size=20), min_size=3, max_size=3), st.integers(1, 2000))
-@steady
 def test_a_list_moves_only_after_the_lists_before_it(parts: list[list[int]], excess: int) -> None:
     movable, first = [], 1
     for part in parts:

@@ -31,7 +31,7 @@ from replaybuf.kernel.strategy.contract import (
 )
 from replaybuf.kernel.strategy.options import StrategyOptions, check_options
 from replaybuf.wire.contract import REASONS
-from tests.builders import buffer_view, live_groups, steady
+from tests.builders import buffer_view, live_groups
 
 
 class Plain(Strategy[StrategyOptions]):
@@ -62,7 +62,6 @@ BUDGETS = st.builds(
 
 @given(st.lists(st.integers(2, 60), max_size=14), BUDGETS, st.randoms(use_true_random=False))
 @example([60, 60], Budget(tokens=100, groups=None, seq_len=64), None)
-@steady
 def test_fill_takes_whole_groups_in_the_given_order_within_the_budget(
     tokens: list[int], budget: Budget, random: Any
 ) -> None:
@@ -87,7 +86,6 @@ def test_fill_takes_whole_groups_in_the_given_order_within_the_budget(
 
 
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=14), BUDGETS, st.integers(0, 3))
-@steady
 def test_fill_uses_at_least_as_many_tokens_as_skipping_groups_that_do_not_fit(
     tokens: list[int], budget: Budget, last: int
 ) -> None:
@@ -106,7 +104,6 @@ def test_fill_uses_at_least_as_many_tokens_as_skipping_groups_that_do_not_fit(
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=90), BUDGETS, st.integers(0, 3))
-@steady
 def test_no_group_within_the_look_ahead_fits_into_a_filled_batch(tokens: list[int], budget: Budget, last: int) -> None:
     """Neither a following group nor one that was given up for a better fit."""
     chosen = fill(live_groups(tokens), np.arange(len(tokens)), budget, last_version=last)
@@ -208,7 +205,6 @@ def test_fill_takes_from_a_million_groups_without_a_loop_over_them() -> None:
 
 
 @given(st.lists(st.integers(2, 60), max_size=14), BUDGETS, st.integers(1, 5))
-@steady
 def test_fill_takes_the_same_groups_from_an_order_in_chunks(tokens: list[int], budget: Budget, size: int) -> None:
     """For chunks of any size."""
     groups, order = live_groups(tokens), np.arange(len(tokens))[::-1]
@@ -267,7 +263,6 @@ def count_capacity(buffer: BufferView, flow: Flow, max_staleness: int | None, lo
     max_staleness=st.none() | st.integers(0, 4),
     look_ahead=st.integers(0, 2),
 )
-@steady
 def test_capacity_equals_a_count_over_the_open_batches(
     budget: Budget,
     step: int,

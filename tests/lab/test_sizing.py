@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from replaybuf.cli.main import main
 from replaybuf.lab.sizing import Needs, RunShape, compute_needs
-from tests.builders import steady
 
 SHAPE = RunShape(
     gpus=10_000,
@@ -36,7 +35,6 @@ def test_the_measured_run_of_ten_thousand_gpus_has_its_figures() -> None:
 
 
 @given(st.integers(2, 50))
-@steady
 def test_twice_the_gpus_need_twice_of_everything(times: int) -> None:
     small, large = (compute_needs(dataclasses.replace(SHAPE, gpus=gpus)) for gpus in (8000, 8000 * times))
     for name in {field.name for field in dataclasses.fields(Needs)} - {"servers"}:

@@ -18,7 +18,6 @@ from replaybuf.packing import exchange
 from replaybuf.packing.cost import rollout_costs
 from replaybuf.packing.pack import best_fit_decreasing, fillers, pack, padding_fraction
 from replaybuf.wire.config import MAX_RANKS, Cost
-from tests.builders import steady
 
 SEQ_LEN = 8192
 Lengths = npt.NDArray[np.int32]
@@ -58,7 +57,7 @@ def jobs(draw: st.DrawFn) -> tuple[Lengths, int, int]:
 
 
 @given(jobs())
-@settings(steady, max_examples=300)
+@settings(max_examples=300)
 def test_every_rollout_is_placed_once_in_a_row_that_holds_it(job: tuple[Lengths, int, int]) -> None:
     lengths, seq_len, ranks = job
     grid = pack(lengths, seq_len, ranks)
@@ -68,7 +67,7 @@ def test_every_rollout_is_placed_once_in_a_row_that_holds_it(job: tuple[Lengths,
 
 
 @given(jobs())
-@settings(steady, max_examples=300)
+@settings(max_examples=300)
 def test_ranks_have_equal_numbers_of_rows_and_no_more_than_the_bins_need(job: tuple[Lengths, int, int]) -> None:
     lengths, seq_len, ranks = job
     grid = pack(lengths, seq_len, ranks)
@@ -79,7 +78,7 @@ def test_ranks_have_equal_numbers_of_rows_and_no_more_than_the_bins_need(job: tu
 
 
 @given(jobs())
-@settings(steady, max_examples=300)
+@settings(max_examples=300)
 def test_a_filler_row_appears_only_where_rollouts_are_fewer_than_rows(job: tuple[Lengths, int, int]) -> None:
     lengths, seq_len, ranks = job
     rows = [row for rank in pack(lengths, seq_len, ranks) for row in rank]
@@ -87,7 +86,7 @@ def test_a_filler_row_appears_only_where_rollouts_are_fewer_than_rows(job: tuple
 
 
 @given(jobs())
-@settings(steady, max_examples=300)
+@settings(max_examples=300)
 def test_the_rows_of_a_rank_are_ordered_by_cost(job: tuple[Lengths, int, int]) -> None:
     """So that the slots of all ranks, which wait for each other, cost about the same."""
     lengths, seq_len, ranks = job
@@ -98,14 +97,12 @@ def test_the_rows_of_a_rank_are_ordered_by_cost(job: tuple[Lengths, int, int]) -
 
 
 @given(jobs())
-@steady
 def test_the_same_lengths_give_the_same_grid(job: tuple[Lengths, int, int]) -> None:
     lengths, seq_len, ranks = job
     assert pack(lengths, seq_len, ranks) == pack(lengths.copy(), seq_len, ranks)
 
 
 @given(jobs())
-@steady
 def test_no_two_rows_of_the_bins_would_fit_into_one(job: tuple[Lengths, int, int]) -> None:
     """A new row is opened only if no open row has space, so there are fewer than twice the least."""
     lengths, seq_len, _ = job
@@ -233,7 +230,6 @@ def adapter_jobs(draw: st.DrawFn) -> tuple[Lengths, int, int, Lengths]:
 
 
 @given(adapter_jobs())
-@steady
 def test_two_adapters_never_share_a_row(job: tuple[Lengths, int, int, Lengths]) -> None:
     lengths, seq_len, ranks, adapters = job
     grid = pack(lengths, seq_len, ranks, adapters=adapters)
@@ -245,7 +241,6 @@ def test_two_adapters_never_share_a_row(job: tuple[Lengths, int, int, Lengths]) 
 
 
 @given(adapter_jobs())
-@steady
 def test_with_adapters_rows_are_no_more_than_their_bins_need_and_fillers_as_few_as_can_be(
     job: tuple[Lengths, int, int, Lengths],
 ) -> None:

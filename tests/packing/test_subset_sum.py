@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.packing.subset_sum import closest
-from tests.builders import steady
 
 
 @given(
     st.lists(st.integers(1, 40), max_size=9), st.integers(0, 120), st.integers(-5, 130), st.none() | st.integers(0, 9)
 )
-@steady
 def test_the_earliest_sufficient_choice_wins_else_the_closest(
     sizes: list[int], room: int, enough: int, max_count: int | None
 ) -> None:
@@ -38,7 +36,6 @@ def test_the_earliest_sufficient_choice_wins_else_the_closest(
 
 
 @given(st.lists(st.integers(1, 10**6), max_size=64), st.integers(0, 10**7))
-@steady
 def test_a_capacity_of_millions_is_filled_to_a_thousandth_and_never_exceeded(sizes: list[int], room: int) -> None:
     """Sizes are rounded up there: 64 of them by less than a thousandth of the room."""
     total = sum(sizes[at] for at in closest(sizes, room, room))
@@ -49,7 +46,6 @@ def test_a_capacity_of_millions_is_filled_to_a_thousandth_and_never_exceeded(siz
 
 
 @given(st.lists(st.integers(1, 10**6), max_size=64), st.integers(0, 10**7), st.integers(0, 64))
-@steady
 def test_a_count_is_never_exceeded_and_costs_little_exactness(sizes: list[int], room: int, max_count: int) -> None:
     """Against the first that fit: with n sizes each is rounded up by less than (n + 1) 65,536ths of the room."""
     chosen = closest(sizes, room, room, max_count)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from replaybuf.service.http.reply import json_pieces
 from replaybuf.service.http.reply.json_pieces import encode_pieces
-from tests.builders import steady
 
 values = st.recursive(
     st.none()
@@ -27,7 +26,6 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3), values, max_size=4))
-@steady
 def test_pieces_join_to_the_same_json(value: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_pieces, "PIECE_ITEMS", 2)

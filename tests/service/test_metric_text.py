@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.kernel.figures.histograms import Histogram
 from replaybuf.service.http.call.metric_table import METRICS
 from replaybuf.service.http.call.metric_text import MetricText
-from tests.builders import steady
 
 numbers = st.integers(0, 2**63) | st.floats(allow_nan=False)
 
@@ -25,7 +24,6 @@ def parsed(text: MetricText, name: str) -> list[tuple[str, dict[str, str], float
 
 
 @given(numbers, st.text())
-@steady
 def test_values_and_labels_come_back_as_they_were(value: float, label: str) -> None:
     """Any text may be a label: quotes, backslashes and line ends too."""
     text = MetricText()

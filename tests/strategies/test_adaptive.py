@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replaybuf.strategy import Budget, Flow
 from replaybuf_strategies.one_step_off_policy import OneStepOffPolicy, OneStepOffPolicyOptions
-from tests.builders import buffer_view, steady
+from tests.builders import buffer_view
 
 FLOWS = st.builds(
     Flow,
@@ -32,7 +32,6 @@ def admitted(flow: Flow, *, adaptive: bool = True, max_staleness: int = 8, **vie
 
 
 @given(FLOWS, BUDGETS, st.integers(0, 3), st.integers(0, 20), st.integers(0, 100), st.integers(0, 100))
-@steady
 def test_adaptive_admission_only_narrows_the_window(
     flow: Flow, budget: Budget, max_staleness: int, step: int, live: int, out: int
 ) -> None:
@@ -58,7 +57,6 @@ def test_adaptive_admission_only_narrows_the_window(
 
 
 @given(FLOWS, BUDGETS, st.integers(0, 3), st.integers(0, 20))
-@steady
 def test_an_empty_buffer_always_gets_the_next_batch(flow: Flow, budget: Budget, max_staleness: int, step: int) -> None:
     """No measurement can starve the next batch."""
     view: dict[str, Any] = {

@@ -18,7 +18,7 @@ from replaybuf.strategy import Budget, Flow, Groups, Selection, Strategy, Waitin
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, StrategySpec, TicketSpec
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
-from tests.builders import buffer_view, entries, live_groups, run_config, steady
+from tests.builders import buffer_view, entries, live_groups, run_config
 
 EXACT = StrategySpec("one-step-off-policy", {"exact_slots": True})
 THREE = Budget(None, 3, 64)
@@ -153,7 +153,7 @@ INDEXES = st.sets(st.integers(0, 30), max_size=6)
     flaky=INDEXES,
     dropped=INDEXES,
 )
-@settings(steady, max_examples=60)
+@settings(max_examples=60)
 def test_batches_follow_from_the_tickets_in_any_order_of_completion(
     seed: int,
     size: int,
@@ -183,7 +183,7 @@ def test_batches_follow_from_the_tickets_in_any_order_of_completion(
 
 
 @given(st.integers(0, 2**32))
-@settings(steady, max_examples=10)
+@settings(max_examples=10)
 def test_without_slots_the_order_of_completion_decides(seed: int) -> None:
     """The same schedule of the default strategy passes over slow prompts."""
     config = RunConfig(

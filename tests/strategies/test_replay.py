@@ -27,7 +27,7 @@ from replaybuf_strategies.fresh import with_fresh
 from replaybuf_strategies.mixture import Mix, interleave
 from replaybuf_strategies.prompts import by_prompt, limit_prompts
 from replaybuf_strategies.reuse import Limiter
-from tests.builders import buffer_view, live_groups, steady
+from tests.builders import buffer_view, live_groups
 
 BATCH_OF_4 = Budget(None, 4, 64)
 A, B, C = (source_code(name) for name in "abc")
@@ -192,7 +192,6 @@ def test_the_fifo_queue_is_ordered_by_policy_version() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-1, 12), st.integers(0, 12)), max_size=60))
-@steady
 def test_ascending_is_a_stable_sort_by_columns(rows: list[tuple[int, int]]) -> None:
     """Also with more pairs of values than `_PASSES`."""
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)] or [np.empty(0, np.int32)] * 2
@@ -234,7 +233,6 @@ def trained_in_blocks(
 
 
 @given(ARRIVALS, st.integers(1, 4), st.sampled_from([Budget(100, None, 64), Budget(None, 3, 64), Budget(100, 3, 64)]))
-@steady
 def test_blocks_repeat_each_batch_before_the_next_in_order_of_arrival(
     arrivals: list[list[tuple[int, int]]], uses: int, budget: Budget
 ) -> None:
@@ -247,7 +245,6 @@ def test_blocks_repeat_each_batch_before_the_next_in_order_of_arrival(
 
 
 @given(ARRIVALS, st.integers(2, 3))
-@steady
 def test_blocks_with_few_groups_of_a_prompt_repeat_too(arrivals: list[list[tuple[int, int]]], uses: int) -> None:
     """A group whose prompt has its share starts with a later block, and does not change the block that repeats."""
     batches = trained_in_blocks(arrivals, uses, Budget(None, 3, 64), groups_per_prompt=1)
@@ -439,7 +436,6 @@ def test_weights_correct_for_the_priority_and_the_largest_is_1() -> None:
     st.sampled_from(["uniform", "fifo", "newest", "prioritized"]),
     st.integers(0, 9),
 )
-@steady
 def test_a_batch_is_the_longest_prefix_that_fits_but_its_last_groups(tokens: list[int], order: str, seed: int) -> None:
     """At most three groups of that prefix are exchanged, never the first, and for more tokens."""
     groups = shown(len(tokens), tokens=tokens)
@@ -499,7 +495,6 @@ def test_prompts_together_keeps_groups_of_a_prompt_in_one_batch() -> None:
 
 
 @given(st.data())
-@steady
 def test_prompts_come_in_the_order_of_their_first_group(data: st.DataObject) -> None:
     """Against lists: pieces of any size, groups that may not be used, groups without a prompt, one that comes alone."""
     count = data.draw(st.integers(1, 40))
@@ -568,7 +563,6 @@ def test_rules_on_shares_keep_their_order(rule: dict[str, Any]) -> None:
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=8), st.integers(1, 300))
-@steady
 def test_every_prefix_has_each_share_within_one_group(shares: list[float], places: int) -> None:
     """|x_i - s_i * t| < 1 after every place t, for any shares (Tijdeman 1980)."""
     mix, counts, total = Mix(shares), Counter[int](), sum(shares)
@@ -609,7 +603,6 @@ def test_groups_of_other_sources_are_evicted_if_the_shares_sum_to_1() -> None:
 
 
 @given(st.data())
-@steady
 def test_sources_are_merged_as_place_after_place(data: st.DataObject) -> None:
     """Against `Mix` and lists, with sources that end and pieces of any size; pieces are read in the order of need."""
     shares = data.draw(st.lists(st.floats(0.05, 1), min_size=1, max_size=5))
@@ -644,7 +637,6 @@ def test_sources_are_merged_as_place_after_place(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@steady
 def test_fresh_groups_come_no_earlier_than_their_share_needs(data: st.DataObject) -> None:
     """Against a batch made place after place: the next fresh group where the share needs one, else the next group."""
     count = data.draw(st.integers(1, 40))
@@ -684,7 +676,6 @@ def test_fresh_groups_come_no_earlier_than_their_share_needs(data: st.DataObject
 
 
 @given(st.data())
-@steady
 def test_groups_after_the_first_of_their_prompt_are_left_out(data: st.DataObject) -> None:
     """Against a counter, in pieces of any size; groups without a prompt are not limited."""
     prompts = data.draw(st.lists(st.integers(-1, 5), min_size=1, max_size=40))
@@ -740,7 +731,6 @@ def test_the_calls_of_a_selection_do_not_grow_with_the_batch(order: str, rule: d
 
 
 @given(st.data())
-@steady
 def test_least_slack_first_gives_every_group_all_its_uses_if_any_order_does(data: st.DataObject) -> None:
     """The groups come from a plan that uses each of them in time, so there is such an order."""
     batch, per_version = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
@@ -812,7 +802,6 @@ def test_admission_continues_if_the_next_batch_needs_groups() -> None:
     used=st.integers(0, 10_000),
     stored=st.integers(0, 10_000),
 )
-@steady
 def test_uses_and_inserts_never_block_each_other(spi: float, batch: int, extra: float, used: int, stored: int) -> None:
     """If the batch is blocked, an insert is admitted: 2e >= B + spi."""
     limiter = Limiter(spi, (batch + spi) / 2 + extra)
@@ -941,7 +930,6 @@ def rows_of(chosen: Sequence[int] | str) -> set[int]:
 
 
 @given(st.integers(0, 99), st.integers(0, 3), st.sampled_from([0.0, 0.3, 1.0]), st.none() | st.integers(1, 2))
-@steady
 def test_all_rules_hold_at_once(seed: int, cooldown: int, fraction: float, per_prompt: int | None) -> None:
     """Rest, share of fresh groups and groups per prompt, in any combination."""
     rng = np.random.default_rng(seed)

@@ -14,7 +14,7 @@ from replaybuf.kernel.strategy.plugin_set import build_strategy, resolve_config
 from replaybuf.plugins.entry_points import STRATEGIES, load, names
 from replaybuf.strategy import Budget, Flow, Groups, Selection, Strategy, Waiting
 from replaybuf.wire.config import BatchSpec, Limits, StrategySpec
-from tests.builders import buffer_view, live_groups, run_config, steady
+from tests.builders import buffer_view, live_groups, run_config
 
 BUILT_IN = ("on-policy", "one-step-off-policy")
 
@@ -81,7 +81,6 @@ def test_one_step_off_policy_admits_k_steps_ahead() -> None:
     st.none() | st.integers(1, 6),
     st.integers(0, 3),
 )
-@steady
 def test_a_built_in_keeps_the_budget_and_is_deterministic(
     name: str, drawn: list[tuple[int, int]], tokens: int | None, groups: int | None, seed: int
 ) -> None:

@@ -32,7 +32,6 @@ from replaybuf.kernel.strategy.plugin_set import build_filter, build_strategy
 from replaybuf.plugins.entry_points import FILTERS, STRATEGIES, names
 from replaybuf.testing import ClosedLoop, FilterContract, StrategyContract, check_filter, check_progress, check_strategy
 from replaybuf.testing.loop import BUDGETS, Progress
-from tests.builders import steady
 
 # A time limit that ends a plug-in in a callback of the collector goes no further than that; then the plug-in is called
 # again. On a busy machine Hypothesis' own callback is hit.
@@ -97,7 +96,7 @@ def test_a_built_in_strategy_trains_prompts_that_take_50_times_longer(name: str,
     st.sampled_from(BUDGETS),
     st.integers(0, 99),
 )
-@settings(steady, max_examples=12)
+@settings(max_examples=12)
 def test_slow_prompts_that_arrive_in_time_are_trained(
     strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int
 ) -> None:
@@ -121,7 +120,7 @@ def test_slow_prompts_that_arrive_in_time_are_trained(
     st.sampled_from(BUDGETS),
     st.integers(0, 99),
 )
-@settings(steady, max_examples=12)
+@settings(max_examples=12)
 def test_random_selection_gives_slow_prompts_the_share_of_one_draw(
     strategy: tuple[str, dict[str, Any]], k: int, part: float, budget: Budget, seed: int
 ) -> None:

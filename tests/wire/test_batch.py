@@ -32,7 +32,7 @@ from replaybuf.wire.batch import (
 )
 from replaybuf.wire.column.token_versions import token_versions
 from replaybuf.wire.group import group_to_json
-from tests.builders import batch_meta, group, group_of_lengths, groups, rollout, steady
+from tests.builders import batch_meta, group, group_of_lengths, groups, rollout
 
 PER_TOKEN = {
     "input_ids": np.int32,
@@ -166,7 +166,6 @@ def present_in(rows: Rows, extras: tuple[BodyExtra, ...] = ()) -> set[str]:
 
 
 @given(batches(), st.sampled_from([1, 2, 8, 64]), st.sampled_from(EXTRAS))
-@steady
 def test_a_body_has_every_token_at_its_position(rows: Rows, multiple: int, extras: tuple[BodyExtra, ...]) -> None:
     """Read with safetensors alone: position t holds token t, its mask, advantage and logprob; zeros elsewhere."""
     body = encode_batch(meta_of(rows), rows, pad_to_multiple_of=multiple, extras=extras)
@@ -198,7 +197,6 @@ def written_plainly(meta: BatchMeta, expected: list[Tensors]) -> bytes:
 
 
 @given(batches(), st.sampled_from([1, 2, 8, 64]), st.text(max_size=4), st.sampled_from(EXTRAS))
-@steady
 def test_the_bytes_equal_those_of_the_slow_writer(
     rows: Rows, multiple: int, group_id: str, extras: tuple[BodyExtra, ...]
 ) -> None:
@@ -215,7 +213,6 @@ def test_the_bytes_equal_those_of_the_slow_writer(
 
 
 @given(batches(), st.sampled_from([1, 4]))
-@steady
 def test_read_batch_agrees_with_safetensors(rows: Rows, multiple: int) -> None:
     body = encode_batch(meta_of(rows), rows, pad_to_multiple_of=multiple)
     read, tensors = read_batch(body), safetensors.numpy.load(bytes(body))
@@ -231,7 +228,6 @@ def test_read_batch_agrees_with_safetensors(rows: Rows, multiple: int) -> None:
 
 
 @given(batches(), st.sampled_from([1, 2, 8, 64]))
-@steady
 def test_rows_are_padded_to_a_multiple_and_segments_add_up(rows: Rows, multiple: int) -> None:
     """cu_seqlens has one segment per rollout, and one more for padding; positions restart at 0 with each."""
     for row, out in zip(
@@ -247,7 +243,6 @@ def test_rows_are_padded_to_a_multiple_and_segments_add_up(rows: Rows, multiple:
 
 
 @given(batches(), st.sampled_from([1, 8]))
-@steady
 def test_the_same_batch_gives_the_same_bytes(rows: Rows, multiple: int) -> None:
     once = encode_batch(meta_of(rows), rows, pad_to_multiple_of=multiple)
     again = encode_batch(meta_of(rows), [list(row) for row in rows], pad_to_multiple_of=multiple)
@@ -382,7 +377,6 @@ def test_a_body_cut_short_anywhere_is_malformed() -> None:
 
 
 @given(st.binary(max_size=120))
-@steady
 def test_random_bytes_are_malformed(raw: bytes) -> None:
     for body in (raw, with_header(raw), with_header(b'{"__metadata__":' + raw)):
         with pytest.raises(Malformed):
@@ -390,7 +384,6 @@ def test_random_bytes_are_malformed(raw: bytes) -> None:
 
 
 @given(st.data())
-@steady
 def test_garbled_bodies_are_malformed_or_readable(data: st.DataObject) -> None:
     """The data has no checksum of its own. Changed header bytes must not crash the reader."""
     body = bytearray(sample_body())

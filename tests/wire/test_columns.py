@@ -17,7 +17,7 @@ from replaybuf.errors import BrokenFrame, TooLarge
 from replaybuf.wire.column.columns import ALIGNMENT_BYTES, COMPRESSED_FROM_BYTES, KINDS
 from replaybuf.wire.frame import LARGEST_FRAME_BYTES, LARGEST_HEADER_BYTES, decode_frame, encode_frame, is_compressed
 from replaybuf.wire.group import LARGEST_REWARD_PARTS, LARGEST_ROLLOUTS, Group
-from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
+from tests.builders import COLUMNS, assert_same_group, group, groups, rollout
 from tests.fuzz.targets import check_frame, sample
 from tests.wire.test_frame import PREFIX, frame_of, header_of, sealed
 
@@ -78,7 +78,6 @@ def rejection(frame: bytes, max_bytes: int = LARGEST_FRAME_BYTES) -> BrokenFrame
 
 
 @given(groups(longest=6), st.integers(1, 400))
-@steady
 def test_a_compressed_group_round_trips(made: Group, times: int) -> None:
     """For any choice of compressed columns; the same group gives the same bytes."""
     repeated = msgspec.structs.replace(
@@ -182,7 +181,6 @@ def test_a_column_that_is_not_per_token_may_not_be_compressed(name: str) -> None
 
 
 @given(st.data())
-@steady
 def test_any_changed_byte_of_a_compressed_column_is_handled(data: st.DataObject) -> None:
     frame = bytearray(encode_frame(sample(tokens=300), compress=True))
     _, offset, length, _ = columns_of(bytes(frame))["completion_ids"]
@@ -198,7 +196,6 @@ NUMBERS = st.integers(-1, 300).map(lambda n: n * 16) | st.sampled_from([-(2**63)
 
 
 @given(st.data())
-@steady
 def test_any_table_of_columns_gives_a_group_within_the_frame_or_a_broken_frame(data: st.DataObject) -> None:
     """Moved, stretched, renamed, retyped and doubled columns under a right checksum."""
     made = data.draw(st.sampled_from([sample(), sample(300), group()]))

@@ -16,7 +16,7 @@ from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AckRequest
 from replaybuf.wire.decoding import decode_json
 from replaybuf.wire.group import GroupJson
-from tests.builders import steady, wire_group, wire_groups
+from tests.builders import wire_group, wire_groups
 
 
 def decoded(body: bytes) -> RunConfig:
@@ -56,7 +56,6 @@ def test_a_field_given_twice_is_checked_twice() -> None:
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0123 batch\\ud8e-.N', max_size=40).map(str.encode))
-@steady
 def test_random_bodies_are_malformed_or_invalid(body: bytes) -> None:
     for raw in (body, b'{"batch":' + body):
         with pytest.raises((Malformed, Invalid)):
@@ -64,7 +63,6 @@ def test_random_bodies_are_malformed_or_invalid(body: bytes) -> None:
 
 
 @given(wire_groups())
-@steady
 def test_a_group_written_by_python_is_decoded(wire: GroupJson) -> None:
     """Python's encoder writes surrogate pairs and full floats."""
     text = json.dumps(msgspec.to_builtins(wire)).encode()

@@ -26,7 +26,7 @@ from replaybuf.wire.frame import (
 )
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group
-from tests.builders import COLUMNS, assert_same_group, group, groups, rollout, steady
+from tests.builders import COLUMNS, assert_same_group, group, groups, rollout
 
 PREFIX = struct.Struct("<4sIQII")
 """Magic, crc32c of what follows, length of the frame, format version, length of the header."""
@@ -90,7 +90,6 @@ def with_header(frame: bytes, header: dict[str, Any]) -> bytes:
 
 
 @given(groups())
-@steady
 def test_any_group_round_trips(made: Group) -> None:
     frame = encode_frame(made)
     assert_same_group(decode_frame(frame), made)
@@ -98,7 +97,6 @@ def test_any_group_round_trips(made: Group) -> None:
 
 
 @given(st.lists(groups(longest=3), max_size=4))
-@steady
 def test_a_body_may_hold_several_frames(several: list[Group]) -> None:
     body = b"".join(encode_frame(made) for made in several)
     read = [decode_frame(frame) for frame in split_frames(body)]
@@ -152,7 +150,6 @@ def test_a_frame_begins_as_documented() -> None:
 
 
 @given(groups())
-@steady
 def test_columns_start_at_multiples_of_64_bytes_and_do_not_overlap(made: Group) -> None:
     frame = encode_frame(made)
     end = PREFIX.size + PREFIX.unpack_from(frame)[4]
@@ -208,7 +205,6 @@ def test_every_flipped_bit_is_detected() -> None:
 
 
 @given(groups(), st.data())
-@steady
 def test_a_changed_byte_of_any_frame_is_detected(made: Group, data: st.DataObject) -> None:
     frame = bytearray(encode_frame(made))
     position = data.draw(st.integers(0, len(frame) - 1))
@@ -218,7 +214,6 @@ def test_a_changed_byte_of_any_frame_is_detected(made: Group, data: st.DataObjec
 
 
 @given(groups(longest=3), st.data())
-@steady
 def test_a_frame_with_missing_or_extra_bytes_is_broken(made: Group, data: st.DataObject) -> None:
     frame = encode_frame(made)
     for other in (frame[: data.draw(st.integers(0, len(frame) - 1))], frame + data.draw(st.binary(min_size=1))):
@@ -227,7 +222,6 @@ def test_a_frame_with_missing_or_extra_bytes_is_broken(made: Group, data: st.Dat
 
 
 @given(st.binary(max_size=200))
-@steady
 def test_random_bytes_are_a_broken_frame(raw: bytes) -> None:
     for frame in (raw, b"RBF1" + raw, sealed((b"RBF1" + raw).ljust(PREFIX.size, b"\0"))):
         with pytest.raises(BrokenFrame):
@@ -235,7 +229,6 @@ def test_random_bytes_are_a_broken_frame(raw: bytes) -> None:
 
 
 @given(st.binary(max_size=60))
-@steady
 def test_a_random_header_with_a_right_checksum_is_a_broken_frame(header: bytes) -> None:
     with pytest.raises(BrokenFrame):
         decode_frame(frame_of(header))
@@ -275,7 +268,6 @@ def test_a_wrong_prefix_is_named(offset: int, value: bytes, name: str) -> None:
 
 
 @given(st.data())
-@steady
 def test_a_column_with_a_wrong_length_is_rejected(data: st.DataObject) -> None:
     """By the decoder; missing rows of spans are rejected by `check_group`."""
     frame = encode_frame(sample())
@@ -292,7 +284,6 @@ def test_a_column_with_a_wrong_length_is_rejected(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@steady
 def test_a_misplaced_column_is_rejected(data: st.DataObject) -> None:
     """Outside the frame, within its header, over another column, or not at a multiple of 64 bytes."""
     frame = encode_frame(sample())
@@ -344,7 +335,6 @@ def test_finish_reasons_are_one_per_rollout(reasons: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["completion_mask", "prompt_mask"])
 @given(st.integers(2, 255))
-@steady
 def test_a_mask_byte_must_be_0_or_1(name: str, value: int) -> None:
     """A byte of 2 would count as two tokens and double an advantage."""
     frame = bytearray(encode_frame(sample()))
@@ -364,7 +354,6 @@ def test_negative_lengths_are_rejected(name: str) -> None:
 
 
 @given(groups(longest=3), st.data())
-@steady
 def test_any_content_with_a_right_checksum_gives_a_group_or_a_broken_frame(made: Group, data: st.DataObject) -> None:
     """A producer with a bug can write anything with a right checksum; reading it must not crash."""
     frame = bytearray(encode_frame(made))
@@ -381,7 +370,6 @@ def test_any_content_with_a_right_checksum_gives_a_group_or_a_broken_frame(made:
 
 
 @given(st.lists(groups(longest=2), min_size=1, max_size=3), st.data())
-@steady
 def test_a_cut_body_gives_the_complete_frames_before_the_cut(several: list[Group], data: st.DataObject) -> None:
     frames = [encode_frame(made) for made in several]
     body = b"".join(frames)
@@ -398,7 +386,6 @@ def test_a_cut_body_gives_the_complete_frames_before_the_cut(several: list[Group
 
 
 @given(st.binary(max_size=80))
-@steady
 def test_random_bodies_end_in_broken_frame(raw: bytes) -> None:
     for body in (raw, b"RBF1" + raw):
         try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from replaybuf.errors import GroupRejected
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json, group_to_json
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE, GroupLimits, Rejection, check_group, truncate
-from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, steady, wire_group, wire_groups
+from tests.builders import assert_same_group, group, group_of_lengths, groups, rollout, wire_group, wire_groups
 
 NAN, INF = math.nan, math.inf
 FIELDS_PER_TOKEN = (
@@ -37,7 +37,6 @@ def reason_of(made: Group, **bounds: Any) -> str | None:
 
 
 @given(wire_groups())
-@steady
 def test_a_group_round_trips_from_json_to_columns(wire: GroupJson) -> None:
     """Missing fields come back as their defaults."""
     back = group_to_json(group_from_json(wire))
@@ -53,14 +52,12 @@ def test_a_group_round_trips_from_json_to_columns(wire: GroupJson) -> None:
 
 
 @given(groups())
-@steady
 def test_columns_round_trip_through_json_text(made: Group) -> None:
     text = msgspec.json.encode(group_to_json(made))
     assert_same_group(group_from_json(msgspec.json.decode(text, type=GroupJson)), made)
 
 
 @given(groups())
-@steady
 def test_columns_agree_on_rollouts_and_tokens(made: Group) -> None:
     n, tokens = made.rollouts, int(made.completion_lengths.sum())
     assert made.tokens == int(made.lengths.sum()) == len(made.prompt_ids) + tokens
@@ -282,7 +279,6 @@ def test_masked_tokens_have_the_same_rules() -> None:
 
 
 @given(groups())
-@steady
 def test_spans_may_come_in_any_order(made: Group) -> None:
     order = np.random.default_rng(made.tokens).permutation(len(made.version_spans))
     shuffled = msgspec.structs.replace(made, version_spans=made.version_spans[order], adapter="")
@@ -290,7 +286,6 @@ def test_spans_may_come_in_any_order(made: Group) -> None:
 
 
 @given(groups(), st.lists(st.tuples(*[st.integers(-1, 5)] * 4), max_size=6))
-@steady
 def test_spans_are_accepted_only_if_they_cover_every_token_once(
     made: Group, spans: list[tuple[int, int, int, int]]
 ) -> None:
@@ -307,7 +302,6 @@ def test_spans_are_accepted_only_if_they_cover_every_token_once(
 
 
 @given(groups(longest=9), st.integers(1, 20))
-@steady
 def test_a_truncated_group_is_consistent_and_as_long_as_possible(made: Group, seq_len: int) -> None:
     """Lengths are min(tokens, seq_len), but at least one completion token stays; other tokens do not change."""
     made = msgspec.structs.replace(made, adapter="")

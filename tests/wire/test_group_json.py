@@ -16,7 +16,7 @@ from replaybuf.wire import group_json
 from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import LARGEST_ROLLOUTS, GroupJson
 from replaybuf.wire.group_json import decode_json_groups
-from tests.builders import rollout, steady, wire_group, wire_groups
+from tests.builders import rollout, wire_group, wire_groups
 
 MIB = 1 << 20
 WRONG = [None, "x", "1,2", 1.5, True, [1, 2], {"a": 1}, 2**31, -(2**70), [], 0, -1]
@@ -46,7 +46,6 @@ def decode_in_pieces(body: bytes) -> Any:
 
 
 @given(wire_groups(longest=20), st.booleans(), st.sampled_from([None, 2]))
-@steady
 def test_a_group_decoded_in_pieces_has_the_same_frame(wire: GroupJson, several: bool, indent: int | None) -> None:
     sent = msgspec.to_builtins(wire)
     body = json.dumps({"groups": [sent, sent]} if several else sent, indent=indent).encode()
@@ -54,7 +53,6 @@ def test_a_group_decoded_in_pieces_has_the_same_frame(wire: GroupJson, several: 
 
 
 @given(wire_groups(longest=6), st.sampled_from(FIELDS), st.sampled_from(WRONG), st.integers(0, 5), st.booleans())
-@steady
 def test_a_wrong_value_has_the_same_error_in_pieces(
     wire: GroupJson, field: str, wrong: Any, place: int, whole: bool
 ) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.column.metadata import DEEPEST, LARGEST_INTEGER, MOST_NESTED, SMALLEST_INTEGER, check_metadata
-from tests.builders import steady
 
 anything = st.recursive(
     st.none()
@@ -40,7 +39,6 @@ def integers_in(value: Any) -> list[int]:
 
 
 @given(st.dictionaries(st.text(max_size=3), anything, max_size=4))
-@steady
 def test_accepted_objects_are_readable_and_integers_beyond_64_bits_are_rejected(value: dict[str, Any]) -> None:
     """As msgpack (frames, ledger) and as JSON (answers)."""
     fits = all(SMALLEST_INTEGER <= number <= LARGEST_INTEGER for number in integers_in(value))

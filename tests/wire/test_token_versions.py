@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from replaybuf.wire.column.token_versions import NO_VERSION, count_stale, mask_stale, token_versions
 from replaybuf.wire.group import Group, group_to_json
-from tests.builders import group, groups, rollout, steady
+from tests.builders import group, groups, rollout
 
 
 def slow_versions(made: Group) -> list[int]:
@@ -24,7 +24,6 @@ def slow_versions(made: Group) -> list[int]:
 
 
 @given(groups(), st.randoms(use_true_random=False))
-@steady
 def test_each_token_has_the_version_of_its_span(made: Group, random: np.random.Generator) -> None:
     """In whatever order the spans are, and with text of the environment in between."""
     order = list(range(len(made.version_spans)))
@@ -36,7 +35,6 @@ def test_each_token_has_the_version_of_its_span(made: Group, random: np.random.G
 
 
 @given(groups(), st.integers(0, 9))
-@steady
 def test_old_tokens_leave_the_mask_and_are_counted(made: Group, least: int) -> None:
     """Only sampled tokens count, prompt tokens as old as the group, and nothing else of the group changes."""
     versions = slow_versions(made)

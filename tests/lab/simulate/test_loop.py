@@ -30,7 +30,6 @@ from replaybuf.lab.simulate.loop import _ENDED, Simulation, simulate
 from replaybuf.lab.simulate.workload import Supply
 from replaybuf.service.report.status import group_counts
 from replaybuf.wire.config import BatchSpec, Limits, TicketSpec
-from tests.builders import steady
 from tests.lab.simulate.workloads import config, workload
 
 STEPS = 30
@@ -53,7 +52,6 @@ def study(
     st.sampled_from([None, 3.0]),
     st.sampled_from([1, 3]),
 )
-@steady
 def test_no_prompt_is_lost_and_no_group_is_counted_twice(
     strategy: tuple[str, dict[str, Any]],
     seed: int,
