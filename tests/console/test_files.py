@@ -20,9 +20,9 @@ def test_the_chart_library_has_the_recorded_digests() -> None:
     """Nobody edits it here: `make vendor` writes files and digests."""
     lines = [line.split() for line in (VENDOR / "SHA256SUMS").read_text().splitlines()]
     recorded = {name: digest for digest, name in lines}
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir()}
-    del found["SHA256SUMS"]
-    assert found == recorded
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir()}
+    del digests["SHA256SUMS"]
+    assert digests == recorded
     assert recorded.keys() == ORIGINS.keys()
 
 

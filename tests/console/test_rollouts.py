@@ -139,7 +139,7 @@ def test_a_filter_out_of_bounds_is_not_sent(trained: RunClient, open_page: OpenP
 
 
 def test_a_freed_group_shows_its_sample_and_says_how_to_keep_more(written: RunClient, open_page: OpenPage) -> None:
-    best = next(one for one in written.get("samples", step=0).json()["samples"] if one["why"] == "best")
+    best = next(sample for sample in written.get("samples", step=0).json()["samples"] if sample["why"] == "best")
     page = open_page(str(written.http.base_url), f"/runs/texts/groups/{best['group_id']}")
     page.locator(".rollout").first.wait_for()
     shown = page.locator("main").inner_text()
@@ -177,8 +177,10 @@ def test_texts_fit_the_page_are_accessible_and_harmless(written: RunClient, open
     assert "\u202e" not in page.locator("body").inner_text()
     if AXE.is_file():
         page.add_script_tag(path=str(AXE))
-        found = page.evaluate("async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])")
-        assert found == []
+        violations = page.evaluate(
+            "async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])"
+        )
+        assert violations == []
 
 
 def test_many_samples_are_shown_in_part_until_a_person_asks_for_all(written: RunClient, open_page: OpenPage) -> None:
