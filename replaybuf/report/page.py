@@ -50,6 +50,7 @@ svg text { font-size: 11px; fill: var(--soft); }
 .frame { stroke: var(--rule); }
 $lines
 .scroll { overflow-x: auto; }
+.scroll th { white-space: nowrap; }
 table { border-collapse: collapse; }
 th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
