@@ -54,7 +54,6 @@ class Session:
             total_steps=plan.config.max_steps,
             title=f"replaybuf {self.command} · run {plan.run}",
             console=plan.console,
-            with_accuracy=False,
         )
         self._plan = plan
         self._view = view

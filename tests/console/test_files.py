@@ -13,7 +13,11 @@ CONSOLE = Path(__file__).parents[2] / "replaybuf" / "console"
 VENDOR = CONSOLE / "vendor"
 MODULES = Path(__file__).with_name("node_modules")
 OWN = sorted(path for path in CONSOLE.rglob("*.js") if VENDOR not in path.parents)
-ORIGINS = {"uPlot.iife.min.js": "dist/uPlot.iife.min.js", "uPlot.min.css": "dist/uPlot.min.css", "uPlot.LICENSE.txt": "LICENSE"}
+ORIGINS = {
+    "uPlot.iife.min.js": "dist/uPlot.iife.min.js",
+    "uPlot.min.css": "dist/uPlot.min.css",
+    "uPlot.LICENSE.txt": "LICENSE",
+}
 
 
 def test_the_chart_library_has_the_recorded_digests() -> None:

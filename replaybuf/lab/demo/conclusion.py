@@ -9,12 +9,10 @@ import msgspec
 from rich.console import Console
 
 from replaybuf.lab.demo.folder import Folder
-from replaybuf.lab.demo.page import introduce
 from replaybuf.lab.demo.picture import draw
-from replaybuf.lab.demo.report import Report, build_report
+from replaybuf.lab.demo.report import Report, build_report, read_sessions
 from replaybuf.lab.demo.run_file import list_hyperparameters
-from replaybuf.lab.demo.session_log import read_sessions
-from replaybuf.lab.demo.summary import print_report
+from replaybuf.lab.demo.summary import introduce, print_report
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress
 from replaybuf.launch.session import Session

@@ -1,4 +1,7 @@
-"""Report of a finished demo: `report.json`, and its figures as rows of text."""
+"""Report of a finished demo: `report.json`, its figures as rows of text, and the file of its sessions.
+
+Each start is a session. It appends its phases, peaks and outcome to the file, also before it is killed.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from replaybuf.errors import NotFound
 from replaybuf.lab.demo.changes import Change, paired_change, window_change
-from replaybuf.lab.demo.session_log import KILLED, SESSION_EVERY_S, Session
 from replaybuf.launch.progress import (
     Evaluation,
     GroupCounts,
+    LineReader,
     Progress,
     Staleness,
     TrainerLine,
@@ -25,6 +29,10 @@ from replaybuf.launch.progress import (
 from replaybuf.launch.view import clock, megabytes, percent, whole_seconds
 
 NumberT = TypeVar("NumberT", int, float)
+KILLED = "killed"
+"""Outcome of a session that wrote no other outcome."""
+SESSION_EVERY_S = 5.0
+"""Maximum time of a session that `kill -9` leaves out of the report."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -217,3 +225,28 @@ def _joined(values: Mapping[str, NumberT], write: Callable[[NumberT], str]) -> s
 
 def _in_brackets(values: Mapping[str, NumberT], write: Callable[[NumberT], str]) -> str:
     return f" ({_joined(values, write)})" if values else ""
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a session, at `started` (seconds since the epoch), and its outcome.
+
+    It is written repeatedly and the last line counts. `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and
+    processor seconds by process.
+    """
+
+    started: float
+    phases: dict[str, float]
+    peaks: dict[str, int]
+    outcome: str
+    cpu_s: dict[str, float] = {}
+
+
+def append_line(path: Path, line: msgspec.Struct) -> None:
+    """Append one JSON line to a file."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
+
+
+def read_sessions(path: Path) -> list[Session]:
+    """Read the last line of each session."""
+    return list({line.started: line for line in LineReader(path, Session).new_lines()}.values())

@@ -13,11 +13,9 @@ from rich.console import Console
 
 from replaybuf.errors import NotFound
 from replaybuf.lab.demo.findings import findings
-from replaybuf.lab.demo.page import introduce
 from replaybuf.lab.demo.picture import draw, rolling
-from replaybuf.lab.demo.report import Report, build_report, figure_rows
-from replaybuf.lab.demo.session_log import KILLED, Session, append_line, read_sessions
-from replaybuf.lab.demo.summary import print_report
+from replaybuf.lab.demo.report import KILLED, Report, Session, append_line, build_report, figure_rows, read_sessions
+from replaybuf.lab.demo.summary import introduce, print_report
 from replaybuf.launch.progress import Evaluation, LineReader, Progress
 
 
