@@ -33,7 +33,7 @@ from unittest import mock
 from tests.waiting import until
 
 _COMMANDS = ("tests.forked", "replaybuf.cli.main", "replaybuf.cli.generate", "replaybuf.cli.stage", "uvloop")
-_SERVICE = ("replaybuf.cli.serve", "replaybuf.service.server")
+_SERVICE = ("replaybuf.cli.serve", "replaybuf.service.server", "anyio._backends._asyncio")
 _TRAINER = ("replaybuf_trainer.trainer", "replaybuf_trainer.models.loading", "torch.distributed.fsdp")
 
 

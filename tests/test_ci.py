@@ -27,7 +27,7 @@ def test_what_cannot_be_installed_is_named_in_one_line(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("browser", ["chromium", "chromium-browser", "google-chrome"])
+@pytest.mark.parametrize("browser", ["chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"])
 def test_nothing_is_installed_where_all_is_there(tmp_path: Path, browser: str) -> None:
     done = run(tmp_path, "promtool", "amtool", "npm", "zsh", "fish", browser)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

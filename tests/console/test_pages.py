@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import RunClient, ServeProcess, group
-from tests.console.conftest import AXE, HOSTILE, WIDE
+from tests.console.conftest import HOSTILE, WIDE, violations, watched_pages
 from tests.waiting import eventually
 
 # Address, text that the page shows, selector that is there when the page is complete.
@@ -32,68 +32,38 @@ PAGES = [
     ("/runs/paused-run", "No batch yet", ".flow li"),
     ("/nowhere", "This address has no page", ".empty"),
 ]
-VIOLATIONS = "async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])"
 ADDRESSES = [address for address, _, _ in PAGES]
 
 
-@pytest.mark.parametrize(("address", "text", "selector"), PAGES, ids=ADDRESSES)
-def test_a_page_shows_the_run_without_errors(
-    trained: RunClient, open_page: Callable[..., Any], address: str, text: str, selector: str
-) -> None:
-    """Its text, its last part, and no error of the browser."""
-    page = open_page(str(trained.http.base_url), address)
-    page.wait_for_selector(selector)
-    page.get_by_text(text).first.wait_for()
-    assert page.title().endswith("replaybuf")
-    assert page.locator("#banner").is_hidden()
+@pytest.fixture(scope="module", params=PAGES, ids=ADDRESSES)
+def complete_page(request: pytest.FixtureRequest, browser: Any, trained: RunClient) -> Iterator[Any]:
+    """One of the pages, opened once for the tests that look at all of them."""
+    address, text, selector = request.param
+    with watched_pages(browser) as open_page:
+        page = open_page(str(trained.http.base_url), address)
+        page.wait_for_selector(selector)
+        page.get_by_text(text).first.wait_for()
+        yield page
+
+
+def test_a_page_shows_the_run_without_errors(complete_page: Any) -> None:
+    """Its text, its last part, and no error of the browser, which the fixture looks for at its end."""
+    assert complete_page.title().endswith("replaybuf")
+    assert complete_page.locator("#banner").is_hidden()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(
-    ("address", "selector"), [(address, selector) for address, _, selector in PAGES], ids=ADDRESSES
-)
-def test_a_page_is_accessible(
-    trained: RunClient, open_page: Callable[..., Any], address: str, selector: str, scheme: str
-) -> None:
-    """Axe finds no violation, contrast included, in either theme, on a desktop and on a phone."""
-    if not AXE.is_file():
-        pytest.skip("no axe-core: run make browser, which needs npm (Debian: apt-get install npm)")
-    # The page runs no foreign script, so the test has to lift its policy for axe.
-    page = open_page(str(trained.http.base_url), address, color_scheme=scheme, bypass_csp=True)
-    page.wait_for_selector(selector)
-    page.add_script_tag(path=str(AXE))
+def test_a_page_is_accessible(complete_page: Any, scheme: str) -> None:
+    """Axe finds no violation on a desktop and on a phone; the themes differ in nothing but contrast."""
+    complete_page.emulate_media(color_scheme=scheme)
     for width in (1280, 390):  # on a phone the rows of tables are cards
-        page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate(VIOLATIONS) == [], width
+        complete_page.set_viewport_size({"width": width, "height": 900})
+        assert violations(complete_page, *(("color-contrast",) if scheme == "dark" else ())) == [], width
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_dialogs_and_the_page_of_an_absent_run_are_accessible(
-    trained: RunClient, open_page: Callable[..., Any], scheme: str
-) -> None:
-    if not AXE.is_file():
-        pytest.skip("no axe-core: run make browser, which needs npm (Debian: apt-get install npm)")
-    how = {"color_scheme": scheme, "bypass_csp": True, "expected": ("status of 404",)}
-    page = open_page(str(trained.http.base_url), "/runs/nothing", **how)
-    page.locator("main [role=alert]").wait_for()
-    page.add_script_tag(path=str(AXE))
-    assert page.evaluate(VIOLATIONS) == []
-    page.get_by_role("button", name="Token", exact=True).click()
-    page.get_by_role("textbox", name="Token").wait_for()
-    assert page.evaluate(VIOLATIONS) == []
-    page.keyboard.press("Escape")
-    page.evaluate("location.hash = '#/runs/sums/act'")
-    page.get_by_role("button", name="Finish", exact=True).click()
-    page.locator("dialog button.danger").wait_for()
-    assert page.evaluate(VIOLATIONS) == []
-
-
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_a_page_fits_every_width(trained: RunClient, open_page: Callable[..., Any], address: str) -> None:
+def test_a_page_fits_every_width(complete_page: Any) -> None:
     """From a phone to 4k, nothing makes the whole page scroll sideways; at 1120 pixels and more no part of it does."""
-    selector = next(selector for known, _, selector in PAGES if known == address)
-    page = open_page(str(trained.http.base_url), address)
-    page.wait_for_selector(selector)
+    page = complete_page
     for width in (3840, 1280, 1120, 768, 390, 360):
         page.set_viewport_size({"width": width, "height": 900})
         # Charts are drawn anew a moment after the window has its size.
@@ -101,6 +71,29 @@ def test_a_page_fits_every_width(trained: RunClient, open_page: Callable[..., An
             lambda: page.evaluate("document.documentElement.scrollWidth - innerWidth"), 30.0, lambda over: over <= 0
         )
         assert width < 1120 or page.evaluate(WIDE) == []
+
+
+def violations_in_both_themes(page: Any) -> list[list[Any]]:
+    page.emulate_media(color_scheme="light")
+    light = violations(page)
+    page.emulate_media(color_scheme="dark")
+    return [light, violations(page, "color-contrast")]
+
+
+def test_dialogs_and_the_page_of_an_absent_run_are_accessible(
+    trained: RunClient, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(str(trained.http.base_url), "/runs/nothing", expected=("status of 404",))
+    page.locator("main [role=alert]").wait_for()
+    assert violations_in_both_themes(page) == [[], []]
+    page.get_by_role("button", name="Token", exact=True).click()
+    page.get_by_role("textbox", name="Token").wait_for()
+    assert violations_in_both_themes(page) == [[], []]
+    page.keyboard.press("Escape")
+    page.evaluate("location.hash = '#/runs/sums/act'")
+    page.get_by_role("button", name="Finish", exact=True).click()
+    page.locator("dialog button.danger").wait_for()
+    assert violations_in_both_themes(page) == [[], []]
 
 
 @pytest.mark.parametrize("width", [390, 1120])

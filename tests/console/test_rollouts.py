@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.conftest import RunClient, ServeProcess, group
-from tests.console.conftest import AXE, HOSTILE, WIDE, OpenPage
+from tests.console.conftest import HOSTILE, WIDE, OpenPage, violations
 from tests.generator.qwen import write_qwen
 from tests.waiting import eventually
 
@@ -169,18 +169,13 @@ def test_the_number_of_samples_is_chosen_where_a_run_is_created(written: RunClie
 @pytest.mark.parametrize("address", ["rollouts", "rollouts?list=samples", "groups/live", "groups/g0-0"])
 def test_texts_fit_the_page_are_accessible_and_harmless(written: RunClient, open_page: OpenPage, address: str) -> None:
     """No element scrolls sideways at 1280 pixels, a text of 20,000 letters is cut, and markup stays text."""
-    page = open_page(str(written.http.base_url), f"/runs/texts/{address}", bypass_csp=True)
+    page = open_page(str(written.http.base_url), f"/runs/texts/{address}")
     page.wait_for_selector(".texts tbody tr, .rollout, .empty")
     assert page.evaluate(WIDE) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     assert page.locator("main img, main script").count() == 0 and "taken" not in page.title()
     assert "\u202e" not in page.locator("body").inner_text()
-    if AXE.is_file():
-        page.add_script_tag(path=str(AXE))
-        violations = page.evaluate(
-            "async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])"
-        )
-        assert violations == []
+    assert violations(page) == []
 
 
 def test_many_samples_are_shown_in_part_until_a_person_asks_for_all(written: RunClient, open_page: OpenPage) -> None:

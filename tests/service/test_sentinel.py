@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from replaybuf.errors import Invalid
+from replaybuf.errors import Invalid, UnsupportedServer
 from replaybuf.store import ServerReport, Store, WritePolicy, keys
 from replaybuf.store.redis.durability import STRICT
 from replaybuf.store.topology import open_reader
@@ -140,6 +140,25 @@ def test_strict_needs_a_replica_where_one_may_be_promoted(watched: Watched) -> N
     weak = report(watched.url, STRICT)
     assert weak.durability == "relaxed" and "serve with --wait-replicas 1" in weak.reasons[0]
     assert report(watched.url, WritePolicy(replicas=1)).summary == "strict (appendfsync always and WAIT 1)"
+
+
+def test_a_replica_that_loses_data_is_refused_under_strict(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    """Sentinel may promote it. One that does not answer cannot be asked: a warning names it."""
+    primary = watched.primary()
+    replica = next(server for server in watched.servers if server is not primary)
+    address = f"127.0.0.1:{replica.port}"
+    eventually(lambda: primary.client.info("replication")["connected_slaves"], WITHIN_S, lambda number: number == 2)
+    replica.client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(UnsupportedServer, match=f"{address}: maxmemory-policy is 'allkeys-lru': set noeviction"):
+            report(watched.url, WritePolicy(replicas=1))
+        assert report(watched.url, WritePolicy("relaxed")).durability == "relaxed"
+        replica.signal(signal.SIGSTOP)
+        assert report(watched.url, WritePolicy(replicas=1)).durability == "strict"
+        assert f"replica {address} cannot be checked" in caplog.text
+    finally:
+        replica.signal(signal.SIGCONT)
+        replica.client.config_set("maxmemory-policy", "noeviction")
 
 
 def test_a_direct_reader_reads_from_the_primary(watched: Watched) -> None:

@@ -22,11 +22,11 @@ from tests.conftest import ServeProcess
 from tests.ticket_producer import numbered_group
 from tests.waiting import eventually
 
-RUNS = [f"shared-{number}" for number in range(30)]
+RUNS = [f"shared-{number}" for number in range(16)]
 TRAINED = RUNS[0]
 WITHIN_S = 60.0
 RETRY_S = 60.0
-PAUSE_S = 0.05
+PAUSE_S = 0.2
 """Time of a step: servers that are busy with this run alone would show little."""
 CONFIG = {"batch": {"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 64}}
 

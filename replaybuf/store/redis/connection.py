@@ -46,13 +46,13 @@ from replaybuf.store.redis.faults import (
 )
 from replaybuf.store.redis.inspection import (
     build_report,
-    check_cluster,
+    check_servers,
     inspect_servers,
     load_library,
     load_on_cluster,
 )
 from replaybuf.store.redis.pipeline import ExchangeClient, FastPipeline, IdleConnections
-from replaybuf.store.redis.server import ServerReport, check_role, check_version
+from replaybuf.store.redis.server import ServerReport, check_version
 from replaybuf.store.topology import URL_FORMS, parse_topology
 
 COMMAND_TIMEOUT_S = 10.0
@@ -311,10 +311,7 @@ class Connection:
     async def check_role(self) -> None:
         """Raise `UnsupportedServer` unless a primary of its own answers, `Invalid` for a name unknown to Sentinel."""
         await self._topology.check()
-        if self.cluster:
-            await check_cluster(self.cluster, self._answer, self.policy, self.url)
-        else:
-            check_role(await self._answer(self.client.info()), self.url)
+        await check_servers(self.client, self._topology, self._answer, self.policy, self.url)
 
     async def prepare(self) -> None:
         """Check the server's version and load the function library, unless the prepared server still answers.

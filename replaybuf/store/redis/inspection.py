@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import redis.asyncio as aioredis
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from replaybuf.errors import ReplaybufError, ServiceUnavailable, UnsupportedServer
 from replaybuf.store.redis.cluster import Cluster, ClusterNode
 from replaybuf.store.redis.cluster_map import name
 from replaybuf.store.redis.durability import Barrier, Durability, ServerSettings, WritePolicy, assess
-from replaybuf.store.redis.faults import unavailable
+from replaybuf.store.redis.faults import known_error, translate, unavailable
+from replaybuf.store.redis.sentinel import SentinelPrimary
+from replaybuf.store.redis.sentinel_answers import Address
 from replaybuf.store.redis.server import (
     CONFIG_NAMES,
     LIBRARY,
     LIBRARY_CODE,
     ServerReport,
     check_cluster_mode,
+    check_role,
     check_version,
     read_name,
+    read_replicas,
     read_settings,
     read_version,
 )
+from replaybuf.store.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 NODE_TIMEOUT_S = 2.0
 """Time for one node of a cluster: the others must not wait for one that is silent."""
@@ -69,11 +78,11 @@ async def inspect_cluster(cluster: Cluster, answer: Answer) -> list[Inspection]:
     """Read how each primary persists; skip those that do not answer, unless none does."""
     await answer(cluster.find())
 
-    async def one(node: ClusterNode) -> Inspection:
+    async def inspect_node(node: ClusterNode) -> Inspection:
         async with asyncio.timeout(NODE_TIMEOUT_S):
             return await inspect(node.client, answer, fails_over=True, address=name(node.address))
 
-    results = await asyncio.gather(*map(one, cluster.primaries), return_exceptions=True)
+    results = await asyncio.gather(*map(inspect_node, cluster.primaries), return_exceptions=True)
     _raise_unexpected(results)
     answered = [result for result in results if isinstance(result, Inspection)]
     if not answered:
@@ -84,11 +93,11 @@ async def inspect_cluster(cluster: Cluster, answer: Answer) -> list[Inspection]:
 async def load_on_cluster(cluster: Cluster, answer: Answer) -> None:
     """Load the function library on every primary that answers; replicas get it from them."""
 
-    async def one(node: ClusterNode) -> None:
+    async def load_node(node: ClusterNode) -> None:
         async with asyncio.timeout(NODE_TIMEOUT_S):
             await load_library(node.client, answer)
 
-    _raise_unexpected(await asyncio.gather(*map(one, cluster.primaries), return_exceptions=True))
+    _raise_unexpected(await asyncio.gather(*map(load_node, cluster.primaries), return_exceptions=True))
 
 
 def _raise_unexpected(results: Sequence[object]) -> None:
@@ -97,11 +106,23 @@ def _raise_unexpected(results: Sequence[object]) -> None:
             raise result
 
 
-async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, url: str) -> None:
-    """Refuse a cluster with slots that nobody serves, and under `strict` nodes that lose data or differ.
+async def check_servers(
+    client: aioredis.Redis, topology: Topology, answer: Answer, policy: WritePolicy, url: str
+) -> None:
+    """Refuse servers that cannot be used; under `strict` also those that lose data or differ, replicas included.
 
-    Replicas count too: each may become a primary. Raises `ServiceUnavailable`, `UnsupportedServer`.
+    Raises `UnsupportedServer`, `ServiceUnavailable`.
     """
+    if isinstance(topology, Cluster):
+        await _check_cluster(topology, answer, policy, url)
+    elif isinstance(topology, SentinelPrimary):
+        await _check_sentinel(client, topology, answer, policy, url)
+    else:
+        check_role(await answer(client.info()), url)
+
+
+async def _check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, url: str) -> None:
+    """Refuse a cluster with slots that nobody serves, too. Each replica may become a primary."""
     await answer(cluster.find())
     if trouble := cluster.explain():
         raise unavailable(url, f"cannot be used: {trouble}")
@@ -110,12 +131,40 @@ async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, u
     for each in inspections:
         check_cluster_mode(each.info, each.address)
         check_version(read_version(each.info), each.address)
-    if policy.level != "strict":
-        return
-    faults = find_faults(inspections)
-    if faults:
+    _check_nodes(inspections, policy, f"the cluster at {url}", url)
+
+
+async def _check_sentinel(
+    client: aioredis.Redis, sentinels: SentinelPrimary, answer: Answer, policy: WritePolicy, url: str
+) -> None:
+    """Refuse a server that is no primary, too. A replica that does not answer is left out, with a warning."""
+    info = await answer(client.info())
+    check_role(info, url)
+
+    async def inspect_replica(address: Address) -> Inspection | None:
+        try:
+            async with asyncio.timeout(NODE_TIMEOUT_S), sentinels.open_replica(address, NODE_TIMEOUT_S) as replica:
+                return await inspect(replica, functools.partial(_answer_of, name(address)), True, name(address))
+        except (ReplaybufError, TimeoutError) as error:
+            logger.warning("replica %s cannot be checked: %s", name(address), error or "it does not answer")
+            return None
+
+    replicas = await asyncio.gather(*map(inspect_replica, read_replicas(info)))
+    primary = await inspect(client, answer, True, name(sentinels.current()))
+    _check_nodes([primary, *filter(None, replicas)], policy, f"Redis at {url}", url)
+
+
+async def _answer_of(address: str, command: Awaitable[Any]) -> Any:
+    try:
+        return await command
+    except (RedisError, OSError, RuntimeError) as error:
+        raise translate(known_error(error), address, NODE_TIMEOUT_S) from error
+
+
+def _check_nodes(nodes: Sequence[Inspection], policy: WritePolicy, what: str, url: str) -> None:
+    if policy.level == "strict" and (faults := find_faults(nodes)):
         raise UnsupportedServer(
-            f"the cluster at {url} does not keep acknowledged writes: {'; '.join(faults)}. Change this on every node, "
+            f"{what} does not keep acknowledged writes: {'; '.join(faults)}. Change this on every node, "
             "replicas too, or serve with --durability relaxed",
             name="redis_url",
             value=url,
@@ -124,7 +173,7 @@ async def check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, u
 
 
 def find_faults(nodes: Sequence[Inspection]) -> list[str]:
-    """Return why nodes of a cluster do not keep acknowledged writes together."""
+    """Return why a primary and its replicas, or nodes of a cluster, do not keep acknowledged writes together."""
     faults = [f"{node.address}: {fault}" for node in nodes for fault in _faults(node.settings)]
     versions = {read_name(node.info): node.address for node in nodes}
     if len(versions) > 1:

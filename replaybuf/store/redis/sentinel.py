@@ -109,6 +109,21 @@ class SentinelPrimary:
         pool = redis.ConnectionPool(connection_class=kind, sentinels=self, **self._with_bound(options))
         return redis.Redis.from_pool(pool)
 
+    def open_replica(self, address: Address, timeout_s: float) -> aioredis.Redis:
+        """Open a client of a replica, with the user and password of the primary."""
+        host, port = address
+        return aioredis.Redis(
+            host=host,
+            port=port,
+            protocol=3,
+            ssl=self._tls,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            **self._options,
+        )
+
     def _with_bound(self, options: Mapping[str, Any]) -> dict[str, Any]:
         connect_s = min(options["socket_connect_timeout"], CONNECT_TIMEOUT_S)
         return {**options, **self._options, "socket_connect_timeout": connect_s}

@@ -60,6 +60,12 @@ def read_name(info: Mapping[str, Any]) -> str:
     return f"valkey {valkey}" if valkey else f"redis {read_version(info)}"
 
 
+def read_replicas(info: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return host and port of each replica that a primary names in its INFO."""
+    replicas = [value for name, value in info.items() if name.startswith("slave") and isinstance(value, dict)]
+    return [(str(replica["ip"]), int(replica["port"])) for replica in replicas]
+
+
 def check_version(version: str, url: str) -> None:
     """Raise `UnsupportedServer` if the server is too old."""
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:

@@ -37,7 +37,6 @@ from replaybuf.service.http.body.requests import (
 )
 from replaybuf.service.http.call.browse import describe_dead_letters, describe_group, list_failed_prompts, list_groups
 from replaybuf.service.http.call.group_pages import PREVIEW, read_query
-from replaybuf.service.http.call.plugin_options import describe_plugins
 from replaybuf.service.http.call.visible_runs import describe_lost, list_runs, list_unreadable
 from replaybuf.service.http.guard.auth import Permission
 from replaybuf.service.http.reply import sending
@@ -368,7 +367,4 @@ async def get_readyz(request: Request) -> Response:
 
 async def get_openapi(request: Request) -> Response:
     """Return this document, with the options of installed plug-ins under `x-plugins`."""
-    document = request.app.state.openapi
-    if "x-plugins" not in document:
-        document["x-plugins"] = await asyncio.to_thread(describe_plugins)
-    return json_response(document)
+    return json_response(await asyncio.to_thread(request.app.state.openapi))
