@@ -160,7 +160,7 @@ class Trial:
         """Let all ranks wait for a batch, then fetch their bodies, without HTTP: its client would hold the loop too."""
         batches = self.service.runs[RUN].batches
 
-        async def one(rank: int) -> None:
+        async def fetch(rank: int) -> None:
             part = await batches.part(step, self.epoch, rank, TIMEOUT_S)
             if isinstance(part, WaitingAnswer):
                 raise TypeError(f"no batch: {part}")
@@ -169,7 +169,7 @@ class Trial:
 
         tasks = []
         for rank in range(ranks):
-            tasks.append(asyncio.create_task(one(rank)))
+            tasks.append(asyncio.create_task(fetch(rank)))
             if rank % ANSWERED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks)

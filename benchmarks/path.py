@@ -307,11 +307,11 @@ async def produce(made: Sequence[Group], side: str, url: str, name: str, count: 
 async def append_all(groups: Iterator[Group], append: Append) -> None:
     """Let every producer append the next groups until none are left."""
 
-    async def one() -> None:
+    async def produce() -> None:
         while some := list(itertools.islice(groups, GROUPS_PER_APPEND)):
             await append(some)
 
-    await asyncio.gather(*(one() for _ in range(PRODUCERS)))
+    await asyncio.gather(*(produce() for _ in range(PRODUCERS)))
 
 
 async def append_to(store: Store, run: str, groups: Sequence[Group]) -> None:

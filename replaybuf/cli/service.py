@@ -1,4 +1,4 @@
-"""What commands share that ask a service: its address and token, a client, tables, and output as JSON."""
+"""What commands share that ask a service: its address and token, a client, tables, bars, and output as JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from replaybuf.client import Client
 
 RETRY_S = 60.0
 """Commands go on through the restart of a service."""
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,3 +72,13 @@ def printable(value: object) -> str:
     """Return text without control characters other than line breaks; None is "-"."""
     text = "-" if value is None else str(value)
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def draw_bar(share: float, width: int, console: Console) -> str:
+    """Return a bar of `width` characters with this share filled; more than nothing shows at least a sliver."""
+    share = min(1.0, max(0.0, share))
+    if not (console.encoding or "").lower().startswith("utf"):
+        return ("#" * max(round(share * width), 1 if share else 0)).ljust(width)
+    eighths = max(round(share * width * 8), 1 if share else 0)
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + (_EIGHTHS[part] if part else "")).ljust(width)

@@ -11,9 +11,10 @@ A training loop:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from replaybuf.client.http_client import AsyncHttpClient, HttpClient
 from replaybuf.client.reader import DEFAULTS, BatchReader, HasMeta, ReaderOptions, StepReader
@@ -22,6 +23,18 @@ from replaybuf.wire.batch import Batch
 from replaybuf.wire.contract import WaitingAnswer
 
 B = TypeVar("B", bound=HasMeta)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_thread(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Make a coroutine of a method of the blocking reader or session; a thread runs it."""
+
+    @functools.wraps(call)
+    async def method(self: _AsyncBatches[Any], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(call, self._batches, *args, **kwargs)
+
+    return method
 
 
 class _AsyncBatches(Generic[B]):
@@ -74,11 +87,7 @@ class AsyncBatchReader(_AsyncBatches[Batch]):
         self.reader = BatchReader(blocking, epoch, step, options)
         super().__init__(blocking, self.reader)
 
-    async def ack(
-        self, feedback: dict[str, Any] | None = None, metrics: Mapping[str, float | None] | None = None
-    ) -> None:
-        """Report that the newest batch is trained, as `BatchReader.ack` does."""
-        await asyncio.to_thread(self.reader.ack, feedback, metrics)
+    ack = _in_thread(BatchReader.ack)
 
 
 class AsyncTrainerSession(_AsyncBatches[Batch]):
@@ -104,40 +113,9 @@ class AsyncTrainerSession(_AsyncBatches[Batch]):
         """The newest answer of the service that there is no batch, while the trainer waits for one."""
         return self.session.waiting
 
-    async def step_done(
-        self,
-        weights_uri: str | None = None,
-        *,
-        metrics: Mapping[str, float | None] | None = None,
-        checkpoint: bool = False,
-        feedback: dict[str, Any] | None = None,
-    ) -> None:
-        """Report that the newest batch is trained, as `TrainerSession.step_done` does."""
-        done = self.session.step_done
-        await asyncio.to_thread(done, weights_uri, metrics=metrics, checkpoint=checkpoint, feedback=feedback)
-
-    async def ack(
-        self,
-        feedback: dict[str, Any] | None = None,
-        metrics: Mapping[str, float | None] | None = None,
-        *,
-        steps: int | None = None,
-    ) -> None:
-        """Report that steps are trained, as `TrainerSession.ack` does."""
-        await asyncio.to_thread(self.session.ack, feedback, metrics, steps=steps)
-
-    async def publish(self, weights_uri: str | None = None, version: int | None = None, adapter: str = "") -> None:
-        """Announce a version, as `TrainerSession.publish` does."""
-        await asyncio.to_thread(self.session.publish, weights_uri, version, adapter)
-
-    async def publish_due(self, weights_uri: str | None = None) -> None:
-        """Announce the newest version of the steps done, unless the run has it."""
-        await asyncio.to_thread(self.session.publish_due, weights_uri)
-
-    async def checkpoint(self, steps: int | None = None, *, written: bool = True, keep: int | None = None) -> None:
-        """Record a checkpoint, as `TrainerSession.checkpoint` does."""
-        await asyncio.to_thread(self.session.checkpoint, steps, written=written, keep=keep)
-
-    async def confirm(self) -> None:
-        """Ask once whether this trainer has the run. Raises `Fenced`."""
-        await asyncio.to_thread(self.session.confirm)
+    step_done = _in_thread(TrainerSession.step_done)
+    ack = _in_thread(TrainerSession.ack)
+    publish = _in_thread(TrainerSession.publish)
+    publish_due = _in_thread(TrainerSession.publish_due)
+    checkpoint = _in_thread(TrainerSession.checkpoint)
+    confirm = _in_thread(TrainerSession.confirm)

@@ -2,8 +2,8 @@
 
 import { h } from "./dom.js";
 import { count, counted } from "./format.js";
-import uPlot from "./vendor/uPlot.esm.js";
 
+const { uPlot } = window; // index.html loads it
 const HEIGHT = 190;
 
 const SMOOTH_WIDTH = 2;

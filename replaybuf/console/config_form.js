@@ -1,7 +1,7 @@
 // The configuration of a run as a form, and as JSON behind a tab. The fields come from the service's own schema.
 
 import { get } from "./api.js";
-import { adapterRows, pluginRows } from "./config_rows.js";
+import { adapterRows, pluginRows, same } from "./config_rows.js";
 import { h } from "./dom.js";
 import { field } from "./fields.js";
 
@@ -12,8 +12,6 @@ export async function loadSchemas() {
   known ??= await get("/openapi.json").then((document) => ({ schemas: document.components.schemas, plugins: document["x-plugins"] }));
   return known;
 }
-
-const same = (left, right) => JSON.stringify(left) === JSON.stringify(right);
 
 // `values` are those of the start, `parts` of the configuration become sections: [heading, part or "" for the run's own
 // fields, open, names of its fields; all of them if left out]. Other parts of `values` are only in the JSON. `changed`

@@ -4,7 +4,7 @@
 import { h } from "./dom.js";
 import { field } from "./fields.js";
 
-const same = (left, right) => JSON.stringify(left) === JSON.stringify(right);
+export const same = (left, right) => JSON.stringify(left) === JSON.stringify(right);
 
 // Rows under a heading. `makeRow(start, number)` gives { label, nodes, read }; `add` is what the button makes a row of.
 function rows(heading, about, starts, makeRow, chooser, changed) {

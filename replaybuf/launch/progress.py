@@ -166,15 +166,14 @@ class Phases:
 class Progress:
     """Everything known now. The event loop owns it; `state` is the state of the run as JSON.
 
-    `total_steps` None: the run has no end. `with_accuracy`: the session measures it itself. `console`: address of the
-    run's page. `share`: part of the current phase that is done, 0..1, where that is known.
+    `total_steps` None: the run has no end. `console`: address of the run's page. `share`: part of the current phase
+    that is done, 0..1, where that is known.
     """
 
     total_steps: int | None
     seed: int = 0
     title: str = "replaybuf"
     console: str = ""
-    with_accuracy: bool = True
     phases: Phases = dataclasses.field(default_factory=Phases)
     note: str = ""
     share: float | None = None

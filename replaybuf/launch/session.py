@@ -27,7 +27,7 @@ from replaybuf.launch.processes import process_states
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, TrainerLine
 from replaybuf.launch.supervisor import Stop, Supervisor
 from replaybuf.launch.view import TRAINING, View
-from replaybuf.report import render
+from replaybuf.report import POINTS, Introduction, render
 from replaybuf.wire.answer.evaluations import MOST_LISTED
 from replaybuf.wire.answer.run_status import RunStatus
 from replaybuf.wire.config import RunConfig
@@ -54,7 +54,6 @@ class Session:
             total_steps=plan.config.max_steps,
             title=f"replaybuf {self.command} · run {plan.run}",
             console=plan.console,
-            with_accuracy=False,
         )
         self._plan = plan
         self._view = view
@@ -97,14 +96,18 @@ class Session:
     async def conclude(self) -> None:
         """Write the report of the run: what needs the service after all measurements. The view is updated no more."""
         try:
-            async with self.client(HTTP_TIMEOUT_S) as client:
-                results = await client.list_evaluations(MOST_LISTED)
-                page = render(await client.get_run(), await client.get_history(), results)
-            await asyncio.to_thread(self._plan.report.write_text, page, encoding="utf-8")
+            await self.write_page()
         except (ReplaybufError, OSError) as error:  # the training is done, whatever becomes of its report
             self._view.event(f"there is no report: {error}")
         else:
             self._view.event(f"report of this run: {self._plan.report}")
+
+    async def write_page(self, introduction: Introduction | None = None) -> None:
+        """Write the HTML report. Raises what the client raises, and `OSError`."""
+        async with self.client(HTTP_TIMEOUT_S) as client:
+            results = await client.list_evaluations(MOST_LISTED)
+            page = render(await client.get_run(), await client.get_history(POINTS), results, introduction)
+        await asyncio.to_thread(self._plan.report.write_text, page, encoding="utf-8")
 
     # ------------------------------------------------------------------ script
 

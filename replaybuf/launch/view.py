@@ -80,24 +80,15 @@ class View:
 
 def panel(progress: Progress) -> RenderableType:
     """Return everything known as one panel."""
-    body = Group(_bar(progress), Text(), _figures(progress), Text(), _processes(progress))
+    body = Group(_bar(progress), Text(), _table(progress), Text(), _processes(progress))
     return Panel(body, title=progress.title, title_align="left", border_style="cyan")
 
 
 def summary(progress: Progress) -> str:
     """Return the state of the training in one line."""
     left = progress.seconds_left()
-    parts = [
-        f"step {_steps(progress)}",
-        f"reward {_recent_reward(progress)}" if progress.steps else "",
-        f"accuracy {_accuracy(progress)}" if progress.with_accuracy else "",
-        f"staleness {_staleness(progress)}" if progress.steps else "",
-        f"buffer {_buffer(progress)}",
-        _speed(progress),
-        f"waited {_waiting(progress)}",
-        "" if left is None else f"{clock(left)} left",
-    ]
-    return " | ".join(filter(None, parts))
+    parts = [f"step {_steps(progress)}", *(f"{name} {text}" for name, text in _figures(progress))]
+    return " | ".join(parts if left is None else [*parts, f"{clock(left)} left"])
 
 
 def sparkline(values: Sequence[float], points: int = SPARK_POINTS) -> str:
@@ -188,28 +179,38 @@ def _bar(progress: Progress) -> RenderableType:
     return row
 
 
-def _figures(progress: Progress) -> RenderableType:
-    """Return the figures that are known, each with its name."""
+def _table(progress: Progress) -> RenderableType:
+    """Return the figures that are known, each with its name, below the address of the console."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    rewards = sparkline([line.reward_mean for line in progress.lines])
-    before = progress.before
-    start = f" (before: {percent(before.sampled)}, {percent(before.greedy)})" if before else ""
     if progress.console:
         table.add_row("console", Text(progress.console if progress.state else "opens with the service", style="cyan"))
-    if progress.steps:
-        table.add_row("reward", f"{_recent_reward(progress)}  {rewards}")
-    if progress.with_accuracy and progress.evaluations:
-        table.add_row("accuracy", _accuracy(progress) + start)
-    if progress.steps:
-        table.add_row("staleness", _staleness(progress))
-    if progress.state and (progress.steps or progress.phases.current == TRAINING):
-        table.add_row("buffer", f"{_buffer(progress)}; {_counts(progress)}")
-        table.add_row("speed", _speed(progress))
-        table.add_row("trainer waited", _waiting(progress))
-        table.add_row("generator waited", _held_back(progress))
+    for name, text in _figures(progress):
+        rewards = [line.reward_mean for line in progress.lines] if name == "reward" else []
+        table.add_row(name, f"{text}  {sparkline(rewards)}" if rewards else text)
     return table
+
+
+def _figures(progress: Progress) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each figure that is known."""
+    if lines := progress.lines:
+        recent = lines[-10:]
+        reward = sum(line.reward_mean for line in recent) / len(recent)
+        yield "reward", f"{reward:.3f}"
+    if progress.evaluations:
+        before = progress.before
+        start = f" (before: {percent(before.sampled)}, {percent(before.greedy)})" if before else ""
+        greedy = next((e.greedy for e in reversed(progress.evaluations) if e.greedy is not None), None)
+        yield "accuracy", f"sampled {percent(progress.evaluations[-1].sampled)}, greedy {percent(greedy)}{start}"
+    if lines:
+        staleness = progress.staleness()
+        yield "staleness", f"mean {staleness.mean:.2f}, max {staleness.max}"
+    if progress.state and (lines or progress.phases.current == TRAINING):
+        yield "buffer", _buffer(progress)
+        yield "speed", _speed(progress)
+        yield "trainer waited", _waiting(progress)
+        yield "generator waited", _held_back(progress)
 
 
 def _processes(progress: Progress) -> RenderableType:
@@ -226,35 +227,13 @@ def _steps(progress: Progress) -> str:
     return f"{progress.done_steps}" if progress.total_steps is None else f"{progress.done_steps}/{progress.total_steps}"
 
 
-def _recent_reward(progress: Progress) -> str:
-    recent = progress.lines[-10:]
-    return f"{sum(line.reward_mean for line in recent) / len(recent):.3f}" if recent else "-"
-
-
-def _accuracy(progress: Progress) -> str:
-    if not progress.evaluations:
-        return "-"
-    greedy = next((e.greedy for e in reversed(progress.evaluations) if e.greedy is not None), None)
-    return f"sampled {percent(progress.evaluations[-1].sampled)}, greedy {percent(greedy)}"
-
-
-def _staleness(progress: Progress) -> str:
-    staleness = progress.staleness()
-    return f"mean {staleness.mean:.2f}, max {staleness.max}" if progress.steps else "-"
-
-
 def _buffer(progress: Progress) -> str:
-    if not progress.state:
-        return "-"
     groups, tokens = progress.state["groups"]["live"], progress.state["tokens"]["live"]
-    return f"{counted(groups, 'group', f'{groups:,}')}, {counted(tokens, 'token', f'{tokens:,}')}"
-
-
-def _counts(progress: Progress) -> str:
-    if not progress.state:
-        return "-"
     counts = progress.group_counts()
-    return f"stored {counts.stored:,}, used {counts.used:,}, dropped {sum(counts.dropped.values()):,}"
+    return (
+        f"{counted(groups, 'group', f'{groups:,}')}, {counted(tokens, 'token', f'{tokens:,}')}; "
+        f"stored {counts.stored:,}, used {counts.used:,}, dropped {sum(counts.dropped.values()):,}"
+    )
 
 
 def _speed(progress: Progress) -> str:

@@ -1,8 +1,7 @@
 """Push of metrics to a Prometheus Pushgateway or an OpenTelemetry collector, for processes that nobody can scrape.
 
 =========  ==============================================================
-`pusher`   pushes at an interval, in a thread of its own
-`gateway`  target: Pushgateway
+`pusher`   pushes at an interval, in a thread of its own; target: Pushgateway
 `otlp`     target: OpenTelemetry collector, by OTLP/HTTP
 =========  ==============================================================
 """

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
+
+from prometheus_client.exposition import basic_auth_handler, default_handler
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.metric_push.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +19,8 @@ CLOSE_S = 3.0
 """Time limit of the last push: a server that hangs must not keep the process."""
 FORMS = "http[s]://[USER:PASSWORD@]HOST:PORT of a Pushgateway, or otlp+http[s]://HOST:4318 of a collector"
 _OTLP = "otlp+"
+TIMEOUT_S = 10.0
+_TYPE = ("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
 
 
 class Identity(NamedTuple):
@@ -88,3 +92,24 @@ def _open(parts: SplitResult, identity: Identity) -> Callable[[bytes], None]:
     except ImportError as error:
         raise MissingExtra("--push-metrics otlp+http://...", "otel") from error
     return Collector(parts._replace(scheme=parts.scheme.removeprefix(_OTLP)), *identity).send
+
+
+class Gateway:
+    """A Pushgateway at `address`, which may have user and password; its path is a prefix.
+
+    Each push replaces the group of this job and instance.
+    """
+
+    def __init__(self, address: SplitResult, job: str, instance: str) -> None:
+        user, _, host = address.netloc.rpartition("@")
+        path = f"{address.path.rstrip('/')}/metrics/job/{quote(job, safe='')}/instance/{quote(instance, safe='')}"
+        self._url = f"{address.scheme}://{host}{path}"
+        self._handler = default_handler
+        if user:
+            name, password = unquote(address.username or ""), unquote(address.password or "")
+            self._handler = functools.partial(basic_auth_handler, username=name, password=password)
+
+    def send(self, text: bytes) -> None:
+        """Replace what the Pushgateway has. Raises `OSError`."""
+        # Not `push_to_gateway`: it renders the metrics of a registry, and this text is there already.
+        self._handler(self._url, "PUT", TIMEOUT_S, [_TYPE], text)()

@@ -2,12 +2,12 @@
 
 =========  =============================================
 `page`     the page of a run, from answers of the service
-`charts`   line charts as SVG
+`charts`   line charts as SVG, also for other pictures
 =========  =============================================
 """
 
 from __future__ import annotations
 
-from replaybuf.report.page import POINTS, render
+from replaybuf.report.page import POINTS, Introduction, bullets, render, table
 
-__all__ = ["POINTS", "render"]
+__all__ = ["POINTS", "Introduction", "bullets", "render", "table"]

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from replaybuf.errors import counted
-from replaybuf.report.charts import COLOURS, Chart, Line, Values, draw, number
+from replaybuf.report.charts import COLOURS, Chart, Line, Values, draw, known_values, number, style_rules
 from replaybuf.wire.answer.evaluations import Evaluation
 from replaybuf.wire.answer.overview import History
 from replaybuf.wire.answer.run_status import RunStatus
@@ -25,6 +25,7 @@ _FIRST_METRICS = ("loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "c
 """Those that most people look for, as in the console; the others follow by name."""
 _COMPARED_ROWS = 50
 """Rows of the history at both ends whose rewards the headline compares: one step says little."""
+_DARK_COLOURS = ("#63c7ab", "#e8956b", "#8fa8ee", "#d597d8", "#c9c96a", "#86bccd")
 _COUNTS = ("stored", "live", "in_batches", "retired", "dead_lettered")
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -34,9 +35,9 @@ _PAGE = Template("""<!DOCTYPE html>
 <title>$title</title>
 <style>
 :root { --page: #fff; --text: #1c1f1d; --soft: #5b615c; --rule: #dedfd8;
-  --c0: #0b6b57; --c1: #b4542a; --c2: #3f5fb0; --c3: #8c4a8f; --c4: #6b6b1f; --c5: #4b7c8c; }
+  $light }
 @media (prefers-color-scheme: dark) { :root { --page: #131614; --text: #e6e9e6; --soft: #a3aaa5; --rule: #343a36;
-  --c0: #63c7ab; --c1: #e8956b; --c2: #8fa8ee; --c3: #d597d8; --c4: #c9c96a; --c5: #86bccd; } }
+  $dark } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem;
   margin: 2rem auto; padding: 0 1rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .3rem; }
@@ -46,16 +47,16 @@ p, small { color: var(--soft); margin: 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: 1.2rem; }
 svg { width: 100%; height: auto; }
 svg text { font-size: 11px; fill: var(--soft); }
-svg polyline, .frame { fill: none; stroke: var(--rule); }
-svg polyline { stroke-width: 1.6; }
-.area { fill: var(--c0); fill-opacity: .14; }
-svg .edge { stroke: none; fill: none; }
-$colours
+.frame { stroke: var(--rule); }
+$lines
+.scroll { overflow-x: auto; }
+.scroll th { white-space: nowrap; }
 table { border-collapse: collapse; }
 th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
 td.number { text-align: right; }
-pre { white-space: pre-wrap; }
+pre, .examples td { white-space: pre-wrap; }
+.examples td { font-family: ui-monospace, monospace; font-size: .85rem; }
 </style>
 </head>
 <body>
@@ -67,29 +68,69 @@ $sections
 """)
 
 
-def render(status: RunStatus, history: History, evaluations: Sequence[Evaluation]) -> str:
-    """Return the page as HTML. Text of users is shown as text; parts without data are left out."""
-    learning = [*_held_out(evaluations), *_rewards(history), *_metrics(history)]
+class Introduction(NamedTuple):
+    """The first lines of a page as text, and sections in front of the charts, as HTML of `table` and `bullets`."""
+
+    title: str
+    headline: str
+    lead: str
+    sections: Sequence[str] = ()
+
+
+def render(
+    status: RunStatus,
+    history: History,
+    evaluations: Sequence[Evaluation],
+    introduction: Introduction | None = None,
+) -> str:
+    """Return the page as HTML, by default with an introduction that fits any run.
+
+    Text of users is shown as text; parts without data are left out.
+    """
+    begin = introduction or _introduce(status, history)
     sections = [
-        _charts("Learning", learning),
+        *begin.sections,
+        _charts("Learning", [*_held_out(evaluations), *_rewards(history), *_metrics(history)]),
         _charts("Speed", _speed(history)),
         _charts("Data", _data(history)),
         _sums("Waits of the trainer", "seconds", history.waited),
         _sums("Dropped groups", "groups", history.dropped),
-        _table("Groups", ((name.replace("_", " "), str(getattr(status.groups, name))) for name in _COUNTS)),
+        _numbers("Groups", ((name.replace("_", " "), str(getattr(status.groups, name))) for name in _COUNTS)),
         _configuration(status.config),
     ]
     return _PAGE.substitute(
-        title=html.escape(f"Report of run {status.run}"),
-        headline=html.escape(headline(status, history)),
-        lead=html.escape(_lead(status, history)),
+        title=html.escape(begin.title),
+        headline=html.escape(begin.headline),
+        lead=html.escape(begin.lead),
         sections="\n".join(filter(None, sections)),
-        colours="\n".join(
-            f"svg .line{place} {{ stroke: var(--c{place}); }} svg .line{place}.point {{ fill: var(--c{place}); }} "
-            f".name{place} {{ color: var(--c{place}); }}"
-            for place in range(COLOURS)
-        ),
+        light=_variables(COLOURS),
+        dark=_variables(_DARK_COLOURS),
+        lines=style_rules([f"var(--c{place})" for place in range(len(COLOURS))]),
     )
+
+
+def bullets(title: str, sentences: Iterable[str]) -> str:
+    """Return a section of sentences."""
+    return f"<h2>{html.escape(title)}</h2><ul>{''.join(f'<li>{html.escape(text)}</li>' for text in sentences)}</ul>"
+
+
+def table(
+    title: str, rows: Iterable[Sequence[str]], heading: Sequence[str] = (), *, note: str = "", kind: str = ""
+) -> str:
+    """Return a section with a table, whose rows have their name in the first cell; `kind`: its class in the style."""
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in heading)
+    body = "".join((f"<tr>{head}</tr>", *map(_row, rows)))
+    lines = f"<p>{html.escape(note)}</p>" if note else ""
+    return f'<h2>{html.escape(title)}</h2>{lines}<div class="scroll"><table class="{kind}">{body}</table></div>'
+
+
+def _row(cells: Sequence[str]) -> str:
+    name, *others = map(html.escape, cells)
+    return f'<tr><th scope="row">{name}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+
+
+def _variables(colours: Iterable[str]) -> str:
+    return " ".join(f"--c{place}: {colour};" for place, colour in enumerate(colours))
 
 
 def headline(status: RunStatus, history: History) -> str:
@@ -107,11 +148,12 @@ def headline(status: RunStatus, history: History) -> str:
     return f"{status.run}: {status.state}, {steps}, mean reward {', '.join(parts)}"
 
 
-def _lead(status: RunStatus, history: History) -> str:
+def _introduce(status: RunStatus, history: History) -> Introduction:
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(history.now_s))
     waits = "" if status.waiting is None or status.state == "finished" else f" It waits: {status.waiting.reason}."
     missing = history.metrics_missing and f" {counted(history.metrics_missing, 'metric')} came without a number."
-    return f"Strategy {status.strategy.name}, published version {status.published_version}, {at}.{waits}{missing or ''}"
+    lead = f"Strategy {status.strategy.name}, published version {status.published_version}, {at}.{waits}{missing or ''}"
+    return Introduction(f"Report of run {status.run}", headline(status, history), lead)
 
 
 def _held_out(evaluations: Sequence[Evaluation]) -> Iterable[Chart]:
@@ -120,25 +162,21 @@ def _held_out(evaluations: Sequence[Evaluation]) -> Iterable[Chart]:
         by_set.setdefault(result.set_name, {})[result.version] = result
     for name, by_version in sorted(by_set.items()):
         results = [by_version[version] for version in sorted(by_version)]
-        upper, lower = (
+        low, high = (
             [None if row.standard_error is None else row.reward_mean + sign * row.standard_error for row in results]
-            for sign in (1, -1)
+            for sign in (-1, 1)
         )
-        means = [row.reward_mean for row in results]
-        lines = [Line("mean + error", upper), Line("mean − error", lower), Line("mean", means)]
+        line = Line("mean", [row.reward_mean for row in results], low, high)
         versions = [float(row.version) for row in results]
-        yield Chart(f"Held-out: {name}", "mean reward ± standard error", "version", versions, lines, band=True)
+        yield Chart(f"Held-out: {name}", "mean reward ± standard error", "version", versions, [line])
 
 
 def _rewards(history: History) -> Iterable[Chart]:
     columns = history.columns
     pairs = list(zip(columns["reward_mean"], columns["reward_std"], strict=True))
-    lines = [
-        Line("mean + std", [mean + std for mean, std in pairs]),
-        Line("mean − std", [mean - std for mean, std in pairs]),
-        Line("mean", columns["reward_mean"]),
-    ]
-    yield Chart("Reward", "mean of groups ± spread inside a group", "step", columns["step"], lines, band=True)
+    low, high = ([mean + sign * std for mean, std in pairs] for sign in (-1, 1))
+    line = Line("mean", columns["reward_mean"], low, high)
+    yield Chart("Reward", "mean of groups ± spread inside a group", "step", columns["step"], [line])
 
 
 def _metrics(history: History) -> Iterable[Chart]:
@@ -184,28 +222,24 @@ def _charts(title: str, charts: Iterable[Chart]) -> str:
 
 
 def _constants(chart: Chart) -> str:
-    return ", ".join(f"{name} {number(values[0])}" for name, values in chart.known())
+    return ", ".join(f"{line.name} {number(known_values(line.values)[0])}" for line in chart.known())
 
 
 def _panel(chart: Chart) -> str:
-    shown = chart.lines[2:] if chart.band else chart.lines
-    names = (
-        ""
-        if len(shown) == 1
-        else " ".join(
-            f'<small class="name{place % COLOURS}">{html.escape(line.name)}</small>' for place, line in enumerate(shown)
-        )
+    names = "".join(
+        f' <small class="name{place % len(COLOURS)}">{html.escape(line.name)}</small>'
+        for place, line in enumerate(chart.lines if len(chart.lines) > 1 else [])
     )
-    head = f"<h3>{html.escape(chart.title)}</h3><small>{html.escape(chart.unit)}</small> {names}"
+    head = f"<h3>{html.escape(chart.title)}</h3><small>{html.escape(chart.unit)}</small>{names}"
     return f"<section>{head}{draw(chart)}</section>"
 
 
 def _sums(title: str, unit: str, by_reason: Mapping[str, Sequence[float]]) -> str:
     totals = sorted(((sum(values), reason) for reason, values in by_reason.items()), reverse=True)
-    return _table(f"{title} ({unit})", ((reason, number(total)) for total, reason in totals if total))
+    return _numbers(f"{title} ({unit})", ((reason, number(total)) for total, reason in totals if total))
 
 
-def _table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+def _numbers(title: str, rows: Iterable[tuple[str, str]]) -> str:
     shown = _rows(rows)
     return f"<h2>{html.escape(title)}</h2>{shown}" if shown else ""
 

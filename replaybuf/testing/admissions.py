@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.kernel.strategy.admissions import Admission, Refusal
-from replaybuf.testing.rules import require
+from replaybuf.testing.scenes import require
 from replaybuf.wire.column.columns import OPTIONAL
 from replaybuf.wire.frame import decode_frame, encode_frame
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json

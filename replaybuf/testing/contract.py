@@ -27,8 +27,8 @@ from replaybuf.kernel.strategy.contract import (
 from replaybuf.kernel.strategy.rules import are_rows
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, TookTooLong, call_limited, call_twice_limited
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
-from replaybuf.testing.rules import require as _rule
 from replaybuf.testing.scenes import Scene, scenes
+from replaybuf.testing.scenes import require as _rule
 from replaybuf.wire.names import REASON_WORD
 
 BuildStrategy = Callable[[], Strategy[Any]]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from replaybuf.errors import StrategyFault
 from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups, source_code
 
 _LARGEST_INT32 = 2**31 - 1
@@ -148,3 +149,9 @@ def scenes(max_staleness: int | None, max_uses: int | None, sources: Sequence[in
         huge=st.booleans(),
         budget=budgets,
     )
+
+
+def require(kept: object, rule: str, value: object) -> None:
+    """Raise `StrategyFault` unless a rule is kept."""
+    if not kept:
+        raise StrategyFault(f"rule '{rule}' is broken: {value!r}", name=rule, value=value, bound=rule)

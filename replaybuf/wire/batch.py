@@ -354,9 +354,9 @@ def _fill_tokens(
         np.concatenate([*values, blank.zeros[:padding]], out=out[name])
     if np.count_nonzero(out["loss_mask"]) < candidates:
         # Costs a tenth of the body, and changes nothing if all completion tokens were sampled.
-        ones = out["loss_mask"].astype(np.float32)
+        sampled = out["loss_mask"].astype(np.float32)
         for name in ("advantages", *logprobs):
-            np.multiply(out[name], ones, out=out[name])
+            np.multiply(out[name], sampled, out=out[name])
 
 
 def _fill_versions(rollouts: _Rollouts, versions: Sequence[Int32s | None], first: int, last: int, out: Int32s) -> None:

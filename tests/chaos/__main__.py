@@ -32,24 +32,24 @@ def main() -> None:
     parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    if given.folder and given.folder.exists():
-        parser.error(f"--folder {given.folder} exists; a run wants a new one")
-    limit_s = given.time_limit_s or START_S + SECONDS_PER_KILL * given.kills
+    if options.folder and options.folder.exists():
+        parser.error(f"--folder {options.folder} exists; a run wants a new one")
+    limit_s = options.time_limit_s or START_S + SECONDS_PER_KILL * options.kills
     report = chaos(
-        given.kills,
-        given.seed,
+        options.kills,
+        options.seed,
         limit_s,
-        given.strategy,
-        given.folder,
+        options.strategy,
+        options.folder,
         Console(),
-        given.adapters,
-        given.fault,
-        topology=given.topology,
+        options.adapters,
+        options.fault,
+        topology=options.topology,
     )
-    if given.report:
-        given.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    if options.report:
+        options.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     raise SystemExit(0 if report.good else 1)
 
 

@@ -58,10 +58,10 @@ def adapters_take_turns(run: RunHistory) -> Iterator[str]:
 def _parts(record: BatchRecord, before: WalkState) -> Iterator[tuple[str, tuple[int, int, int, bool]]]:
     """Compute the part of each adapter in a batch from the batches before it, in the form of `AdapterStep`."""
     for name, groups in Counter(group.adapter for group in record.groups).items():
-        given = before.given(record.step, name)
+        earlier = before.groups_before(record.step, name)
         step = before.own_step(record.step, name)
         ends = (step + 1) * before.own[name][0]
-        yield name, (step, before.version(record.step, name), groups, given + groups == ends)
+        yield name, (step, before.version(record.step, name), groups, earlier + groups == ends)
 
 
 def _order(names: list[str], turn: str) -> list[str]:

@@ -52,10 +52,10 @@ GUARANTEES: dict[int, Callable[[RunHistory], Iterator[str]]] = {
 
 def check(history: Sequence[AnyEvent]) -> list[Violation]:
     """Check every guarantee for every run of a history."""
-    found = []
+    violations = []
     faults = [event for event in history if not event.run]
     for run in sorted({event.run for event in history if event.run}):
         events = RunHistory([event for event in history if event.run == run], faults)
         for guarantee, check_run in GUARANTEES.items():
-            found += [Violation(guarantee, run, what) for what in check_run(events)]
-    return found
+            violations += [Violation(guarantee, run, what) for what in check_run(events)]
+    return violations

@@ -49,10 +49,10 @@ def append_crowd(client: Client, run: str, name: str, recorder: Recorder) -> Non
 
 def main() -> None:
     """Read the command line and append."""
-    given = load_options()
-    recorder = Recorder(given.history, given.name)
-    with Client(given.url, given.run, timeout_s=2 * TIMEOUT_S, retry_for_s=RETRY_FOR_S) as client:
-        append_crowd(client, given.run, given.name, recorder)
+    options = load_options()
+    recorder = Recorder(options.history, options.name)
+    with Client(options.url, options.run, timeout_s=2 * TIMEOUT_S, retry_for_s=RETRY_FOR_S) as client:
+        append_crowd(client, options.run, options.name, recorder)
     recorder.close()
 
 

@@ -53,8 +53,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--run", required=True)
-    given = parser.parse_args()
-    asyncio.run(serve(given.url, given.run))
+    options = parser.parse_args()
+    asyncio.run(serve(options.url, options.run))
 
 
 if __name__ == "__main__":

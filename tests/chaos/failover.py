@@ -68,8 +68,8 @@ class Failover:
         with valkey.connect() as client:
             client.config_set("requirepass", _CUT)
         with valkey.connect(_CUT) as client:
-            others = [one["id"] for one in client.client_list() if one["name"].startswith("sentinel-")]
-            for number in others:
+            numbers = [peer["id"] for peer in client.client_list() if peer["name"].startswith("sentinel-")]
+            for number in numbers:
                 client.client_kill_filter(_id=number)
             client.client_kill_filter(_type="replica")
 

@@ -65,11 +65,11 @@ def issued_too_early(run: RunHistory) -> Iterator[str]:
 
 def _attempts(tickets: Sequence[TicketsTaken]) -> dict[Prompt, list[tuple[int, str, float, float]]]:
     """List (attempt, ticket, earliest issue, latest issue) of every prompt."""
-    found: defaultdict[Prompt, list[tuple[int, str, float, float]]] = defaultdict(list)
+    attempts: defaultdict[Prompt, list[tuple[int, str, float, float]]] = defaultdict(list)
     for taken in tickets:
         for ticket, prompt_index, attempt in taken.tickets:
-            found[taken.adapter, prompt_index].append((attempt, ticket, taken.sent_s, taken.at_s))
-    return {prompt: sorted(attempts, key=_order_of_issue) for prompt, attempts in found.items()}
+            attempts[taken.adapter, prompt_index].append((attempt, ticket, taken.sent_s, taken.at_s))
+    return {prompt: sorted(issued, key=_order_of_issue) for prompt, issued in attempts.items()}
 
 
 def _order_of_issue(entry: tuple[int, str, float, float]) -> tuple[int, list[int]]:

@@ -216,8 +216,8 @@ class Faults:
         cluster = self._cluster
         if role in ("leader", "standby"):
             led = {url: cluster.led_by(url) for url in cluster.urls}
-            found = [url for url in cluster.urls if bool(led[url]) == (role == "leader")]
-            url = self._rng.choice(found) if found and any(led.values()) else None
+            urls = [url for url in cluster.urls if bool(led[url]) == (role == "leader")]
+            url = self._rng.choice(urls) if urls and any(led.values()) else None
             return (cluster.servers[url], led[url]) if url else (None, [])
         failover = cluster.failover
         if failover and role in ("valkey", "sentinel"):

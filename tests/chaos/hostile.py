@@ -198,9 +198,9 @@ def _read_status(connection: socket.socket, ends_s: float) -> int:
 
 def main() -> None:
     """Attack every server at the same time."""
-    given = load_options()
-    recorder = Recorder(given.history, given.name)
-    attacks = [Attack(url, given.run, given.attack, recorder) for url in given.url.split(",")]
+    options = load_options()
+    recorder = Recorder(options.history, options.name)
+    attacks = [Attack(url, options.run, options.attack, recorder) for url in options.url.split(",")]
     threads = [threading.Thread(target=attack.run) for attack in attacks]
     run_threads(threads)
     recorder.close()

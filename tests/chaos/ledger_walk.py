@@ -46,13 +46,13 @@ class WalkState:
         """Lowest step that may be resumed."""
         return self.checkpoints[0] if self.checkpoints else 0
 
-    def given(self, step: int, adapter: str) -> int:
+    def groups_before(self, step: int, adapter: str) -> int:
         """Count the groups of an adapter in the batches before `step`."""
         return self.before[step][adapter]
 
     def own_step(self, step: int, adapter: str) -> int:
         """Return the own step that an adapter trains at the run's `step`; without adapters the same step."""
-        return self.given(step, adapter) // self.own[adapter][0] if adapter else step
+        return self.groups_before(step, adapter) // self.own[adapter][0] if adapter else step
 
     def version(self, step: int, adapter: str) -> int:
         """Return the version of a policy that the run's `step` trains."""
@@ -65,7 +65,9 @@ class WalkState:
 
     def rests_until(self, number: int) -> int:
         """Return the first step that may use a group again."""
-        used = [step for step, record in self.standing.items() if any(one.number == number for one in record.groups)]
+        used = [
+            step for step, record in self.standing.items() if any(entry.number == number for entry in record.groups)
+        ]
         return max(used, default=-1 - self.cooldown) + self.cooldown + 1
 
     def apply(self, record: AnyRecord) -> None:
@@ -126,5 +128,5 @@ def final_state(ledger: Iterable[tuple[int, AnyRecord]]) -> WalkState:
 def _max_staleness(strategy: dict[str, object]) -> int | None:
     """Return the max_staleness of a strategy, by its name and options, without its code."""
     options = strategy.get("options")
-    found = options.get("max_staleness") if isinstance(options, dict) else None
-    return 0 if strategy["name"] == "on-policy" else found if isinstance(found, int) else None
+    bound = options.get("max_staleness") if isinstance(options, dict) else None
+    return 0 if strategy["name"] == "on-policy" else bound if isinstance(bound, int) else None

@@ -167,11 +167,11 @@ def fingerprint(valkey: Valkey, run: str) -> dict[str, str]:
 
 def _published_payloads(client: redis.Redis, run: str) -> list[bytes]:
     """List payloads of stored groups; one that waits for its publication still has a lifetime."""
-    found = sorted(client.scan_iter(f"rb:p:{{{run}:*", count=1000))
+    keys = sorted(client.scan_iter(f"rb:p:{{{run}:*", count=1000))
     pipeline = client.pipeline(transaction=False)
-    for key in found:
+    for key in keys:
         pipeline.pttl(key)
-    return [key for key, left_ms in zip(found, pipeline.execute(), strict=True) if left_ms == -1]
+    return [key for key, left_ms in zip(keys, pipeline.execute(), strict=True) if left_ms == -1]
 
 
 def newest_group(valkey: Valkey, run: str) -> int:

@@ -187,13 +187,15 @@ def main() -> None:
     parser.add_argument("--seed", required=True)
     parser.add_argument("--ttl-s", required=True, type=float)
     parser.add_argument("--adapters", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     stopping = stop_event()
-    recorder = Recorder(given.history, given.name)
+    recorder = Recorder(options.history, options.name)
     threads = []
-    for run, worker in itertools.product(given.run, range(WORKERS)):
-        rng = random.Random(f"{given.seed} {given.name} {os.getpid()} {run} {worker}")
-        producer = Producer(given.url, run, given.name, recorder, rng, given.ttl_s, policies_of(run, given.adapters))
+    for run, worker in itertools.product(options.run, range(WORKERS)):
+        rng = random.Random(f"{options.seed} {options.name} {os.getpid()} {run} {worker}")
+        producer = Producer(
+            options.url, run, options.name, recorder, rng, options.ttl_s, policies_of(run, options.adapters)
+        )
         threads.append(threading.Thread(target=producer.work, args=(stopping,)))
     run_threads(threads)
     recorder.close()

@@ -122,12 +122,14 @@ class Ranks:
 
 def main() -> None:
     """Read the command line and wait."""
-    given = load_options()
-    recorder = Recorder(given.history, given.name)
-    ranks = Ranks(given.url.split(","), given.run, recorder)
+    options = load_options()
+    recorder = Recorder(options.history, options.name)
+    ranks = Ranks(options.url.split(","), options.run, recorder)
     from_s = now_s()
     asyncio.run(ranks.wait())
-    recorder.write(RanksWaited(at_s=now_s(), run=given.run, from_s=from_s, ranks=RANKS, outcomes=dict(ranks.outcomes)))
+    recorder.write(
+        RanksWaited(at_s=now_s(), run=options.run, from_s=from_s, ranks=RANKS, outcomes=dict(ranks.outcomes))
+    )
     recorder.close()
 
 

@@ -43,7 +43,7 @@ def _difference_of(group: StoredGroup) -> str | None:
     if not group.rollouts:
         where = f"number {group.number}, {group.state}, reason {group.reason}, batches {group.batches}"
         return f"without its tokens: {where}, {group.detail}"
-    tokens = [checksum(one.prompt_ids + one.completion_ids) for one in group.rollouts]
+    tokens = [checksum(rollout.prompt_ids + rollout.completion_ids) for rollout in group.rollouts]
     right = [checksum(tokens_of(group.group_id, group.prompt_id, n)) for n in range(len(tokens))]
     return None if tokens == right else "with other tokens"
 
@@ -71,11 +71,12 @@ def main() -> None:
     parser.add_argument("--run", required=True, nargs="+")
     parser.add_argument("--name", required=True)
     parser.add_argument("--history", required=True, type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     stopping = stop_event()
-    recorder = Recorder(given.history, given.name)
+    recorder = Recorder(options.history, options.name)
     threads = [
-        threading.Thread(target=read, args=(given.url, run, recorder, random.Random(), stopping)) for run in given.run
+        threading.Thread(target=read, args=(options.url, run, recorder, random.Random(), stopping))
+        for run in options.run
     ]
     run_threads(threads)
     recorder.close()

@@ -117,7 +117,10 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
     for name, value in (
         *((name, total[kind]) for kind, name in OTHERS.items()),
-        ("answers to attacks", "; ".join(f"{name}: {_counts(found)}" for name, found in report.attacks.items()) or 0),
+        (
+            "answers to attacks",
+            "; ".join(f"{name}: {_counts(answers)}" for name, answers in report.attacks.items()) or 0,
+        ),
         ("calls of ranks", _counts(report.waits_of_ranks) or 0),
         ("groups stored", report.groups_stored),
         ("steps acked", report.steps_acked),
@@ -134,7 +137,7 @@ def show(report: Report, console: Console) -> None:
     for guarantee, count in sorted(Counter(violation.guarantee for violation in report.violations).items()):
         sentence = (GUARANTEES[guarantee].__doc__ or "").splitlines()[0]
         console.print(f"VIOLATED {count} times: {sentence}", highlight=False, markup=False)
-        for violation in [found for found in report.violations if found.guarantee == guarantee][:5]:
+        for violation in [broken for broken in report.violations if broken.guarantee == guarantee][:5]:
             console.print(f"  {violation.run}: {violation.what}", highlight=False, markup=False)
     if report.done < report.wanted:
         console.print(f"ENDED EARLY: {report.done} faults of {report.wanted}", highlight=False)
@@ -150,11 +153,11 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _attacks(history: Sequence[AnyEvent]) -> dict[str, dict[str, int]]:
     """Count the answers to each attack."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    answers: dict[str, Counter[str]] = defaultdict(Counter)
     for attacked in of_type(history, Attacked):
         ends = {0: "ended", -1: "open"}
-        found[attacked.attack][ends.get(attacked.status, str(attacked.status))] += 1
-    return {attack: dict(answers) for attack, answers in sorted(found.items())}
+        answers[attacked.attack][ends.get(attacked.status, str(attacked.status))] += 1
+    return {attack: dict(statuses) for attack, statuses in sorted(answers.items())}
 
 
 def _waits_of_ranks(history: Sequence[AnyEvent]) -> dict[str, int]:

@@ -180,7 +180,7 @@ class Rest:
                 group = self._client.get_group(listed.group_id)
                 sums = None
                 if group.rollouts is not None:
-                    sums = [checksum(one.prompt_ids + one.completion_ids) for one in group.rollouts]
+                    sums = [checksum(rollout.prompt_ids + rollout.completion_ids) for rollout in group.rollouts]
                 self._recorder.write(
                     PayloadRead(
                         at_s=now_s(),

@@ -133,11 +133,11 @@ class RunHistory:
 
     def stored_groups(self) -> dict[int, Stored]:
         """Name every group that was seen, in a listing or in a batch, by number."""
-        found = {one.number: _stored(one) for one in self.groups}
+        groups = {group.number: _stored(group) for group in self.groups}
         for record in self.batches.values():
             for held in record.groups:
-                found.setdefault(held.number, _stored(held))
-        return found
+                groups.setdefault(held.number, _stored(held))
+        return groups
 
     def issued(self) -> set[Prompt]:
         """Name every prompt that had a ticket."""

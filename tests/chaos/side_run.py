@@ -71,7 +71,7 @@ class SideRun:
         rollouts = {}
         for name in sorted(group.group_id for group in listed):
             group = answered(WORK_S, lambda name=name: client.get_group(name))  # type: ignore[misc]
-            rollouts[name] = [checksum(one.prompt_ids + one.completion_ids) for one in group.rollouts or []]
+            rollouts[name] = [checksum(rollout.prompt_ids + rollout.completion_ids) for rollout in group.rollouts or []]
         return {
             "step": state.step,
             "version": state.published_version,
@@ -131,11 +131,11 @@ class SideRun:
 
 def main() -> None:
     """Read the command line and work."""
-    given = load_options()
-    recorder = Recorder(given.history, given.name)
-    side = SideRun(given.url, given.name, given.redis_url, given.folder)
+    options = load_options()
+    recorder = Recorder(options.history, options.name)
+    side = SideRun(options.url, options.name, options.redis_url, options.folder)
     side.work()
-    recorder.write(Restored(at_s=now_s(), run=given.run, side=given.name, differences=side.differences))
+    recorder.write(Restored(at_s=now_s(), run=options.run, side=options.name, differences=side.differences))
     recorder.close()
 
 

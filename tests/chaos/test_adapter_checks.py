@@ -39,7 +39,7 @@ def batch(step: int, turn: str, parts: dict[str, tuple[int, int, bool]], *groups
         tokens=20 * len(groups),
         rollouts=2 * len(groups),
         groups=list(groups),
-        adapters={name: AdapterStep(own, own, given, done) for name, (own, given, done) in parts.items()},
+        adapters={name: AdapterStep(own, own, groups, done) for name, (own, groups, done) in parts.items()},
         turn=turn,
     )
 
@@ -99,7 +99,7 @@ def seen_at(entry: int, record: AnyRecord) -> LedgerSeen:
     return LedgerSeen(at_s=3.0, run=RUN, server="", entry=entry, record=msgspec.to_builtins(record))
 
 
-def found(events: list[AnyEvent]) -> list[str]:
+def complaints(events: list[AnyEvent]) -> list[str]:
     """What both checks say."""
     run = RunHistory(events)
     return [*rows_hold_one_adapter(run), *adapters_take_turns(run)]
@@ -107,7 +107,7 @@ def found(events: list[AnyEvent]) -> list[str]:
 
 def test_a_correct_history_of_adapters_passes() -> None:
     """With a turn and a progress that a rewind gave back."""
-    assert found(history()) == []
+    assert complaints(history()) == []
 
 
 def rewritten(entry: int, **fields: object) -> Callable[[list[AnyEvent]], None]:
@@ -145,7 +145,7 @@ def test_a_fault_of_adapters_is_found(change: Callable[[list[AnyEvent]], None], 
     """Each in its own words."""
     events = history()
     change(events)
-    assert any(said in one for one in found(events)), found(events)
+    assert any(said in complaint for complaint in complaints(events)), complaints(events)
 
 
 def test_an_adapter_that_is_stored_and_never_trained_is_found() -> None:
@@ -155,4 +155,4 @@ def test_an_adapter_that_is_stored_and_never_trained_is_found() -> None:
     events += [msgspec.structs.replace(spare[0], number=number, group_id=f"math/p{number}") for number in range(5, 12)]
     rewritten(4, adapters={}, groups=[])(events)
     rewritten(6, adapters={}, groups=[])(events)
-    assert any("completed none of its batches of 2" in one for one in found(events))
+    assert any("completed none of its batches of 2" in complaint for complaint in complaints(events))

@@ -616,8 +616,8 @@ def a_ticket_is_issued_again_before_its_time_is_over(history: History) -> None:
 
 def older(**fields: Any) -> OlderRedis:
     """An older Redis that was served from 10 s to 14 s, reported and left alone."""
-    given: dict[str, Any] = {"right_s": 14.0, "kind": "older", "written": [], "silent": []} | fields
-    return OlderRedis(at_s=14.0, run=RUN, from_s=10.0, **given)
+    values: dict[str, Any] = {"right_s": 14.0, "kind": "older", "written": [], "silent": []} | fields
+    return OlderRedis(at_s=14.0, run=RUN, from_s=10.0, **values)
 
 
 @fault(1)
@@ -657,8 +657,8 @@ def an_ack_is_answered_while_redis_is_older(history: History) -> None:
 
 def attacked(attack: str, **fields: Any) -> Attacked:
     """An attack of 2 s that was refused while others were served."""
-    given: dict[str, Any] = {"status": 431, "sent_bytes": 100_000, "beside": {"200": 9}} | fields
-    return Attacked(at_s=12.0, run=RUN, from_s=10.0, server=HERE, attack=attack, **given)
+    values: dict[str, Any] = {"status": 431, "sent_bytes": 100_000, "beside": {"200": 9}} | fields
+    return Attacked(at_s=12.0, run=RUN, from_s=10.0, server=HERE, attack=attack, **values)
 
 
 @fault(14)
@@ -771,8 +771,8 @@ def test_a_ticket_that_was_given_up_may_be_issued_again_at_once(freed: str) -> N
     }
     history = correct()
     a_ticket_is_issued_again_before_its_time_is_over(history)
-    found = check(sorted([*history, events[freed]], key=lambda event: event.at_s))
-    assert not [violation for violation in found if "followed after" in violation.what]
+    violations = check(sorted([*history, events[freed]], key=lambda event: event.at_s))
+    assert not [violation for violation in violations if "followed after" in violation.what]
 
 
 def test_tickets_of_the_tenth_generation_follow_those_of_the_eighth() -> None:
@@ -781,8 +781,8 @@ def test_tickets_of_the_tenth_generation_follow_those_of_the_eighth() -> None:
         TicketsTaken(**answered(at_s), adapter="", tickets=[(ticket, 99, 1)])
         for ticket, at_s in (("t8-99-1-1", 2.0), ("t10-99-1-2", 700.0))
     ]
-    found = check(sorted([*correct(), *taken], key=lambda event: event.at_s))
-    assert not [violation for violation in found if "followed after" in violation.what]
+    violations = check(sorted([*correct(), *taken], key=lambda event: event.at_s))
+    assert not [violation for violation in violations if "followed after" in violation.what]
 
 
 def test_every_guarantee_is_broken_at_least_once() -> None:
@@ -798,8 +798,8 @@ def test_a_checkpoint_may_be_gone_where_a_trainer_that_was_not_fenced_yet_went_o
     history = correct()
     history.append(wrote("checkpoint", 2, 1, 18.0, outcome))
     a_kept_checkpoint_is_refused(history)
-    found = check(sorted(history, key=lambda event: event.at_s))
-    assert any("attach at kept checkpoint 1 was refused" in violation.what for violation in found) is told_of
+    violations = check(sorted(history, key=lambda event: event.at_s))
+    assert any("attach at kept checkpoint 1 was refused" in violation.what for violation in violations) is told_of
 
 
 @pytest.mark.parametrize("late_at_s", [None, 6.0, 12.0])
@@ -810,8 +810,8 @@ def test_a_late_attach_at_an_earlier_step_voids_a_checkpoint(late_at_s: float | 
         late = Attached(**answered(late_at_s), resume_step=0, on_resume="resample", world=1, epoch=9, step=0)
         history.append(late)
     a_kept_checkpoint_is_refused(history)
-    found = check(sorted(history, key=lambda event: event.at_s))
-    refused = any("attach at kept checkpoint 1 was refused" in violation.what for violation in found)
+    violations = check(sorted(history, key=lambda event: event.at_s))
+    refused = any("attach at kept checkpoint 1 was refused" in violation.what for violation in violations)
     assert refused is (late_at_s != 12.0)
 
 

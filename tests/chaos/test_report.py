@@ -15,8 +15,8 @@ LEADER, STANDBY = "http://a", "http://b"
 
 def fault(at_s: float, **fields: Any) -> Faulted:
     """A kill of the leader of run r."""
-    given = {"process": "serve-1", "role": "leader", "kind": "kill", "server": LEADER, "led": ["r"]} | fields
-    return Faulted(at_s=at_s, **given)
+    values = {"process": "serve-1", "role": "leader", "kind": "kill", "server": LEADER, "led": ["r"]} | fields
+    return Faulted(at_s=at_s, **values)
 
 
 def ack(server: str, sent_s: float, at_s: float, outcome: str = "ok", run: str = "r") -> TrainerWrote:

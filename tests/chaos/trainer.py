@@ -130,9 +130,9 @@ class TrainerActor:
 
     def _read_place(self) -> Place:
         """Read the newest file. Every attach begins a new file, so a fenced trainer cannot overwrite a valid one."""
-        found = sorted(self._place.parent.glob(f"{self._place.name}-*.json"))
-        self._number = int(found[-1].stem.rpartition("-")[2]) if found else 0
-        return msgspec.json.decode(found[-1].read_bytes(), type=Place) if found else Place()
+        places = sorted(self._place.parent.glob(f"{self._place.name}-*.json"))
+        self._number = int(places[-1].stem.rpartition("-")[2]) if places else 0
+        return msgspec.json.decode(places[-1].read_bytes(), type=Place) if places else Place()
 
     def _place_file(self) -> Path:
         return self._place.with_name(f"{self._place.name}-{self._number:06d}.json")
@@ -260,11 +260,11 @@ def read_body(body: bytes) -> Body:
 
 
 def _rollouts(batch: Batch) -> list[Rollout]:
-    found = []
+    rollouts = []
     for micro_batch, row in enumerate(batch.micro_batches):
         for number in range(len(row.rewards)):
             tokens = row.input_ids[row.cu_seqlens[number] : row.cu_seqlens[number + 1]]
-            found.append(
+            rollouts.append(
                 Rollout(
                     batch.meta.group_ids[int(row.group_index[number])],
                     int(row.rollout_index[number]),
@@ -276,7 +276,7 @@ def _rollouts(batch: Batch) -> list[Rollout]:
                     _has_references(row, slice(row.cu_seqlens[number], row.cu_seqlens[number + 1])),
                 )
             )
-    return found
+    return rollouts
 
 
 def _has_references(row: MicroBatch, part: slice) -> bool | None:
@@ -298,11 +298,11 @@ def main() -> None:
     parser.add_argument("--seed", required=True)
     parser.add_argument("--keep", required=True, type=int)
     parser.add_argument("--adapters", type=int, default=0)
-    given = parser.parse_args()
-    recorder = Recorder(given.history, given.name)
-    rng = random.Random(f"{given.seed} {given.name} {os.getpid()}")
+    options = parser.parse_args()
+    recorder = Recorder(options.history, options.name)
+    rng = random.Random(f"{options.seed} {options.name} {os.getpid()}")
     actor = TrainerActor(
-        given.url, given.run, given.place, recorder, rng, given.keep, adapters_of(given.run, given.adapters)
+        options.url, options.run, options.place, recorder, rng, options.keep, adapters_of(options.run, options.adapters)
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: actor.stop())

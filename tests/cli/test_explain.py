@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from replaybuf.cli.look.bars import draw_bar
 from replaybuf.cli.look.explain import show_explanation
+from replaybuf.cli.service import draw_bar
 from replaybuf.wire.answer.explain import BatchExplanation
 from tests.cli.test_runs import Terminal as Terminal
 from tests.cli.test_runs import terminal as terminal

@@ -294,7 +294,7 @@ def test_a_live_run_gets_a_filter_from_the_form(run: RunClient, open_page: OpenP
     page.get_by_role("button", name="Add", exact=True).click()
     page.get_by_role("group", name="overlong").get_by_label("max_tokens", exact=True).fill("64")
     page.get_by_label("Effect of the change").get_by_text("overlong").wait_for()
-    assert [one["name"] for one in run.state()["config"]["filters"]] == ["zero-variance"]
+    assert [member["name"] for member in run.state()["config"]["filters"]] == ["zero-variance"]
 
 
 def test_a_problem_that_only_the_service_sees_is_shown_at_the_field(service: ServeProcess, open_page: OpenPage) -> None:

@@ -45,8 +45,8 @@ COLOURED = """name => {
 def cells(page: Any, table: str, name: str) -> list[str]:
     """Texts of the row of a table that begins with `name`."""
     rows = page.get_by_role("region", name=table).locator("tbody tr")
-    found: list[str] = rows.filter(has=page.get_by_role("cell", name=name, exact=True)).locator("td").all_inner_texts()
-    return found
+    texts: list[str] = rows.filter(has=page.get_by_role("cell", name=name, exact=True)).locator("td").all_inner_texts()
+    return texts
 
 
 def test_runs_chosen_in_the_list_are_shown_side_by_side(server: ServeProcess, open_page: OpenPage) -> None:

@@ -13,16 +13,20 @@ CONSOLE = Path(__file__).parents[2] / "replaybuf" / "console"
 VENDOR = CONSOLE / "vendor"
 MODULES = Path(__file__).with_name("node_modules")
 OWN = sorted(path for path in CONSOLE.rglob("*.js") if VENDOR not in path.parents)
-ORIGINS = {"uPlot.esm.js": "dist/uPlot.esm.js", "uPlot.min.css": "dist/uPlot.min.css", "uPlot.LICENSE.txt": "LICENSE"}
+ORIGINS = {
+    "uPlot.iife.min.js": "dist/uPlot.iife.min.js",
+    "uPlot.min.css": "dist/uPlot.min.css",
+    "uPlot.LICENSE.txt": "LICENSE",
+}
 
 
 def test_the_chart_library_has_the_recorded_digests() -> None:
     """Nobody edits it here: `make vendor` writes files and digests."""
     lines = [line.split() for line in (VENDOR / "SHA256SUMS").read_text().splitlines()]
     recorded = {name: digest for digest, name in lines}
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir()}
-    del found["SHA256SUMS"]
-    assert found == recorded
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir()}
+    del digests["SHA256SUMS"]
+    assert digests == recorded
     assert recorded.keys() == ORIGINS.keys()
 
 
@@ -33,7 +37,7 @@ def test_the_chart_library_is_the_package_of_the_lock_file() -> None:
     for name, origin in ORIGINS.items():
         assert (VENDOR / name).read_bytes() == (MODULES / "uplot" / origin).read_bytes(), name
     locked = json.loads((MODULES.parent / "package-lock.json").read_text())["packages"]["node_modules/uplot"]
-    assert f"(v{locked['version']})" in (VENDOR / "uPlot.esm.js").read_text()[:400]
+    assert f"(v{locked['version']})" in (VENDOR / "uPlot.iife.min.js").read_text()[:400]
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)

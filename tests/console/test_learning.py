@@ -34,8 +34,8 @@ def start(
 
 def titles(page: Any) -> list[str]:
     """Titles of the charts that are shown, in their order."""
-    found: list[str] = page.locator(".chart:visible h3").all_inner_texts()
-    return found
+    headings: list[str] = page.locator(".chart:visible h3").all_inner_texts()
+    return headings
 
 
 def test_the_page_opens_with_learning_and_each_section_folds(run: RunClient, open_page: OpenPage) -> None:

@@ -139,7 +139,7 @@ def test_a_filter_out_of_bounds_is_not_sent(trained: RunClient, open_page: OpenP
 
 
 def test_a_freed_group_shows_its_sample_and_says_how_to_keep_more(written: RunClient, open_page: OpenPage) -> None:
-    best = next(one for one in written.get("samples", step=0).json()["samples"] if one["why"] == "best")
+    best = next(sample for sample in written.get("samples", step=0).json()["samples"] if sample["why"] == "best")
     page = open_page(str(written.http.base_url), f"/runs/texts/groups/{best['group_id']}")
     page.locator(".rollout").first.wait_for()
     shown = page.locator("main").inner_text()

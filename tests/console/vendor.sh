@@ -6,6 +6,6 @@ cd "$(dirname "$0")"
 npm ci --ignore-scripts --no-audit --no-fund
 vendor=../../replaybuf/console/vendor
 mkdir -p "$vendor"
-cp node_modules/uplot/dist/uPlot.esm.js node_modules/uplot/dist/uPlot.min.css "$vendor"
+cp node_modules/uplot/dist/uPlot.iife.min.js node_modules/uplot/dist/uPlot.min.css "$vendor"
 cp node_modules/uplot/LICENSE "$vendor/uPlot.LICENSE.txt"
-(cd "$vendor" && sha256sum uPlot.esm.js uPlot.min.css uPlot.LICENSE.txt > SHA256SUMS)
+(cd "$vendor" && sha256sum uPlot.iife.min.js uPlot.min.css uPlot.LICENSE.txt > SHA256SUMS)

@@ -82,12 +82,12 @@ class Loop:
             self.kill(name)
 
 
-def wait_for(told: Callable[[], Any], what: str) -> Any:
-    """Wait until `told()` is true; return it."""
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Wait until `condition()` is true; return it."""
     until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s:
-        if found := told():
-            return found
+        if value := condition():
+            return value
         time.sleep(0.5)
     raise TimeoutError(what)
 
@@ -262,9 +262,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("docs/assets/walk"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        walk(given.model.absolute(), given.out, Path(folder))
+        walk(options.model.absolute(), options.out, Path(folder))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_each_release_keeps_its_pages_and_the_newest_opens_first(call: Call, tmp
 
     assert "Page of 0.1" in page("0.1/index.html") and "Page of 0.2" in page("0.2/index.html")
     versions = json.loads(page("versions.json"))
-    assert [(one["version"], one["aliases"]) for one in versions] == [("0.2", ["latest"]), ("0.1", [])]
+    assert [(entry["version"], entry["aliases"]) for entry in versions] == [("0.2", ["latest"]), ("0.1", [])]
     assert "latest/" in page("index.html")
     assert call("git", "status", "--porcelain").stdout == ""
     assert call("git", "branch", "--show-current").stdout == "main\n"

@@ -17,11 +17,15 @@ VALUES = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 def charts(make: st.DrawFn) -> Chart:
     """Charts with at least one value, of up to four lines and 20 points."""
     points = make(st.integers(1, 20))
-    lines = make(st.lists(st.lists(VALUES, min_size=points, max_size=points), min_size=2, max_size=4))
-    lines[0][0] = make(st.floats(-1e9, 1e9))
-    band = len(lines) > 2 and make(st.booleans())
+    columns = st.lists(VALUES, min_size=points, max_size=points)
     name = make(st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=8))
-    return Chart(name, "unit", "step", list(range(points)), [Line(name, values) for values in lines], band)
+    places = st.lists(st.floats(-1e9, 1e9), min_size=points, max_size=points)
+    lines = [
+        Line(name, make(columns), *(make(st.tuples(columns, columns) | st.just(((), ())))), make(places | st.just([])))
+        for _ in range(make(st.integers(1, 3)))
+    ]
+    known = Line(name, [make(st.floats(-1e9, 1e9))] * points)
+    return Chart(name, "unit", "step", list(range(points)), [known, *lines])
 
 
 @given(charts())

@@ -36,7 +36,7 @@ def served(run: RunClient, step: int, epoch: int) -> dict[str, Any]:
     return record
 
 
-def given(record: dict[str, Any]) -> list[tuple[str, int]]:
+def groups_by_adapter(record: dict[str, Any]) -> list[tuple[str, int]]:
     """Tell how many groups of whom a batch holds, in its order."""
     return list(Counter(entry["adapter"] for entry in record["groups"]).items())
 
@@ -62,11 +62,11 @@ def test_adapters_share_steps_in_turns_and_each_completes_its_own_batch(run: Run
     add(run, "code", range(3))
     epoch = run.attach()
     first = served(run, 0, epoch)
-    assert given(first) == [("code", 1), ("math", 2)]
+    assert groups_by_adapter(first) == [("code", 1), ("math", 2)]
     assert first["adapters_completed"] == {"code": 0}
     assert first["adapters"]["math"] == {"step": 0, "version": 0, "groups": 2, "completed": False}
     second = served(run, 1, epoch)  # math was cut: it is first now
-    assert given(second) == [("math", 2), ("code", 1)]
+    assert groups_by_adapter(second) == [("math", 2), ("code", 1)]
     assert second["adapters_completed"] == {"math": 0, "code": 1}
     state = run.state()["adapters"]
     assert state["math"]["progress"] == {"step": 1, "groups": 0, "groups_per_batch": 4}
@@ -84,7 +84,7 @@ def test_versions_of_an_adapter_count_its_own_steps(run: RunClient) -> None:
     put(run, strategy={"name": "on-policy"}, batch={"tokens_per_batch": 30})
     epoch = run.attach()
     add(run, "code", range(2))
-    assert given(served(run, 0, epoch)) == [("code", 1)]
+    assert groups_by_adapter(served(run, 0, epoch)) == [("code", 1)]
     early = run.post("policy", epoch=epoch, version=1, adapter="code")
     assert (early.status_code, early.json()["bound"]) == (409, [0, 0])
     assert run.ack(0, epoch).status_code == 200
@@ -141,7 +141,7 @@ def test_the_run_ends_when_the_supplies_of_all_adapters_have(run: RunClient) -> 
     for step, adapter in enumerate(("code", "math")):
         ticket = run.post("tickets", producer="p", count=1, adapter=adapter).json()["tickets"][0]["ticket"]
         run.append(group(None, adapter=adapter, ticket=ticket))
-        assert given(served(run, step, epoch)) == [(adapter, 1)]
+        assert groups_by_adapter(served(run, step, epoch)) == [(adapter, 1)]
         assert run.ack(step, epoch).status_code == 200
         run.post("policy", epoch=epoch, version=1, adapter=adapter)
     assert run.batch(2, epoch).status_code == 410
@@ -196,7 +196,7 @@ def test_a_killed_service_goes_on_with_the_same_turn_and_bytes(
     run = connect(own_service.url, "r")
     assert same_state(before, run.state())
     assert run.batch(0, epoch).content == body
-    assert given(served(run, 1, epoch)) == [("math", 2), ("code", 1)]
+    assert groups_by_adapter(served(run, 1, epoch)) == [("math", 2), ("code", 1)]
     for step in (0, 1):
         assert run.ack(step, epoch).status_code == 200
     assert run.post("checkpoints", epoch=epoch, step=2).status_code == 200
@@ -205,7 +205,7 @@ def test_a_killed_service_goes_on_with_the_same_turn_and_bytes(
     own_service.start()
     run = connect(own_service.url, "r")
     assert same_state(before, run.state())
-    assert given(served(run, 2, epoch)) == [("math", 3)]  # behind code, which was served last
+    assert groups_by_adapter(served(run, 2, epoch)) == [("math", 3)]  # behind code, which was served last
     conserved(run)
 
 
@@ -216,7 +216,7 @@ def test_an_adapter_without_groups_does_not_delay_the_others(run: RunClient) -> 
     epoch = run.attach()
     for step in range(5):
         record = served(run, step, epoch)
-        assert given(record)[0] == ("code", 1) or record["adapters"]["math"]["groups"] == 2
+        assert groups_by_adapter(record)[0] == ("code", 1) or record["adapters"]["math"]["groups"] == 2
         run.ack(step, epoch)
         run.post("policy", epoch=epoch, version=record["adapters_completed"].get("code", 0) + 1, adapter="code")
     conserved(run)

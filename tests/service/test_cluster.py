@@ -52,8 +52,8 @@ def server(cluster: ValkeyCluster, tmp_path_factory: pytest.TempPathFactory) -> 
 def payloads(cluster: ValkeyCluster, run: str) -> dict[int, list[str]]:
     """Return the payload keys of a run on each primary, by port."""
     return {
-        port: [key.decode() for key in found if key.startswith(f"rb:b:{{{run}/".encode())]
-        for port, found in cluster.keys().items()
+        port: [key.decode() for key in node_keys if key.startswith(f"rb:b:{{{run}/".encode())]
+        for port, node_keys in cluster.keys().items()
     }
 
 
@@ -67,7 +67,7 @@ def test_a_run_is_served_and_its_deletion_leaves_no_key(
 ) -> None:
     """Payloads are on every node, a checkpoint frees them there, a deletion removes every other key."""
     assert readiness(server)[0] == 200
-    before = {key for found in cluster.keys().values() for key in found}
+    before = {key for node_keys in cluster.keys().values() for key in node_keys}
     run = connect(server.url, "served")
     assert run.put(batch={"groups_per_batch": 30}, strategy={"options": {"max_staleness": 9}}).status_code == 201
     epoch = run.attach()
@@ -92,7 +92,9 @@ def test_a_run_is_served_and_its_deletion_leaves_no_key(
     assert run.http.delete(run.path).status_code == 204
     kept = {keys.deleted("served").encode(), keys.incarnation("served").encode()}
     eventually(
-        lambda: {key for found in cluster.keys().values() for key in found} - before - kept - {keys.RUNS.encode()},
+        lambda: (
+            {key for node_keys in cluster.keys().values() for key in node_keys} - before - kept - {keys.RUNS.encode()}
+        ),
         WITHIN_S,
         lambda left: not left,
     )
@@ -242,7 +244,7 @@ def test_a_run_is_handed_over_between_two_servers(
         announced = cluster.owner(keys.SERVERS).client
         holders = frozenset(
             text(holder)
-            for holder in eventually(lambda: announced.hkeys(keys.SERVERS), WITHIN_S, lambda found: len(found) == 2)
+            for holder in eventually(lambda: announced.hkeys(keys.SERVERS), WITHIN_S, lambda entries: len(entries) == 2)
         )
         wanted = (name for name in map("handed-{}".format, range(100)) if _leads(wanted_leader(name, holders), second))
         run = connect(first.url, next(wanted))

@@ -178,10 +178,10 @@ def test_a_node_that_loses_data_is_refused_under_strict(
     node = cluster.nodes[1]
     node.client.config_set(setting, bad)
 
-    async def report(store: Store) -> None:
-        found = await store.connection.report()
-        assert found.durability == "relaxed"
-        assert any(f"127.0.0.1:{node.port}: {setting} is {bad!r}" in reason for reason in found.reasons)
+    async def check_report(store: Store) -> None:
+        report = await store.connection.report()
+        assert report.durability == "relaxed"
+        assert any(f"127.0.0.1:{node.port}: {setting} is {bad!r}" in reason for reason in report.reasons)
         assert await append(store, f"relaxed-{bad}", *(to_append(f"g{number}") for number in range(20))) == [True] * 20
 
     async def nothing(store: Store) -> None:
@@ -190,18 +190,18 @@ def test_a_node_that_loses_data_is_refused_under_strict(
     try:
         with pytest.raises(UnsupportedServer, match=f"127.0.0.1:{node.port}: {setting} is {bad!r}"):
             on_cluster(cluster.url, nothing)
-        on_cluster(cluster.url, report, WritePolicy("relaxed"))
+        on_cluster(cluster.url, check_report, WritePolicy("relaxed"))
     finally:
         node.client.config_set(setting, good)
 
 
 def test_strict_needs_a_replica_that_confirms(cluster: ValkeyCluster) -> None:
-    async def report(store: Store) -> None:
-        found = await store.connection.report()
-        assert found.durability == "relaxed"
-        assert any("wait_replicas is 0" in reason for reason in found.reasons)
+    async def check_report(store: Store) -> None:
+        report = await store.connection.report()
+        assert report.durability == "relaxed"
+        assert any("wait_replicas is 0" in reason for reason in report.reasons)
 
-    on_cluster(cluster.url, report)
+    on_cluster(cluster.url, check_report)
 
 
 def test_a_single_server_is_not_a_cluster(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Collector:
         wanted = {f"replaybuf.{key}": value for key, value in attributes.items()}
         return [span for span in self.spans if span.name == name and wanted.items() <= span.attributes.items()]
 
-    def one(self, name: str, **attributes: Any) -> Received:
+    def only(self, name: str, **attributes: Any) -> Received:
         """Return the only such span."""
         (span,) = self.named(name, **attributes)
         return span

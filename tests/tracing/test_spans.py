@@ -101,7 +101,7 @@ def traced_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
 def test_a_group_can_be_followed_by_links_from_its_ticket_to_the_publication(traced_run: Collector) -> None:
     """Each arrow is a link or a parent: tickets <- generate -> store -> call -> append, assemble -> store."""
     came = traced_run
-    generated, stored = came.one("group generate", group_id="p0"), came.one("group store", group_id="p0")
+    generated, stored = came.only("group generate", group_id="p0"), came.only("group store", group_id="p0")
     assert generated.trace == stored.trace
     assert generated.attributes["replaybuf.outcome"] == "stored" and generated.attributes["replaybuf.attempt"] == 1
     within = [span.name for span in came.spans if span.parent == generated.span]
@@ -122,7 +122,7 @@ def test_a_group_can_be_followed_by_links_from_its_ticket_to_the_publication(tra
         ("ack", "POST /batches/{step}/ack"),
         ("publish", "POST /policy"),
     ):
-        happened = came.one(f"batch {name}", step=step)
+        happened = came.only(f"batch {name}", step=step)
         assert (happened.trace, happened.parent) == (assembled.trace, assembled.span)
         answered = came.at(*happened.links[0])
         requested = came.at(answered.trace, answered.parent)
@@ -167,7 +167,7 @@ def traced(folder: Path, environment: dict[str, str], groups: int) -> None:
 def test_a_batch_links_to_each_of_its_groups(tmp_path: Path, collector: Collector) -> None:
     """A span has at most 128 links, so the other groups are linked by child spans."""
     traced(tmp_path, collector.environment, 300)
-    assembled, stored = collector.one("batch assemble"), collector.named("group store")
+    assembled, stored = collector.only("batch assemble"), collector.named("group store")
     parts = collector.named("batch groups")
     assert [len(part.links) for part in (assembled, *parts)] == [128, 128, 44]
     assert {part.parent for part in parts} == {assembled.span}
@@ -196,7 +196,7 @@ def test_a_failed_call_is_an_error_without_its_text(tmp_path: Path, collector: C
         assert run.ack(0, epoch).status_code == 409
         assert run.http.get("/v1/runs/" + "x" * 3000 + "/batches/0").status_code in (404, 422)
         assert server.stop() == 0
-    failed = collector.one("POST /batches/{step}/ack")
+    failed = collector.only("POST /batches/{step}/ack")
     assert failed.error == "Fenced"
     assert all(len(str(value)) <= 1024 for span in collector.spans for value in span.attributes.values())
 

@@ -15,9 +15,8 @@ import uvicorn
 
 from replaybuf_trainer.engine.server import Engine, application
 from replaybuf_trainer.engine.worker import Worker
-from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.loading import load_model, save_model
 from replaybuf_trainer.models.tiny import character_tokenizer, new_model
-from replaybuf_trainer.weights import save_model
 from tests.waiting import eventually
 
 TIMEOUT_S = 60.0

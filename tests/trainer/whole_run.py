@@ -19,11 +19,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from replaybuf.generator.fleet.publication import OnPublish
-from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.loading import load_model, save_model
 from replaybuf_trainer.models.tiny import character_tokenizer
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.reload import FolderLoader
-from replaybuf_trainer.weights import save_model
 from tests.conftest import RunClient
 from tests.forked import ForkedProcess
 from tests.trainer.served import oracle

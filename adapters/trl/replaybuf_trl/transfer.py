@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from replaybuf.client.retries import Retries
 from replaybuf_trainer.folders import whole_folder
+from replaybuf_trainer.models.loading import WEIGHTS_FILE
 from replaybuf_trainer.options import OnPublish
 from replaybuf_trainer.publications import NOT_RESTORED
 from replaybuf_trainer.publishers.opening import load_publisher
 from replaybuf_trainer.publishers.publisher import Publisher, PublisherSetup
-from replaybuf_trainer.weights import WEIGHTS_FILE
 from replaybuf_trl.worker import ReplaybufRolloutWorker
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replaybuf.cli.look.bars import draw_bar
-from replaybuf.cli.service import RunName, ServiceOptions, StepNumber, client, print_json, print_table, printable
+from replaybuf.cli.service import (
+    RunName,
+    ServiceOptions,
+    StepNumber,
+    client,
+    draw_bar,
+    print_json,
+    print_table,
+    printable,
+)
 from replaybuf.errors import counted
 from replaybuf.wire.answer.explain import AdapterCandidates, Arrivals, BatchExplanation, Choice, ChosenGroup, Packing
 from replaybuf.wire.contract import Amount

@@ -10,8 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from replaybuf.cli.look.bars import draw_bar
-from replaybuf.cli.service import printable
+from replaybuf.cli.service import draw_bar, printable
 from replaybuf.cli.top.poller import Frame
 from replaybuf.cli.top.screen import Screen, attention
 from replaybuf.cli.top.texts import age, amount, count, since, waits

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.client.client import Client
-from replaybuf.client.exports.folder import FORMAT, ExportWriter, Manifest
-from replaybuf.client.exports.leftovers import remove_leftovers
+from replaybuf.client.exports.folder import FORMAT, ExportWriter, Manifest, remove_leftovers
 from replaybuf.client.exports.tables import group_row, ledger_row, rollout_rows, step_of
 from replaybuf.errors import Gone, ReplaybufError
 from replaybuf.wire.answer.cursors import CursorGap, CursorPage

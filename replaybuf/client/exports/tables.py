@@ -30,14 +30,13 @@ READ_COLUMNS: dict[str, dict[str, bool]] = {
 """Columns that a reader of an export uses, and whether each row must have a value."""
 
 
-@functools.cache
-def pyarrow() -> ModuleType:
-    """Import pyarrow with its Parquet part. Raises `MissingExtra`."""
+def pyarrow(what: str = "an export", extra: str = EXTRA) -> ModuleType:
+    """Import pyarrow with its Parquet part, for `what`. Raises `MissingExtra` with the extra to install."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtra("an export", EXTRA) from None
+        raise MissingExtra(what, extra) from None
     module: ModuleType = pyarrow
     return module
 

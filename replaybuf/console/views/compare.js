@@ -8,9 +8,9 @@ import { FIGURES, describeDifference, describeResult, mean, newestPlaces, stepsO
 import { count, decimal } from "../format.js";
 import { evaluationsBySet, orderMetrics } from "../learning_charts.js";
 import { perStep, REASON_CHARTS } from "../reason_charts.js";
-import uPlot from "../vendor/uPlot.esm.js";
 import { runLink } from "./frame.js";
 
+const { uPlot } = window;
 // As many as there are colours of lines.
 export const MOST_RUNS = 6;
 const NEWEST_STEPS = 50;

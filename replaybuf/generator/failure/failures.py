@@ -9,14 +9,19 @@ only where its group started after the last counted failure. Until a group succe
     └──────── a success ──────────┘
 
 A server's failures cause pauses but never the end: the fleet suspends that server and waits for it.
+
+`report_failure` sends the failure that ends a process before, or without, heartbeats of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 
-from replaybuf.errors import ReplaybufError, counted
+from replaybuf.client.client import AsyncClient
+from replaybuf.client.producers.failures import describe_failure
+from replaybuf.errors import ReplaybufError, counted, first_error
 from replaybuf.kernel.state.return_reasons import is_forgiven
 
 logger = logging.getLogger(__name__)
@@ -27,6 +32,10 @@ FIRST_PAUSE_S = 0.5
 PAUSE_CEILING_S = 10.0
 SERVER_FAILED = ("engine_timeout", "engine_error", "engine_lost")
 """Failures of a server that the fleet does not suspend at the first one."""
+LAST_S = 1.5
+"""Time limit of the last heartbeat of a process that ends with a failure."""
+PRODUCER_FAULT = "producer_fault"
+"""Reason of a failure that ends the process."""
 
 
 class Failures:
@@ -64,3 +73,14 @@ class Failures:
     @property
     def _pause_s(self) -> float:
         return min(FIRST_PAUSE_S * 2.0 ** (self.in_a_row - 2), PAUSE_CEILING_S) if self.in_a_row > 1 else 0.0
+
+
+async def report_failure(url: str, run: str, token: str | None, producer: str, error: Exception) -> None:
+    """Send the traceback of `error` to the service, within `LAST_S`; log it if the service does not take it."""
+    failure = describe_failure(PRODUCER_FAULT, first_error(error))
+    try:
+        async with asyncio.timeout(LAST_S), AsyncClient(url, run, token=token) as client:
+            await client.send_heartbeat(producer, failure=failure)
+    except (ReplaybufError, TimeoutError) as fault:
+        why = str(fault) or f"no answer within {LAST_S:g} s"
+        logger.warning("the service did not take the traceback of %s: %s", producer, why)

@@ -98,7 +98,7 @@ def _run_session(
 
     async def finish() -> None:
         view.close()
-        await conclude(console, folder, plan, session.progress, keep_open=options.keep_open)
+        await conclude(console, folder, plan, session, keep_open=options.keep_open)
 
     session = Demo(folder, request, plan, tables, view, lock=lock, finish=finish, program=program)
     return asyncio.run(session.run())

@@ -9,20 +9,22 @@ import msgspec
 from rich.console import Console
 
 from replaybuf.lab.demo.folder import Folder
-from replaybuf.lab.demo.page import write_page
 from replaybuf.lab.demo.picture import draw
-from replaybuf.lab.demo.report import Report, build_report
+from replaybuf.lab.demo.report import Report, build_report, read_sessions
 from replaybuf.lab.demo.run_file import list_hyperparameters
-from replaybuf.lab.demo.session_log import read_sessions
-from replaybuf.lab.demo.summary import print_report
+from replaybuf.lab.demo.summary import introduce, print_report
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress
+from replaybuf.launch.session import Session
 from replaybuf.launch.view import print_line
 
 
-async def conclude(console: Console, folder: Folder, plan: Plan, progress: Progress, *, keep_open: bool | None) -> None:
+async def conclude(console: Console, folder: Folder, plan: Plan, session: Session, *, keep_open: bool | None) -> None:
     """Write and print the report; then wait for Enter if `keep_open`, or if it is None and this is a terminal."""
-    report = await asyncio.to_thread(write_report, folder, progress)
+    report = await asyncio.to_thread(draw_report, folder, session.progress)
+    await session.write_page(introduce(report))
+    # Last, because it marks the demo as finished.
+    folder.report_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     print_report(console, report, folder.reports)
     if (sys.stdin.isatty() and sys.stdout.isatty()) if keep_open is None else keep_open:
         print_line(console, f"the console stays open: {plan.console}")
@@ -31,13 +33,11 @@ async def conclude(console: Console, folder: Folder, plan: Plan, progress: Progr
         await enter_pressed()
 
 
-def write_report(folder: Folder, progress: Progress) -> Report:
-    """Write all files of the report, the one that marks the demo as finished last."""
+def draw_report(folder: Folder, progress: Progress) -> Report:
+    """Return the report of all sessions, and draw its picture."""
     progress.generated = LineReader(folder.generator_metrics, GeneratorLine).new_lines()  # of all sessions
     report = build_report(progress, read_sessions(folder.sessions), list_hyperparameters(folder))
     draw(report, folder.report_png)
-    write_page(report, folder.report_png, folder.report_html)
-    folder.report_json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return report
 
 

@@ -1,4 +1,4 @@
-"""Picture of a demo: reward, held-out accuracy, staleness, waits, the trainer's time and tokens per second."""
+"""Picture of a demo: reward and held-out accuracy. The page has all charts of the run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.errors import counted
-from replaybuf.lab.demo.findings import GENERATOR_WAITS, TRAINER_WAITS, headline
+from replaybuf.lab.demo.findings import headline
 from replaybuf.lab.demo.report import Report
 from replaybuf.launch.view import percent
 
 Floats = npt.NDArray[np.float64]
 
 WINDOW_STEPS = 15
-SHOWN_SHARE = 0.0005
-"""Smaller shares of waiting are not drawn."""
-MOST_BARS = 6
 INK, QUIET, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 BLUE, ORANGE, GREEN, RED, LIGHT = "#2563a8", "#d97a1d", "#2f8f5b", "#c2413b", "#a9c4e2"
 STYLE = {
@@ -43,25 +39,22 @@ STYLE = {
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write the picture as PNG, 1800 x 1725 pixels."""
+    """Write the picture as PNG, 1800 x 750 pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # optional, and slow to import
     from matplotlib.figure import Figure
     from matplotlib.style import context
 
     with context(STYLE):
-        figure = Figure(figsize=(12, 11.5), dpi=150, facecolor="white")
+        figure = Figure(figsize=(12, 5), dpi=150, facecolor="white")
         FigureCanvasAgg(figure)
-        axes = figure.subplots(3, 2)
-        _waits(axes[1, 1], report)
-        for axis, panel in zip(axes.flat, (_reward, _accuracy, _staleness, None, _time, _speed), strict=True):
-            if panel is not None:
-                panel(axis, report)
-                axis.set_xlabel("step")
-                axis.set_xlim(0, max(report.steps, 1))
-        figure.suptitle(headline(report, "\n"), x=0.06, y=0.988, ha="left", fontsize=13, fontweight="bold")
+        for axis, panel in zip(figure.subplots(1, 2), (_reward, _accuracy), strict=True):
+            panel(axis, report)
+            axis.set_xlabel("step")
+            axis.set_xlim(0, max(report.steps, 1))
+        figure.suptitle(headline(report, "\n"), x=0.06, y=0.98, ha="left", fontsize=13, fontweight="bold")
         subtitle = f"seed {report.seed}: GRPO, strategy {report.strategy}, after a short supervised warm start"
-        figure.text(0.06, 0.932, subtitle, color=QUIET)
-        figure.subplots_adjust(left=0.06, right=0.98, top=0.895, bottom=0.05, hspace=0.38, wspace=0.16)
+        figure.text(0.06, 0.84, subtitle, color=QUIET)
+        figure.subplots_adjust(left=0.06, right=0.98, top=0.76, bottom=0.11, wspace=0.16)
         figure.savefig(path)
 
 
@@ -118,71 +111,3 @@ def _line(
     text = {"textcoords": "offset points", "color": color, "weight": "bold"}
     axis.annotate(percent(values[0]), (steps[0], values[0]), (0, first_label_y), ha="left", **text)
     axis.annotate(percent(values[-1]), (steps[-1], values[-1]), (0, 15), ha="right", **text)
-
-
-def _staleness(axis: Any, report: Report) -> None:
-    curve, allowed = report.curve, report.hyperparameters.get("run", {}).get("max_staleness")
-    stale = report.groups.dropped.get("too_stale", 0)
-    bound = "" if allowed is None else f"; at most {allowed} allowed"
-    axis.set_title(f"Age of the trained tokens, in versions{bound}")
-    shares = [np.array(share) for share in curve.staleness_shares.values()]
-    colors = [LIGHT, BLUE, ORANGE, RED, INK]
-    labels = [f"{age} (in all {percent(report.staleness_shares[age])})" for age in curve.staleness_shares]
-    if shares:
-        axis.stackplot(curve.step, *shares, labels=labels, colors=colors[: len(shares)], alpha=0.85, step="mid")
-        axis.legend(loc="upper right", ncols=3, fontsize=9)
-    axis.text(
-        0.02,
-        0.93,
-        f"{counted(stale, 'group', f'{stale:,}')} dropped as too stale",
-        transform=axis.transAxes,
-        fontsize=9,
-    )
-    axis.set_ylim(0, 1.25)
-    axis.set_yticks([0, 0.5, 1.0], ["0%", "50%", "100%"])
-
-
-def _waits(axis: Any, report: Report) -> None:
-    """Draw a bar for every reason of trainer and generator, longest first."""
-    axis.set_title("Who waited, and for whom")
-    trainer = [("trainer", reason, share, TRAINER_WAITS) for reason, share in report.waiting.by_reason.items()]
-    generator = report.generator_waiting.by_reason
-    held_back = [("generator", reason, share, GENERATOR_WAITS) for reason, share in generator.items()]
-    bars = sorted((bar for bar in trainer + held_back if bar[2] >= SHOWN_SHARE), key=lambda bar: -bar[2])[:MOST_BARS]
-    axis.set_xlim(0, 1)
-    axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
-    axis.set_xlabel("share of the trainer's time, and of the generator's reports")
-    axis.set_ylim(MOST_BARS - 0.3, -0.7)
-    axis.set_yticks([])
-    axis.grid(axis="y", visible=False)
-    for row, (who, reason, share, explained) in enumerate(bars):
-        axis.barh(row + 0.2, share, height=0.35, color=ORANGE if who == "trainer" else GREEN)
-        whom = explained.get(reason, "").partition(":")[0]
-        axis.text(0.005, row - 0.2, f"{who}: {percent(share)} {whom} [{reason}]", va="center", fontsize=9.5)
-    if not bars:
-        axis.text(0.02, 1, "Neither trainer nor generator waited.")
-
-
-def _time(axis: Any, report: Report) -> None:
-    curve = report.curve
-    axis.set_title("Where the trainer's time went, per step")
-    layers = [rolling(seconds) for seconds in (curve.train_s, curve.publish_s, curve.wait_s)]
-    labels = ["training", "publishing weights", f"waiting for a batch ({percent(report.waiting.share)})"]
-    axis.stackplot(curve.step, *layers, labels=labels, colors=[BLUE, GREEN, ORANGE], alpha=0.85)
-    axis.set_ylabel("seconds")
-    axis.set_ylim(0, float(np.sum(layers, axis=0).max(initial=0.01)) * 1.35)
-    axis.legend(loc="upper right", ncols=3, fontsize=9, handlelength=1.2, columnspacing=1.2)
-
-
-def _speed(axis: Any, report: Report) -> None:
-    curve = report.curve
-    axis.set_title("Tokens per second")
-    for rates, color, label in (
-        (curve.trained_tokens_per_s, BLUE, "trained, with prompts"),
-        (curve.generated_tokens_per_s, GREEN, "generated"),
-    ):
-        known = [(step, rate) for step, rate in zip(curve.step, rates, strict=True) if rate is not None]
-        if known:
-            axis.plot([step for step, _ in known], rolling([rate for _, rate in known]), color=color, label=label)
-            axis.legend(loc="lower right")
-    axis.set_ylim(bottom=0)

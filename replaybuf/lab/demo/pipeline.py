@@ -22,8 +22,8 @@ import msgspec
 from replaybuf.errors import ReplaybufError, counted
 from replaybuf.lab.demo.accuracy import HeldOutProblems
 from replaybuf.lab.demo.folder import Folder, Request
+from replaybuf.lab.demo.report import KILLED, SESSION_EVERY_S, Session, append_line
 from replaybuf.lab.demo.run_file import TARGET_ACCURACY, warm_start_program
-from replaybuf.lab.demo.session_log import KILLED, SESSION_EVERY_S, Session, append_line
 from replaybuf.launch import session as sessions
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.progress import Evaluation, LineReader
@@ -62,7 +62,6 @@ class Demo(sessions.Session):
         super().__init__(plan, view, lock=lock)
         self.progress.title = f"replaybuf demo · seed {request.seed}"
         self.progress.seed = request.seed
-        self.progress.with_accuracy = True
         self._folder = folder
         self._request = request
         self._generator = tables["generator"]

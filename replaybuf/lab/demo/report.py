@@ -1,4 +1,7 @@
-"""Report of a finished demo: `report.json`, and its figures as rows of text."""
+"""Report of a finished demo: `report.json`, its figures as rows of text, and the file of its sessions.
+
+Each start is a session. It appends its phases, peaks and outcome to the file, also before it is killed.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,29 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from replaybuf.errors import NotFound
 from replaybuf.lab.demo.changes import Change, paired_change, window_change
-from replaybuf.lab.demo.session_log import KILLED, SESSION_EVERY_S, Session
 from replaybuf.launch.progress import (
     Evaluation,
-    GeneratorLine,
     GroupCounts,
+    LineReader,
     Progress,
     Staleness,
-    StalenessLine,
     TrainerLine,
     Waiting,
 )
 from replaybuf.launch.view import clock, megabytes, percent, whole_seconds
 
 NumberT = TypeVar("NumberT", int, float)
+KILLED = "killed"
+"""Outcome of a session that wrote no other outcome."""
+SESSION_EVERY_S = 5.0
+"""Maximum time of a session that `kill -9` leaves out of the report."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -46,22 +50,14 @@ class Accuracy(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Figures of each step, lists of equal length; seconds for `wait_s`, `train_s`, `publish_s`.
-
-    `staleness_shares`: share of the loss tokens by staleness. Rates of a step are over the time since the step before;
-    None where that is not known.
-    """
+    """Figures of each step, lists of equal length; seconds for `wait_s`, `train_s`, `publish_s`."""
 
     step: list[int]
     reward: list[float]
     staleness_mean: list[float]
-    staleness_max: list[int]
-    staleness_shares: dict[str, list[float]]
     wait_s: list[float]
     train_s: list[float]
     publish_s: list[float]
-    trained_tokens_per_s: list[float | None]
-    generated_tokens_per_s: list[float | None]
 
 
 class GeneratorWaiting(msgspec.Struct, frozen=True):
@@ -135,7 +131,7 @@ def build_report(progress: Progress, sessions: Sequence[Session], hyperparameter
         groups=progress.group_counts(),
         trained_tokens=sum(line.tokens for line in lines),
         evaluations=progress.evaluations,
-        curve=_curve(lines, progress.generated),
+        curve=_curve(lines),
         hyperparameters=hyperparameters,
         sessions=len(sessions),
         killed=sum(session.outcome == KILLED for session in sessions),
@@ -172,53 +168,15 @@ def _generator_waiting(progress: Progress) -> GeneratorWaiting:
     return GeneratorWaiting(reports, sum(shares.values()), shares)
 
 
-def _curve(lines: Sequence[TrainerLine], generated: Sequence[GeneratorLine]) -> Curve:
-    totals = [sum(share.loss_tokens for share in line.by_staleness.values()) or 1.0 for line in lines]
-    ages = sorted({age for line in lines for age in line.by_staleness}, key=int)
+def _curve(lines: Sequence[TrainerLine]) -> Curve:
     return Curve(
         step=[line.step for line in lines],
         reward=[line.reward_mean for line in lines],
         staleness_mean=[line.staleness_mean for line in lines],
-        staleness_max=[line.staleness_max for line in lines],
-        staleness_shares={
-            age: [
-                line.by_staleness.get(age, StalenessLine()).loss_tokens / total
-                for line, total in zip(lines, totals, strict=True)
-            ]
-            for age in ages
-        },
         wait_s=[line.wait_s for line in lines],
         train_s=[line.train_s for line in lines],
         publish_s=[line.publish_s for line in lines],
-        trained_tokens_per_s=rates_at([line.time for line in lines], np.cumsum([line.tokens for line in lines])),
-        generated_tokens_per_s=_generated_rates(lines, generated),
     )
-
-
-def _generated_rates(lines: Sequence[TrainerLine], generated: Sequence[GeneratorLine]) -> list[float | None]:
-    """Return the tokens per second that were generated in the time of each step."""
-    times = np.array([line.time for line in lines])
-    if len(generated) < 2:
-        return [None] * len(lines)
-    reported = [line.time for line in generated]
-    rates = rates_at(times.tolist(), generated_until(times, generated))
-    return [rate if reported[0] <= time <= reported[-1] else None for rate, time in zip(rates, times, strict=True)]
-
-
-def generated_until(times: npt.NDArray[np.float64], generated: Sequence[GeneratorLine]) -> npt.NDArray[np.float64]:
-    """Return the tokens generated until each of these times, between lines by interpolation."""
-    counts = np.array([line.generated_tokens for line in generated], np.float64)
-    # A restarted generator counts from 0: its first line is what it has generated since.
-    grown = np.where(np.diff(counts) >= 0, np.diff(counts), counts[1:])
-    totals = np.concatenate([counts[:1], counts[0] + np.cumsum(grown)])
-    at_times: npt.NDArray[np.float64] = np.interp(times, [line.time for line in generated], totals)
-    return at_times
-
-
-def rates_at(times: Sequence[float], totals: npt.NDArray[Any]) -> list[float | None]:
-    """Return the growth per second of a running total between neighbours; the first has none."""
-    passed, grown = np.diff(times), np.diff(totals)
-    return [None, *(float(more / s) if s > 0 else None for more, s in zip(grown, passed, strict=True))][: len(times)]
 
 
 def accuracy_rows(report: Report) -> list[list[str]]:
@@ -267,3 +225,28 @@ def _joined(values: Mapping[str, NumberT], write: Callable[[NumberT], str]) -> s
 
 def _in_brackets(values: Mapping[str, NumberT], write: Callable[[NumberT], str]) -> str:
     return f" ({_joined(values, write)})" if values else ""
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a session, at `started` (seconds since the epoch), and its outcome.
+
+    It is written repeatedly and the last line counts. `phases`: seconds by phase; `peaks`, `cpu_s`: peak bytes and
+    processor seconds by process.
+    """
+
+    started: float
+    phases: dict[str, float]
+    peaks: dict[str, int]
+    outcome: str
+    cpu_s: dict[str, float] = {}
+
+
+def append_line(path: Path, line: msgspec.Struct) -> None:
+    """Append one JSON line to a file."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
+
+
+def read_sessions(path: Path) -> list[Session]:
+    """Read the last line of each session."""
+    return list({line.started: line for line in LineReader(path, Session).new_lines()}.values())

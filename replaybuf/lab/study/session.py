@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from replaybuf.errors import Invalid, ServiceUnavailable, counted
@@ -32,7 +33,6 @@ from replaybuf.generator.checkpoint_scores import (
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.evaluation import HeldOut, open_held_out
 from replaybuf.lab.demo.accuracy import ENGINE_TIMEOUT_S, SCORE_TIMEOUT_S
-from replaybuf.lab.demo.report import generated_until
 from replaybuf.lab.demo.run_file import CHILD_ENVIRONMENT, MAX_NEW_TOKENS, read_plan, warm_start_program
 from replaybuf.lab.study.plan import StudyPlan, Training
 from replaybuf.launch.plan import QUIET
@@ -131,6 +131,16 @@ def costs_of(progress: Progress, generated: Sequence[GeneratorLine]) -> Costs:
         tokens=[0.0, *(round(value) for value in tokens.tolist())],
         groups=progress.state.get("groups", {}).get("stored"),
     )
+
+
+def generated_until(times: npt.NDArray[np.float64], generated: Sequence[GeneratorLine]) -> npt.NDArray[np.float64]:
+    """Return the tokens generated until each of these times, between lines by interpolation."""
+    counts = np.array([line.generated_tokens for line in generated], np.float64)
+    # A restarted generator counts from 0: its first line is what it has generated since.
+    grown = np.where(np.diff(counts) >= 0, np.diff(counts), counts[1:])
+    totals = np.concatenate([counts[:1], counts[0] + np.cumsum(grown)])
+    at_times: npt.NDArray[np.float64] = np.interp(times, [line.time for line in generated], totals)
+    return at_times
 
 
 async def _score_all(plan: StudyPlan, console: Console, lock: int, program: Sequence[str]) -> Stop | None:

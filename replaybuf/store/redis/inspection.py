@@ -78,11 +78,11 @@ async def inspect_cluster(cluster: Cluster, answer: Answer) -> list[Inspection]:
     """Read how each primary persists; skip those that do not answer, unless none does."""
     await answer(cluster.find())
 
-    async def one(node: ClusterNode) -> Inspection:
+    async def inspect_node(node: ClusterNode) -> Inspection:
         async with asyncio.timeout(NODE_TIMEOUT_S):
             return await inspect(node.client, answer, fails_over=True, address=name(node.address))
 
-    results = await asyncio.gather(*map(one, cluster.primaries), return_exceptions=True)
+    results = await asyncio.gather(*map(inspect_node, cluster.primaries), return_exceptions=True)
     _raise_unexpected(results)
     answered = [result for result in results if isinstance(result, Inspection)]
     if not answered:
@@ -93,11 +93,11 @@ async def inspect_cluster(cluster: Cluster, answer: Answer) -> list[Inspection]:
 async def load_on_cluster(cluster: Cluster, answer: Answer) -> None:
     """Load the function library on every primary that answers; replicas get it from them."""
 
-    async def one(node: ClusterNode) -> None:
+    async def load_node(node: ClusterNode) -> None:
         async with asyncio.timeout(NODE_TIMEOUT_S):
             await load_library(node.client, answer)
 
-    _raise_unexpected(await asyncio.gather(*map(one, cluster.primaries), return_exceptions=True))
+    _raise_unexpected(await asyncio.gather(*map(load_node, cluster.primaries), return_exceptions=True))
 
 
 def _raise_unexpected(results: Sequence[object]) -> None:
@@ -141,7 +141,7 @@ async def _check_sentinel(
     info = await answer(client.info())
     check_role(info, url)
 
-    async def one(address: Address) -> Inspection | None:
+    async def inspect_replica(address: Address) -> Inspection | None:
         try:
             async with asyncio.timeout(NODE_TIMEOUT_S), sentinels.open_replica(address, NODE_TIMEOUT_S) as replica:
                 return await inspect(replica, functools.partial(_answer_of, name(address)), True, name(address))
@@ -149,7 +149,7 @@ async def _check_sentinel(
             logger.warning("replica %s cannot be checked: %s", name(address), error or "it does not answer")
             return None
 
-    replicas = await asyncio.gather(*map(one, read_replicas(info)))
+    replicas = await asyncio.gather(*map(inspect_replica, read_replicas(info)))
     primary = await inspect(client, answer, True, name(sentinels.current()))
     _check_nodes([primary, *filter(None, replicas)], policy, f"Redis at {url}", url)
 

@@ -179,11 +179,11 @@ def test_an_incomplete_answer_is_a_fault_of_this_request(changes: dict[str, Any]
 
 
 def test_fewer_choices_than_requested_are_a_fault() -> None:
-    async def one(request: dict[str, Any]) -> dict[str, Any]:
+    async def one_choice(request: dict[str, Any]) -> dict[str, Any]:
         return EngineDouble().answer(request | {"n": 1})
 
     with pytest.raises(EngineFault, match="1 choice; 2 were requested"):
-        sample(EngineDouble(), one)
+        sample(EngineDouble(), one_choice)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.lab.demo.report import Report, build_report
-from replaybuf.lab.demo.session_log import Session
+from replaybuf.lab.demo.report import Report, Session, build_report
 from replaybuf.launch.progress import Progress
 from tests.launch.recorded import recorded_progress
 

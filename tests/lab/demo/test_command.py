@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -142,6 +143,9 @@ def test_a_demo_shows_the_warm_start_and_reports_and_leaves_no_process(start: St
     assert (report["steps"], report["sessions"]) == (STEPS, 1)
     for name in ("report.json", "report.png", "report.html"):
         assert str(tmp_path / "demo" / name) in output
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "What was measured" in page and ">Held-out: held-out, sampled<" in page and ">Reward<" in page
+    assert not re.search(r"https?://|@import|url\(|<script|<link", page), "the page needs no other file"
     assert "this is not RL" in output
     assert "Sampled accuracy (temperature 1) did not change measurably: from 50.0 to 50.0 %" in " ".join(output.split())
     assert report["evaluations"][-1]["examples"][0] == {

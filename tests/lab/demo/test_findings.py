@@ -8,8 +8,7 @@ import pytest
 
 from replaybuf.lab.demo.changes import paired_change, window_change
 from replaybuf.lab.demo.findings import findings, headline
-from replaybuf.lab.demo.report import GeneratorWaiting, Report, build_report
-from replaybuf.lab.demo.session_log import Session
+from replaybuf.lab.demo.report import GeneratorWaiting, Report, Session, build_report
 from replaybuf.launch.progress import Evaluation, Progress, TrainerLine, Waiting
 from tests.lab.demo.conftest import HYPERPARAMETERS
 

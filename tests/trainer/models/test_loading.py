@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replaybuf.errors import Invalid
-from replaybuf_trainer.engine.loading import load_engine_model
+from replaybuf_trainer.engine.served_models import load_engine_model
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.policy import load_policy
 from replaybuf_trainer.options import TrainOptions

@@ -15,10 +15,9 @@ import torch
 
 from replaybuf.errors import Fenced, ServiceUnavailable
 from replaybuf.generator.fleet.publication import OnPublish
-from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.loading import load_model, save_model
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.reload import FolderLoader
-from replaybuf_trainer.weights import save_model
 from tests.trainer.served import ServedEngine, oracle, served
 from tests.waiting import eventually
 

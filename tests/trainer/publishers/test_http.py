@@ -17,14 +17,13 @@ import trustme
 from replaybuf.certificates import open_certificate
 from replaybuf.errors import Fenced, Invalid, ServiceUnavailable
 from replaybuf.wire.model.checkpoints import latest_checkpoint
-from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.loading import WEIGHTS_FILE, load_model
 from replaybuf_trainer.publishers.http import HttpOptions, HttpPublisher
 from replaybuf_trainer.publishers.publisher import PublisherSetup
 from replaybuf_trainer.publishers.weights_folders import STAGED, WeightsFolders
 from replaybuf_trainer.publishers.weights_server import WeightsServer
 from replaybuf_trainer.weight_download import listening
 from replaybuf_trainer.weight_download.manifest import MANIFEST
-from replaybuf_trainer.weights import WEIGHTS_FILE
 from tests.conftest import RunClient
 from tests.forked import run_forked
 from tests.trainer.scripted import STEPS, fill

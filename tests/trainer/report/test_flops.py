@@ -17,9 +17,8 @@ from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report import flops
-from replaybuf_trainer.report.figures import step_figures
+from replaybuf_trainer.report.figures import peak_memory_bytes, step_figures
 from replaybuf_trainer.report.flops import peak_of, training_flops
-from replaybuf_trainer.report.memory import peak_memory_bytes
 from replaybuf_trainer.report.stopwatch import Phase
 from tests.trainer.batches import packed, rollouts
 
@@ -74,7 +73,7 @@ def test_padding_is_counted_over_all_ranks(models: Path) -> None:
 def test_peak_memory_holds_what_was_freed_since() -> None:
     """In a process of its own, on the CPU: 256 MiB that were written to and freed again."""
     script = (
-        "import torch; from replaybuf_trainer.report.memory import peak_memory_bytes as peak;"
+        "import torch; from replaybuf_trainer.report.figures import peak_memory_bytes as peak;"
         "cpu = torch.device('cpu');"
         "before = peak(cpu); torch.ones(2**26); print(peak(cpu) - before)"
     )

@@ -22,8 +22,7 @@ from replaybuf_trainer.ownership import Confirm
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.tables import page
 from replaybuf_trainer.report.tables.folder import RecordedStep, TableFolder
-from replaybuf_trainer.report.tables.record import TokenRecord
-from replaybuf_trainer.report.tables.samples import TOKEN_COLUMNS, Sample, StepSamples, draw_samples
+from replaybuf_trainer.report.tables.samples import TOKEN_COLUMNS, Sample, StepSamples, TokenRecord, draw_samples
 from tests.conftest import RunClient, group
 from tests.trainer.batches import logprobs_alone, packed, rollouts
 

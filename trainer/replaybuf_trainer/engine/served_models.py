@@ -11,12 +11,16 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from replaybuf.errors import Invalid, NotFound
+from replaybuf.wire.model.shape import read_model_config
 from replaybuf_trainer.engine.lora import Lora
+from replaybuf_trainer.models.loading import load_model
 
 MOST_ADAPTERS = 256
 """As many as one run may have."""
+MODEL_TYPE = "qwen3"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -92,3 +96,18 @@ class ServedModels:
         if loaded is None and len(self.adapters) >= MOST_ADAPTERS:
             detail = f"{len(self.adapters)} LoRA adapters are loaded; the maximum is {MOST_ADAPTERS}; unload one first"
             raise Invalid(detail, name="lora_name", value=name, bound=MOST_ADAPTERS)
+
+
+def load_engine_model(folder: Path) -> Any:
+    """Load a Qwen3 model folder in float32 on the CPU. Raises `Invalid` for another model type, and as `load_model`."""
+    config = folder / "config.json"
+    kind = read_model_config(config).get("model_type") if config.is_file() else MODEL_TYPE
+    if kind != MODEL_TYPE:
+        raise Invalid(
+            f"model folder {folder} has model_type {kind!r}; the small engine serves {MODEL_TYPE!r} only; "
+            "use vLLM for other models",
+            name="model_type",
+            value=kind,
+            bound=MODEL_TYPE,
+        )
+    return load_model(folder)

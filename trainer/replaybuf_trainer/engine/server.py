@@ -33,7 +33,6 @@ from transformers import AutoTokenizer
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable, counted
 from replaybuf.logs import announce
 from replaybuf_trainer.engine.answers import answer, error_response, reject, version_spans
-from replaybuf_trainer.engine.loading import load_engine_model
 from replaybuf_trainer.engine.requests import (
     LARGEST_N,
     CompletionRequest,
@@ -46,7 +45,7 @@ from replaybuf_trainer.engine.requests import (
     whole_number,
 )
 from replaybuf_trainer.engine.sampler import Row
-from replaybuf_trainer.engine.served_models import ServedModel, ServedModels
+from replaybuf_trainer.engine.served_models import ServedModel, ServedModels, load_engine_model
 from replaybuf_trainer.engine.weight_transfer import WeightTransfer
 from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.options import EngineOptions

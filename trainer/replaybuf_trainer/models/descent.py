@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from replaybuf_trainer.parallel.shards import whole
+from replaybuf_trainer.parallel.ranks import whole
 
 Tensors = dict[str, torch.Tensor]
 

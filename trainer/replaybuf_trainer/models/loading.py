@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils import logging as transformers_logging
@@ -13,8 +16,10 @@ from transformers.utils import logging as transformers_logging
 from replaybuf.errors import Invalid, counted
 from replaybuf.wire.files import MODEL_FILE_BYTES, check_size
 from replaybuf.wire.model.shape import CONFIG_FILE, read_model_config
+from replaybuf_trainer.folders import whole_folder
 
 Attention: TypeAlias = Literal["eager", "sdpa", "flash"]
+WEIGHTS_FILE = "model.safetensors"
 
 
 def load_model(
@@ -70,3 +75,18 @@ def transformers_attention(attention: Attention, device: torch.device) -> str:
     if device.type == "cuda" and is_flash_attn_2_available():
         return "flash_attention_2"
     raise Invalid(f"--attention flash needs {lacks}; use --attention sdpa", name="attention", value=attention)
+
+
+def save_model(
+    model: Any, tokenizer_dir: Path, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write a model folder (config, weights, tokenizer) and read the header of its weights back.
+
+    `weights`: by parameter name; None = those of the model.
+    """
+    with whole_folder(folder) as scratch:
+        model.save_pretrained(scratch, safe_serialization=True, state_dict=weights)
+        for path in tokenizer_dir.glob("token*"):
+            shutil.copy2(path, scratch)
+        with safe_open(scratch / WEIGHTS_FILE, framework="pt") as file:
+            file.keys()

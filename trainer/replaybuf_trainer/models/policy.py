@@ -16,14 +16,12 @@ from replaybuf_trainer.models.descent import Tensors, adam, descend, make_moment
 from replaybuf_trainer.models.isolation import check_isolation
 from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers
 from replaybuf_trainer.models.liger import liger_kernels
-from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.models.loading import load_model, save_model
 from replaybuf_trainer.models.packed_forward import packed_logprobs
 from replaybuf_trainer.options import TrainOptions
-from replaybuf_trainer.parallel.ranks import Ranks
+from replaybuf_trainer.parallel.ranks import Ranks, whole
 from replaybuf_trainer.parallel.sharding import ShardedForward
-from replaybuf_trainer.parallel.shards import whole
 from replaybuf_trainer.publishers.publisher import Weights
-from replaybuf_trainer.weights import save_model
 
 
 class Policy:

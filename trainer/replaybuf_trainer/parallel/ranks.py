@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from replaybuf import errors
 from replaybuf.client.retries import Stopped
@@ -159,3 +160,8 @@ def _error_of(outcome: _Outcome) -> Exception:
         return kind(outcome.detail)
     ours = outcome.error == TrainingFault.__name__
     return TrainingFault(outcome.detail if ours else f"another rank failed with {outcome.error}: {outcome.detail}")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the parts of all ranks; every rank must call this. Other tensors stay as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,7 @@ import httpx
 from replaybuf.errors import ReplaybufError, ServiceUnavailable
 from replaybuf_trainer.options import OnPublish
 from replaybuf_trainer.publishers.engine import WATCH_EVERY_S, Engine, Loader
-from replaybuf_trainer.publishers.publisher import Confirm
+from replaybuf_trainer.publishers.publisher import Confirm, Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -166,3 +166,28 @@ class Engines:
     def _served(self) -> list[str]:
         with self._loading:
             return [adapter for adapter in self._published if adapter not in self._retired]
+
+
+class EnginePublisher(Publisher):
+    """A publisher that may load the weights into engines itself; `_engines` None: others do that."""
+
+    _engines: Engines | None = None
+
+    def watch(self, confirm: Confirm) -> None:
+        """Load the published weights into engines that lack them, until `close`."""
+        if self._engines is not None:
+            self._engines.watch(confirm)
+
+    def retire(self, adapters: frozenset[str]) -> None:
+        """Unload these adapters from the engines."""
+        if self._engines is not None:
+            self._engines.retire(adapters)
+
+    def close(self) -> None:
+        """End the watch after its current load, and close the connections."""
+        if self._engines is not None:
+            self._engines.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the number of engines that are behind, and of loads between two publications."""
+        return {} if self._engines is None else self._engines.figures()

@@ -11,6 +11,7 @@ version is announced when the trainer serves it, and helpers with `--run` load w
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -24,9 +25,9 @@ from replaybuf.wire.files import read_bounded
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.publishers.engine import Engine, Unknown
 from replaybuf_trainer.publishers.engines import Engines
-from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
+from replaybuf_trainer.publishers.folder import VersionFolders
+from replaybuf_trainer.publishers.publisher import Confirm, PublisherSetup, Weights
 from replaybuf_trainer.publishers.reload import FolderLoader
-from replaybuf_trainer.publishers.weights_folders import WeightsFolders
 from replaybuf_trainer.publishers.weights_server import WeightsServer
 from replaybuf_trainer.weight_download.helper import STAGE, StageAnswer
 from replaybuf_trainer.weight_download.listening import address, check_exposure
@@ -80,11 +81,10 @@ class UriLoader(FolderLoader):
         return None if staged.complete else staged.progress_bytes
 
 
-class HttpPublisher(Publisher):
+class HttpPublisher(VersionFolders):
     """Serves each version, and loads it through helpers into all engines, again into engines that restarted."""
 
     Options = HttpOptions
-    takes_adapters = True
 
     def __init__(self, setup: PublisherSetup, options: HttpOptions) -> None:
         """Check the address. Raises `Invalid`."""
@@ -92,10 +92,7 @@ class HttpPublisher(Publisher):
         check_exposure(setup.publish_host, setup.publish_token, "publish_host")
         if options.url is not None and not options.url.startswith(("http://", "https://")):
             raise Invalid(f"url is {options.url!r}; it must be http or https", name="url", value=options.url)
-        self._adapter = ""
-        self._folders = WeightsFolders(setup.weights_dir, setup.needed_versions)
         self._server: WeightsServer | None = None
-        self._engines: Engines | None = None
         self._certificate = open_certificate(setup.publish_tls_cert, setup.publish_tls_key, TLS_OPTIONS)
         if setup.engines:
             tls = client_context(setup.publish_tls_ca, "publish_tls_ca")
@@ -113,50 +110,28 @@ class HttpPublisher(Publisher):
         self._adapter = weights.adapter
         self._describe(version, self._folders.write(version, weights))
 
-    def commit(self, version: int, confirm: Confirm) -> str:
-        """Load the version into the engines. Raises `ServiceUnavailable` if none takes it, and `Fenced`."""
-        adapter = self._adapter
-        self._folders.complete(version, confirm, adapter)
+    def load(self, version: int, adapter: str, confirm: Confirm) -> str:
+        """Serve the folder, and load it into the engines. Raises `ServiceUnavailable` if none takes it."""
+        folder = self._folders.path(version, adapter)
+        if not (folder / MANIFEST).is_file():  # another publisher wrote it
+            self._describe(version, folder)
         uri = self._uri(version, adapter)
-        server = self._serve()
+        self._serve()
         if self._engines is not None:
             loader = UriLoader(uri, adapter)
             self._engines.stage(loader, version)
             self._engines.switch(loader, version, confirm)
-        self._folders.prune(version, confirm, adapter, server.in_use)
         return uri
 
-    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
-        """Load the folder of a version again, if it is still here. Raises as `commit`."""
-        self._adapter = adapter
-        if kept := self._folders.has(version, adapter):
-            folder = self._folders.path(version, adapter)
-            if not (folder / MANIFEST).is_file():  # another publisher wrote it
-                self._describe(version, folder)
-            self.commit(version, confirm)
-        return kept
-
-    def watch(self, confirm: Confirm) -> None:
-        """Load the published version into engines that lack it, until `close`."""
-        if self._engines is not None:
-            self._engines.watch(confirm)
-
-    def retire(self, adapters: frozenset[str]) -> None:
-        """Unload these adapters from the engines."""
-        if self._engines is not None:
-            self._engines.retire(adapters)
+    def in_use(self, folder: Path) -> bool:
+        """Return whether a helper downloads an old version."""
+        return self._serve().in_use(folder)
 
     def close(self) -> None:
         """End the watch and the server."""
-        if self._engines is not None:
-            self._engines.close()
+        super().close()
         if self._server is not None:
             self._server.close()
-
-    def figures(self) -> dict[str, Any]:
-        """Return what was written, the engines that are behind, and loads between two publications."""
-        engines = {} if self._engines is None else self._engines.figures()
-        return {"published_bytes": self._folders.written_bytes} | engines
 
     def _describe(self, version: int, folder: Any) -> None:
         try:

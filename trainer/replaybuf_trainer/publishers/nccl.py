@@ -23,8 +23,8 @@ from msgspec import Meta
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.publishers.engine import Engine
-from replaybuf_trainer.publishers.engines import Engines
-from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
+from replaybuf_trainer.publishers.engines import EnginePublisher, Engines
+from replaybuf_trainer.publishers.publisher import Confirm, PublisherSetup, Weights
 from replaybuf_trainer.publishers.tensor_group import Backend, InitInfo, TensorGroup, check_backend, open_group
 from replaybuf_trainer.weight_chunks import as_bytes, chunk_ends
 
@@ -131,7 +131,7 @@ class TensorLoader:
         }
 
 
-class NcclPublisher(Publisher):
+class NcclPublisher(EnginePublisher):
     """Sends each version to all engines, and again to engines that restarted."""
 
     Options = NcclOptions
@@ -142,7 +142,7 @@ class NcclPublisher(Publisher):
         check_backend(options.backend)
         if not setup.engines:
             raise Invalid("publisher nccl needs at least one --engine", name="engine", value=[])
-        self._engines = Engines(setup.engines, setup.engine_timeout_s, setup.on_publish)
+        self._engines: Engines = Engines(setup.engines, setup.engine_timeout_s, setup.on_publish)
         self._groups: dict[str, TensorGroup] = {}
         self._staged: dict[str, torch.Tensor] = {}
 
@@ -156,19 +156,15 @@ class NcclPublisher(Publisher):
         loader = TensorLoader(self._staged, self._groups, self.options, self.setup.engine_timeout_s)
         self._engines.switch(loader, version, confirm)
 
-    def watch(self, confirm: Confirm) -> None:
-        """Send the published weights to engines that lack them, until `close`."""
-        self._engines.watch(confirm)
-
     def close(self) -> None:
         """End the watch after its current load, and leave the groups."""
-        self._engines.close()
+        super().close()
         for group in self._groups.values():
             group.close()
 
     def figures(self) -> dict[str, Any]:
         """Return what one engine gets, the engines that are behind, and loads between two publications."""
-        return {"published_bytes": sum(tensor.nbytes for tensor in self._staged.values())} | self._engines.figures()
+        return {"published_bytes": sum(tensor.nbytes for tensor in self._staged.values())} | super().figures()
 
 
 def _result(sending: Future[None], engine: Engine, timeout_s: float) -> None:

@@ -13,9 +13,33 @@ from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.publishers.folder import FolderPublisher
 from replaybuf_trainer.publishers.http import HttpPublisher
 from replaybuf_trainer.publishers.nccl import NcclPublisher
-from replaybuf_trainer.publishers.nowhere import NoPublisher
-from replaybuf_trainer.publishers.publisher import NeededVersions, Publisher, PublisherSetup, no_versions
+from replaybuf_trainer.publishers.publisher import (
+    Confirm,
+    NeededVersions,
+    Publisher,
+    PublisherSetup,
+    Weights,
+    no_versions,
+)
 from replaybuf_trainer.publishers.reload import ReloadPublisher
+
+
+class NoPublisher(Publisher):
+    """The publisher `none`: writes nothing and announces no address, as in a training without a service."""
+
+    takes_adapters = True
+
+    def prepare(self, version: int, weights: Weights) -> None:
+        """Do nothing."""
+
+    def commit(self, version: int, confirm: Confirm) -> str | None:
+        """Return no address."""
+        return None
+
+    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
+        """Return True: no engine needs the weights."""
+        return True
+
 
 BUILT_IN: dict[str, type[Publisher]] = {
     "folder": FolderPublisher,

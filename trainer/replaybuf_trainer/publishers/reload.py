@@ -11,8 +11,8 @@ from typing import Any
 from replaybuf.errors import Invalid
 from replaybuf_trainer.publishers.engine import Engine
 from replaybuf_trainer.publishers.engines import Engines
-from replaybuf_trainer.publishers.publisher import Confirm, Publisher, PublisherSetup, Weights
-from replaybuf_trainer.publishers.weights_folders import WeightsFolders
+from replaybuf_trainer.publishers.folder import VersionFolders
+from replaybuf_trainer.publishers.publisher import Confirm, PublisherSetup
 
 
 class FolderLoader:
@@ -39,52 +39,18 @@ class FolderLoader:
         engine.label(str(version), self.adapter)
 
 
-class ReloadPublisher(Publisher):
+class ReloadPublisher(VersionFolders):
     """Loads each version into all engines, and again into engines that restarted."""
-
-    takes_adapters = True
 
     def __init__(self, setup: PublisherSetup, options: Any) -> None:
         """Check that there are engines. Raises `Invalid`."""
         super().__init__(setup, options)
         if not setup.engines:
             raise Invalid("publisher reload needs at least one --engine", name="engine", value=[])
-        self._adapter = ""
-        self._folders = WeightsFolders(setup.weights_dir, setup.needed_versions)
-        self._engines = Engines(setup.engines, setup.engine_timeout_s, setup.on_publish)
+        self._engines: Engines = Engines(setup.engines, setup.engine_timeout_s, setup.on_publish)
 
-    def prepare(self, version: int, weights: Weights) -> None:
-        """Stage the folder of a version. Raises `TrainingFault` for a full disk."""
-        self._adapter = weights.adapter
-        self._folders.write(version, weights)
-
-    def commit(self, version: int, confirm: Confirm) -> str:
-        """Load the folder into the engines. Raises `ServiceUnavailable` if none takes it, and what `confirm` raises."""
-        loader = FolderLoader(self._folders.path(version, self._adapter), self._adapter)
-        self._folders.complete(version, confirm, self._adapter)
+    def load(self, version: int, adapter: str, confirm: Confirm) -> str:
+        """Load the folder into the engines."""
+        loader = FolderLoader(self._folders.path(version, adapter), adapter)
         self._engines.switch(loader, version, confirm)
-        self._folders.prune(version, confirm, self._adapter)
-        return self._folders.uri(version, self._adapter)
-
-    def restore(self, version: int, confirm: Confirm, adapter: str = "") -> bool:
-        """Load the folder of a version again, if it is still here. Raises as `commit`."""
-        self._adapter = adapter
-        if kept := self._folders.has(version, adapter):
-            self.commit(version, confirm)
-        return kept
-
-    def watch(self, confirm: Confirm) -> None:
-        """Load the published folder into engines that lack it, until `close`."""
-        self._engines.watch(confirm)
-
-    def retire(self, adapters: frozenset[str]) -> None:
-        """Unload these adapters from the engines."""
-        self._engines.retire(adapters)
-
-    def close(self) -> None:
-        """End the watch after its current load, and close the connections."""
-        self._engines.close()
-
-    def figures(self) -> dict[str, Any]:
-        """Return what was written, the engines that are behind, and loads between two publications."""
-        return {"published_bytes": self._folders.written_bytes} | self._engines.figures()
+        return self._folders.uri(version, adapter)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +18,10 @@ from replaybuf.wire.names import LONGEST_METRIC_BYTES
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.flops import training_flops
-from replaybuf_trainer.report.memory import peak_memory_bytes
 from replaybuf_trainer.report.stopwatch import Phase
 
 TRAIN_PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+_STATUS = Path("/proc/self/status")
 
 
 def ack_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -79,3 +82,20 @@ def step_figures(
         "publish_s": seconds.get("weights", 0.0) + seconds.get("publish", 0.0),
         "phase_s": seconds,
     }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak since the last call of what torch allocated on a GPU.
+
+    On a CPU: the peak resident memory of this process since its start.
+    """
+    if device.type == "cuda":
+        peak = int(torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    if _STATUS.is_file():  # getrusage of Linux also counts the program that started this one
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -25,7 +25,7 @@ from replaybuf_trainer.report.sinks.tensorboard import TensorBoard
 from replaybuf_trainer.report.sinks.weights_and_biases import WeightsAndBiases
 from replaybuf_trainer.report.stopwatch import Phase, shares
 from replaybuf_trainer.report.tables.folder import RecordedStep, TableFolder
-from replaybuf_trainer.report.tables.record import TokenRecord
+from replaybuf_trainer.report.tables.samples import TokenRecord
 
 logger = logging.getLogger(__name__)
 

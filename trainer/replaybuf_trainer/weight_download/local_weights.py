@@ -25,6 +25,7 @@ from pathlib import Path
 from urllib.parse import urldefrag
 
 from replaybuf.errors import Gone, Invalid
+from replaybuf_trainer.folders import sync
 from replaybuf_trainer.weight_download.download import Download, patiently
 from replaybuf_trainer.weight_download.faults import Superseded
 from replaybuf_trainer.weight_download.manifest import MANIFEST, Manifest, decode_manifest, digest_of
@@ -100,9 +101,9 @@ class LocalWeights:
         download.run()
         (scratch / MANIFEST).write_bytes(content)
         for path in [*scratch.rglob("*"), scratch]:
-            _sync(path)
+            sync(path)
         scratch.rename(folder)
-        _sync(self._root)
+        sync(self._root)
         logger.info(
             "fetched version=%d from=%s bytes=%d reused=%d seconds=%.1f",
             manifest.version,
@@ -152,11 +153,3 @@ def _allocated_bytes(folder: Path) -> int:
         return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     except FileNotFoundError:
         return 0
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

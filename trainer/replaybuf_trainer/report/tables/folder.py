@@ -10,22 +10,24 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from replaybuf.errors import Invalid
+from replaybuf.client.client import Client
+from replaybuf.client.exports.tables import pyarrow
+from replaybuf.errors import Forbidden, Invalid, ReplaybufError
 from replaybuf.wire.group import TokenIds
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.ownership import Confirm, may_delete
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.tables.page import write_page
-from replaybuf_trainer.report.tables.parquet import pyarrow, write_parquet
-from replaybuf_trainer.report.tables.record import TokenRecord
-from replaybuf_trainer.report.tables.samples import StepSamples, TextOf, draw_samples
-from replaybuf_trainer.report.tables.stored_rewards import StoredRewards
+from replaybuf_trainer.report.tables.parquet import EXTRA, write_parquet
+from replaybuf_trainer.report.tables.samples import StepSamples, TextOf, TokenRecord, draw_samples
 
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".step-"
 PARQUET, PAGE = "samples.parquet", "index.html"
+TIMEOUT_S = 5.0
+"""Of a question to the service for the rewards of a group."""
 
 
 class RecordedStep(NamedTuple):
@@ -44,7 +46,7 @@ class TableFolder:
     name = "tables"
 
     def __init__(self, options: TrainOptions, confirm: Confirm) -> None:
-        pyarrow()
+        pyarrow(*EXTRA)
         self._options = options
         self._confirm = confirm
         self._folder = options.tables_dir
@@ -132,3 +134,31 @@ def text_by_tokenizer(folder: Path) -> TextOf:
         return of_token(int(ids[0])) if len(ids) == 1 else tokenizer.decode([ids], special_tokens=True)[0]
 
     return text_of
+
+
+class StoredRewards:
+    """Looks groups up in the run of a training; without a run, or without the right to read groups, there are none."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self._client = Client(options.url, options.run, options.token, TIMEOUT_S) if options.run else None
+
+    def parts_of(self, group_id: str) -> list[dict[str, float]]:
+        """Return the reward parts of each rollout of a group; empty if they are not available."""
+        if self._client is None:
+            return []
+        try:
+            stored = self._client.get_group(group_id).rollouts or []
+        except Forbidden as error:
+            logger.warning("tables have no reward parts of single rollouts: %s", error.detail)
+            self.close()
+            return []
+        except ReplaybufError as error:  # freed, or the service is away
+            logger.debug("no reward parts of group %s: %s", group_id, error.detail)
+            return []
+        return [rollout.rewards for rollout in stored]
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None

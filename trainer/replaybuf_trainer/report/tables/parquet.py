@@ -6,29 +6,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from replaybuf.errors import MissingExtra
+from replaybuf.client.exports.tables import pyarrow
 from replaybuf_trainer.report.tables.samples import TOKEN_COLUMNS, Sample, StepSamples
 
-EXTRA = "tables"
+EXTRA = ("replaybuf train --tables", "tables")
+"""What needs pyarrow, and the extra that has it."""
 _TEXTS = ("group_id", "adapter", "prompt", "completion")
 _NUMBERS = ("rollout", "policy_version", "staleness", "times_sampled")
 _FLOATS = ("reward", "advantage")
 
 
-def pyarrow() -> ModuleType:
-    """Import pyarrow with its Parquet part. Raises `MissingExtra`."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtra("replaybuf train --tables", EXTRA) from None
-    module: ModuleType = pyarrow
-    return module
-
-
 def write_parquet(path: Path, step: StepSamples) -> None:
     """Write the samples of a step; NaN becomes null. The metadata of the file has run, step and version."""
-    pa = pyarrow()
+    pa = pyarrow(*EXTRA)
     metadata = {name: str(getattr(step, name)) for name in ("run", "step", "version", "loss")}
     schema = _schema(pa).with_metadata(metadata)
     table = pa.Table.from_pylist([_row(sample) for sample in step.samples], schema=schema)

@@ -1,4 +1,4 @@
-"""Rollouts of a step, drawn at random, with the values of each of their completion tokens."""
+"""Rollouts of a step, drawn at random, with the values of each of their completion tokens, kept in the forward pass."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from replaybuf.errors import counted
 from replaybuf.wire.batch import MicroBatch
 from replaybuf.wire.group import TokenIds
+from replaybuf_trainer.losses.statistics import Tally
+from replaybuf_trainer.losses.surrogates import PolicyTerm
+from replaybuf_trainer.losses.tokens import LossTokens
 from replaybuf_trainer.reading import TensorBatch
-from replaybuf_trainer.report.tables.record import RECORDED, TokenRecord
 
 Column: TypeAlias = npt.NDArray[Any]
 TextOf: TypeAlias = Callable[[TokenIds], str]
 """Text of some token ids, with special tokens."""
 
+RECORDED = ("trainer_logprob", "ratio", "clipped", "entropy", "loss_share")
 LOGPROBS = ("engine_logprob", "old_logprob", "ref_logprob")
 TOKEN_COLUMNS = (*LOGPROBS, *RECORDED, "difference", "token_advantage")
 
@@ -136,3 +140,22 @@ def _at(mask: Column, values: Column | None) -> Column:
     if values is not None:
         spread[mask] = values
     return spread
+
+
+class TokenRecord(Tally):
+    """Values of the loss tokens in the order of the forward passes: 20 bytes per token, on the device of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def keep_tokens(self, tokens: LossTokens, term: PolicyTerm, shares: torch.Tensor) -> None:
+        """Keep the values of k loss tokens; `shares` [k]: their parts of the loss of the batch."""
+        columns = (tokens.logprobs, term.ratio, term.clipped, tokens.entropies, shares)
+        self._parts.append(torch.stack([column.detach().float() for column in columns]))
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the columns `RECORDED` on the CPU, float32 [K] for the K loss tokens of the step."""
+        whole = torch.cat(self._parts, 1).cpu() if self._parts else torch.empty(len(RECORDED), 0)
+        return dict(zip(RECORDED, whole, strict=True))
