@@ -74,11 +74,13 @@ def cost_ratio(curve: Points, reference: Points, levels: int = LEVELS) -> float 
 
     Both are the sum of the costs to reach `levels` accuracies, at equal distances from the start of the reference to
     the highest accuracy that both reach. That uses all points, while the cost of one accuracy depends on the noise of
-    two. None where a curve never rises above that start, and where the reference has no cost.
+    two. None where the curve has less than half of the reference's rise, since low accuracies alone are mostly noise,
+    and where the reference has no rise or no cost.
     """
     start = reference[0][1]
-    top = min(max(accuracy for _, accuracy in points) for points in (curve, reference))
-    if top <= start:
+    highest, goal = (max(accuracy for _, accuracy in points) for points in (curve, reference))
+    top = min(highest, goal)
+    if goal <= start or top - start < (goal - start) / 2:
         return None
     accuracies = np.linspace(start, top, levels + 1)[1:].tolist()
     costs, of_reference = ([cost_to_reach(points, level) for level in accuracies] for points in (curve, reference))

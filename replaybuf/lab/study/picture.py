@@ -9,7 +9,7 @@ from replaybuf.lab.study.curves import Band
 from replaybuf.lab.study.report import AXES, StudyResult
 from replaybuf.report.charts import number
 
-COLOURS = ("#0b6b57", "#b4542a", "#3f5fb0", "#8c4a8f", "#6b6b1f", "#4b7c8c")
+COLOURS = ("#0b6b57", "#b4542a", "#3f5fb0", "#8c4a8f", "#6b6b1f", "#4b7c8c", "#c28a00", "#a3264b")
 PANEL, HEIGHT = 360, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 16, 40, 44
 _LEGEND = 18

@@ -175,7 +175,7 @@ def table_of(result: StudyResult) -> tuple[tuple[str, ...], list[tuple[str, ...]
                 f"{wall_s.mean:,.0f}",
                 f"{sum(known) / len(known):.2f}" if known else "",
                 ", ".join(_share(training.share_to_reach) for training in trainings),
-                ", ".join(_share(training.cost_ratios["tokens"]) for training in trainings),
+                ", ".join(_share(training.cost_ratios["tokens"], "-") for training in trainings),
             )
         )
     return heading, rows
@@ -197,7 +197,8 @@ def notes_of(result: StudyResult) -> list[str]:
         f"{counted(result.samples, 'completion')} each at temperature 1.{noise}",
         "tokens: generated in a training; seconds: of the trainer's steps, waits included.",
         f"to match the first: tokens until the final accuracy of {first} with the same seed, as a share of its tokens.",
-        f"tokens for the same: for all accuracies that both reached, relative to {first} with the same seed.",
+        f"tokens for the same: for all accuracies that both reached, relative to {first} with the same seed; - with "
+        "less than half of its rise.",
         "staleness: mean of the trained completions, in versions of the policy.",
     ]
 
@@ -206,5 +207,5 @@ def _accuracy(value: Interval) -> str:
     return f"{value.mean:.3f}" if value.half is None else f"{value.mean:.3f} ± {value.half:.3f}"
 
 
-def _share(share: float | None) -> str:
-    return "never" if share is None else f"{share:.0%}"
+def _share(share: float | None, without: str = "never") -> str:
+    return without if share is None else f"{share:.0%}"

@@ -48,7 +48,11 @@ def test_the_cost_of_the_same_accuracies_is_compared_over_the_whole_curve() -> N
     assert cost_ratio(reference, slow) == pytest.approx(0.5)
 
 
-def test_a_curve_that_never_rises_has_no_cost_of_the_same_accuracies() -> None:
+def test_a_curve_that_hardly_rises_has_no_cost_of_the_same_accuracies() -> None:
+    """At low accuracies alone the noise of a score would decide: 1 % above the start may cost all tokens or none."""
     reference = [(0.0, 0.2), (10.0, 0.4)]
     assert cost_ratio([(0.0, 0.2), (10.0, 0.1)], reference) is None
+    assert cost_ratio([(0.0, 0.2), (40.0, 0.29)], reference) is None
+    assert cost_ratio([(0.0, 0.2), (40.0, 0.31)], reference) is not None
+    assert cost_ratio(reference, [(0.0, 0.2), (10.0, 0.2)]) is None
     assert cost_ratio([(0.0, 0.2), (0.0, 0.4)], [(0.0, 0.2), (0.0, 0.4)]) is None
