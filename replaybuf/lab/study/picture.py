@@ -15,15 +15,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 16, 40, 44
 _LEGEND = 18
 """Height of one line of the legend."""
 _TICKS = 4
+MARGIN = 0.25
+"""Room above and below the lines, as a share of their range. Two seeds have bands that would flatten all lines."""
 
 
 def draw_study(result: StudyResult) -> str:
     """Return the SVG: one panel per cost, side by side, with the same accuracies."""
     titles = [strategy.title for strategy in result.strategies]
     bands = [band for strategy in result.strategies for band in strategy.bands.values()]
-    edges = [edge for band in bands for edge in (band.mean, band.low, band.high)]
-    values = [value for edge in edges for value in edge if value is not None]
-    low, high = max(0.0, min(values)), min(1.0, max(values))
+    means = [mean for band in bands for mean in band.mean]
+    margin = MARGIN * (max(means) - min(means))
+    low, high = max(0.0, min(means) - margin), min(1.0, max(means) + margin)
     width, height = PANEL * len(AXES), HEIGHT + _LEGEND * len(titles)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
@@ -83,7 +85,7 @@ class _Panel:
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
     def _place(self, cost: float, accuracy: float) -> tuple[float, float]:
-        inside = min(max(accuracy, self._low), self._high)  # a band may reach below 0 or above 1
+        inside = min(max(accuracy, self._low), self._high)  # a band may be wider than the picture
         up = (inside - self._low) / (self._high - self._low)
         across = (PANEL - _LEFT - _RIGHT) * cost / self._last
         return self._x0 + _LEFT + across, HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * up
