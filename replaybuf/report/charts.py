@@ -12,7 +12,7 @@ Place: TypeAlias = Callable[[float, float], tuple[float, float]]
 
 WIDTH, HEIGHT = 360, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 8, 8, 20
-COLOURS = ("#0b6b57", "#b4542a", "#3f5fb0", "#8c4a8f", "#6b6b1f", "#4b7c8c")
+COLOURS = ("#0b6b57", "#b4542a", "#3f5fb0", "#8c4a8f", "#6b6b1f", "#4b7c8c", "#c28a00", "#a3264b")
 """Of the lines on a light page, in their order."""
 
 

@@ -25,7 +25,7 @@ _FIRST_METRICS = ("loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "c
 """Those that most people look for, as in the console; the others follow by name."""
 _COMPARED_ROWS = 50
 """Rows of the history at both ends whose rewards the headline compares: one step says little."""
-_DARK_COLOURS = ("#63c7ab", "#e8956b", "#8fa8ee", "#d597d8", "#c9c96a", "#86bccd")
+_DARK_COLOURS = ("#63c7ab", "#e8956b", "#8fa8ee", "#d597d8", "#c9c96a", "#86bccd", "#e0b64a", "#ef7f9c")
 _COUNTS = ("stored", "live", "in_batches", "retired", "dead_lettered")
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">

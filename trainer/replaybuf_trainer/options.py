@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -246,6 +247,18 @@ class TrainOptions:
     on_publish: OnPublish = "in-flight"
     """Running completions while an engine loads weights. drain: the engine finishes them first; in-flight: it pauses
     them; abort-and-resume, abort: it aborts them. Give the generators the same value."""
+
+    def check(self) -> None:
+        """Raise `Invalid` for an unknown loss or option of it, before `replaybuf up` starts anything.
+
+        Losses need torch, which takes seconds to import: not for the default, which is right.
+        """
+        loss = (self.loss, self.loss_options, self.normalise, self.normalise_constant)
+        default = (TrainOptions.loss, TrainOptions.loss_options, None, None)
+        if loss != default and find_spec("torch") is not None:
+            from replaybuf_trainer.losses import load_objective
+
+            load_objective(*loss)
 
     @property
     def offline(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -99,7 +99,7 @@ keep_checkpoints = $keep_checkpoints
 learning_rate = $learning_rate
 wait_ms = $wait_ms
 seed = $seed
-env = $env
+env = $env$trainer_options
 
 [restarts]                           # of a process that dies
 most = 3
@@ -109,7 +109,10 @@ first_pause_s = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the run of a study may have otherwise than the demo. `model`: folder with the model and its problems."""
+    """What the run of a study may have otherwise than the demo.
+
+    `model`: folder with the model and its problems; `trainer_options`: more keys of the section of the trainer.
+    """
 
     model: str = "model"
     environment: str = ENVIRONMENT
@@ -117,6 +120,7 @@ class Settings:
     learning_rate: float = LEARNING_RATE
     checkpoint_every_steps: int = 20
     keep_checkpoints: int = 2
+    trainer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 DEMO = Settings()
@@ -127,9 +131,9 @@ def write_run_file(folder: Folder, request: Request) -> None:
     folder.run_file.write_text(run_text(request))
 
 
-def check_request(request: Request, settings: Settings = DEMO) -> None:
+def check_request(request: Request) -> None:
     """Raise `Invalid` for a strategy that is not installed, and for options out of bounds or for another batch."""
-    resolve_config(decode_file(tomllib.loads(run_text(request, settings))).sections.run.config)
+    resolve_config(decode_file(tomllib.loads(run_text(request))).sections.run.config)
 
 
 def run_text(request: Request, settings: Settings = DEMO) -> str:
@@ -155,7 +159,8 @@ def run_text(request: Request, settings: Settings = DEMO) -> str:
         "characters": str(CHARACTERS),
         "env": CHILD_ENVIRONMENT,
     }
-    return FILE.substitute({name: inline_toml(value) for name, value in values.items()})
+    lines = [f"\n{inline_toml(name)} = {inline_toml(value)}" for name, value in settings.trainer_options.items()]
+    return FILE.substitute({name: inline_toml(value) for name, value in values.items()}, trainer_options="".join(lines))
 
 
 def warm_start_program(
@@ -229,7 +234,7 @@ def inline_toml(value: Any) -> str:
         detail = "an option of the strategy is null, which the file of a run cannot hold; leave it out for its default"
         raise Invalid(detail, name="strategy_options", value=None)
     if isinstance(value, dict):
-        pairs = [f"{msgspec.json.encode(name).decode()} = {inline_toml(item)}" for name, item in value.items()]
+        pairs = [f"{inline_toml(name)} = {inline_toml(item)}" for name, item in value.items()]
         return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(inline_toml, value))}]"

@@ -20,6 +20,8 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Quantile 0.975 of Student's t by degrees of freedom, from 1 on: 16 seeds have 15."""
 CURVE_POINTS = 21
+LEVELS = 20
+"""Accuracies at which costs are compared."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -65,6 +67,25 @@ def accuracy_at(curve: Points, costs: Floats) -> Floats:
     at, accuracy = np.array(curve, np.float64).T
     accuracies: Floats = np.interp(costs, at, accuracy)
     return accuracies
+
+
+def cost_ratio(curve: Points, reference: Points, levels: int = LEVELS) -> float | None:
+    """Return the cost of a curve for the same accuracies, relative to a reference: 1.05 = 5 % more.
+
+    Both are the sum of the costs to reach `levels` accuracies, at equal distances from the start of the reference to
+    the highest accuracy that both reach. That uses all points, while the cost of one accuracy depends on the noise of
+    two. None where the curve has less than half of the reference's rise, since low accuracies alone are mostly noise,
+    and where the reference has no rise or no cost.
+    """
+    start = reference[0][1]
+    highest, goal = (max(accuracy for _, accuracy in points) for points in (curve, reference))
+    top = min(highest, goal)
+    if goal <= start or top - start < (goal - start) / 2:
+        return None
+    accuracies = np.linspace(start, top, levels + 1)[1:].tolist()
+    costs, of_reference = ([cost_to_reach(points, level) for level in accuracies] for points in (curve, reference))
+    total = sum(cost for cost in of_reference if cost is not None)
+    return sum(cost for cost in costs if cost is not None) / total if total else None
 
 
 def cost_to_reach(curve: Points, accuracy: float) -> float | None:

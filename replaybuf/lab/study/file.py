@@ -25,12 +25,13 @@ Groups = Annotated[int, Meta(ge=1, le=16384)]
 class StrategyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One strategy: `label` in tables and folders (default: `name`), options, and what it has otherwise than the rest.
 
-    `groups_per_batch` must be that of all others.
+    `trainer`: options of the trainer, such as its loss. `groups_per_batch` must be that of all others.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     label: Label | None = None
     options: dict[str, Any] = {}
+    trainer: dict[str, Any] = {}
     steps: Steps | None = None
     learning_rates: LearningRates | None = None
     groups_per_batch: Groups | None = None

@@ -13,13 +13,28 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from replaybuf.errors import Conflict, Invalid
 from replaybuf.generator.checkpoint_scores import SCORES_FILE
 from replaybuf.lab.demo.folder import HELD_OUT, PROMPTS, Folder, Request
-from replaybuf.lab.demo.run_file import Settings, check_request, run_text
-from replaybuf.lab.study.file import StudyFile
+from replaybuf.lab.demo.run_file import Settings, run_text
+from replaybuf.lab.study.file import StrategyEntry, StudyFile
+from replaybuf.launch.planning import Planner
+
+SET_BY_STUDY = {
+    "model": "set model of the study",
+    "learning_rate": "set learning_rates",
+    "steps": "set steps of the strategy",
+    "seed": "set seeds",
+    "checkpoint_every_steps": "set checkpoints",
+    "keep_checkpoints": "set checkpoints",
+} | dict.fromkeys(
+    ("checkpoint_dir", "command", "engines", "env", "metrics_file", "wait_ms", "weights_dir"), "the study sets it"
+)
+"""Keys of the trainer's section that a strategy cannot have, each with the way out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +43,8 @@ class Variant:
 
     title: str
     strategy: str
-    options: dict[str, object]
+    options: dict[str, Any]
+    trainer: dict[str, Any]
     learning_rate: float
     steps: int
 
@@ -86,8 +102,8 @@ class StudyPlan:
 def plan_study(study: StudyFile, folder: Path) -> StudyPlan:
     """Return the plan of a study whose file is in `folder`.
 
-    Raises `Invalid` for a strategy that is not installed, options out of bounds and a model without problems, and
-    `Conflict` for a training that was begun with other settings.
+    Raises `Invalid` for a strategy that is not installed, options that `replaybuf up` rejects and a model without
+    problems, and `Conflict` for a training that was begun with other settings.
     """
     data_dir = (folder / study.data_dir).resolve()
     model = (folder / study.model).resolve() if study.model else data_dir / "model"
@@ -98,14 +114,21 @@ def plan_study(study: StudyFile, folder: Path) -> StudyPlan:
                 raise Invalid(detail, name="model", value=study.model)
     variants, trainings = [], []
     for entry in study.strategies:
+        _check_trainer(entry)
         rates = entry.learning_rates or study.learning_rates
         for rate in rates:
             title = entry.title if len(rates) == 1 else f"{entry.title}-lr{rate:g}"
-            variant = Variant(title, entry.name, entry.options, rate, entry.steps or study.steps)
+            variant = Variant(title, entry.name, entry.options, entry.trainer, rate, entry.steps or study.steps)
             variants.append(variant)
             trainings += [_training(study, variant, seed, data_dir, model) for seed in study.seeds]
     by_seed = sorted(trainings, key=lambda training: study.seeds.index(training.seed))
     return StudyPlan(study, data_dir, model, variants, by_seed)
+
+
+def _check_trainer(entry: StrategyEntry) -> None:
+    for key in entry.trainer.keys() & SET_BY_STUDY:
+        detail = f"strategy {entry.title}: trainer.{key} cannot be set: {SET_BY_STUDY[key]}"
+        raise Invalid(detail, name=f"trainer.{key}", value=entry.trainer[key])
 
 
 def _training(study: StudyFile, variant: Variant, seed: int, data_dir: Path, model: Path) -> Training:
@@ -117,14 +140,13 @@ def _training(study: StudyFile, variant: Variant, seed: int, data_dir: Path, mod
         learning_rate=variant.learning_rate,
         checkpoint_every_steps=-(-variant.steps // study.checkpoints),
         keep_checkpoints=study.checkpoints + 1,
+        trainer_options=variant.trainer,
     )
-    try:
-        check_request(request, settings)
-    except Invalid as error:
-        detail = f"strategy {variant.title}: {error.detail}"
-        raise Invalid(detail, name=error.name, value=error.value, bound=error.bound) from error
     folder = Folder(data_dir / "trainings" / f"{variant.title}-seed{seed}")
     text = run_text(request, settings)
+    planner = Planner(tomllib.loads(text), folder.root, made_later=model)
+    if planner.plan() is None:
+        raise Invalid(f"strategy {variant.title}: {'; '.join(planner.problems)}", name="strategies")
     if folder.run_file.is_file() and folder.run_file.read_text() != text:
         raise Conflict(
             f"{folder.root} was begun with other settings; set another data_dir, or delete that folder to train again",

@@ -11,7 +11,7 @@ import msgspec
 
 from replaybuf.errors import NotFound, counted
 from replaybuf.generator.checkpoint_scores import SCORES_FILE, ScoreFile, open_checkpoints, setting_of
-from replaybuf.lab.study.curves import Band, Interval, Points, band, cost_to_reach, interval
+from replaybuf.lab.study.curves import Band, Interval, Points, band, cost_ratio, cost_to_reach, interval
 from replaybuf.lab.study.plan import StudyPlan, Training
 from replaybuf.lab.study.session import model_before, open_problems, read_costs
 from replaybuf.wire.answer.evaluations import EvaluationRequest
@@ -35,28 +35,32 @@ class ScoredPoint(msgspec.Struct, frozen=True):
 
 
 class TrainingResult(msgspec.Struct, frozen=True):
-    """One seed of a strategy. `share_to_reach`: see `StrategyResult`; None = it never did."""
+    """One seed of a strategy. `share_to_reach`: see `StrategyResult`; None = it never did.
+
+    `cost_ratios`: cost for the same accuracies by axis, relative to the first strategy with the same seed
+    (`curves.cost_ratio`). `staleness`: mean of the trained rollouts, in versions; None = not known.
+    """
 
     seed: int
     groups: int | None
     points: list[ScoredPoint]
     share_to_reach: float | None
-
-    def curve(self, axis: str) -> Points:
-        """Return accuracy by a cost."""
-        return [(point.cost(axis), point.accuracy) for point in self.points]
+    cost_ratios: dict[str, float | None]
+    staleness: float | None
 
 
 class StrategyResult(msgspec.Struct, frozen=True):
     """One strategy with one learning rate, over all seeds.
 
-    `final`: accuracy after the last step; `costs` at the end by axis. `share_to_reach` of a training: tokens with which
-    it reached the final accuracy of the first strategy with the same seed, as a share of that one's tokens.
+    `trainer`: options of the trainer. `final`: accuracy after the last step; `costs` at the end by axis.
+    `share_to_reach` of a training: tokens with which it reached the final accuracy of the first strategy with the same
+    seed, as a share of that one's tokens.
     """
 
     title: str
     strategy: str
     options: dict[str, Any]
+    trainer: dict[str, Any]
     learning_rate: float
     steps: int
     trainings: list[TrainingResult]
@@ -96,12 +100,13 @@ def build_result(plan: StudyPlan) -> StudyResult:
                 title=variant.title,
                 strategy=variant.strategy,
                 options=variant.options,
+                trainer=variant.trainer,
                 learning_rate=variant.learning_rate,
                 steps=variant.steps,
                 trainings=trainings,
                 final=interval([point.accuracy for point in last]),
                 costs={axis: interval([point.cost(axis) for point in last]) for axis in AXES},
-                bands={axis: band([training.curve(axis) for training in trainings]) for axis in AXES},
+                bands={axis: band([_curve(training.points, axis) for training in trainings]) for axis in AXES},
             )
         )
     return StudyResult(
@@ -132,9 +137,15 @@ def _points(training: Training, plan: StudyPlan, setting: str, before: ScoredPoi
 
 
 def _compared(training: Training, points: list[ScoredPoint], reference: list[ScoredPoint]) -> TrainingResult:
-    tokens = cost_to_reach([(point.tokens, point.accuracy) for point in points], reference[-1].accuracy)
+    tokens = cost_to_reach(_curve(points, "tokens"), reference[-1].accuracy)
     share = None if tokens is None or not reference[-1].tokens else tokens / reference[-1].tokens
-    return TrainingResult(training.seed, read_costs(training).groups, points, share)
+    ratios = {axis: cost_ratio(_curve(points, axis), _curve(reference, axis)) for axis in AXES}
+    costs = read_costs(training)
+    return TrainingResult(training.seed, costs.groups, points, share, ratios, costs.staleness)
+
+
+def _curve(points: list[ScoredPoint], axis: str) -> Points:
+    return [(point.cost(axis), point.accuracy) for point in points]
 
 
 def _figures(result: EvaluationRequest) -> tuple[float, float | None]:
@@ -143,11 +154,16 @@ def _figures(result: EvaluationRequest) -> tuple[float, float | None]:
 
 def table_of(result: StudyResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return heading and rows of the table, one row per strategy; `notes_of` explains the columns."""
-    heading = ("strategy", ">lr", ">seeds", ">accuracy", ">tokens", ">steps", ">seconds", ">to match the first")
-    rows: list[tuple[str, ...]] = [("before training", "", "", f"{result.before.accuracy:.3f}", "0", "0", "0", "")]
+    heading = (
+        *("strategy", ">lr", ">seeds", ">accuracy", ">tokens", ">steps", ">seconds", ">staleness"),
+        *(">to match the first", ">tokens for the same"),
+    )
+    before = f"{result.before.accuracy:.3f}"
+    rows: list[tuple[str, ...]] = [("before training", "", "", before, "0", "0", "0", "", "", "")]
     for strategy in result.strategies:
         tokens, step, wall_s = (strategy.costs[axis] for axis in AXES)
-        shares = ", ".join(_share(training.share_to_reach) for training in strategy.trainings)
+        trainings = strategy.trainings
+        known = [training.staleness for training in trainings if training.staleness is not None]
         rows.append(
             (
                 strategy.title,
@@ -157,7 +173,9 @@ def table_of(result: StudyResult) -> tuple[tuple[str, ...], list[tuple[str, ...]
                 f"{tokens.mean:,.0f}",
                 f"{step.mean:g}",
                 f"{wall_s.mean:,.0f}",
-                shares,
+                f"{sum(known) / len(known):.2f}" if known else "",
+                ", ".join(_share(training.share_to_reach) for training in trainings),
+                ", ".join(_share(training.cost_ratios["tokens"], "-") for training in trainings),
             )
         )
     return heading, rows
@@ -179,6 +197,9 @@ def notes_of(result: StudyResult) -> list[str]:
         f"{counted(result.samples, 'completion')} each at temperature 1.{noise}",
         "tokens: generated in a training; seconds: of the trainer's steps, waits included.",
         f"to match the first: tokens until the final accuracy of {first} with the same seed, as a share of its tokens.",
+        f"tokens for the same: for all accuracies that both reached, relative to {first} with the same seed; - with "
+        "less than half of its rise.",
+        "staleness: mean of the trained completions, in versions of the policy.",
     ]
 
 
@@ -186,5 +207,5 @@ def _accuracy(value: Interval) -> str:
     return f"{value.mean:.3f}" if value.half is None else f"{value.mean:.3f} ± {value.half:.3f}"
 
 
-def _share(share: float | None) -> str:
-    return "never" if share is None else f"{share:.0%}"
+def _share(share: float | None, without: str = "never") -> str:
+    return without if share is None else f"{share:.0%}"

@@ -55,13 +55,15 @@ class Costs(msgspec.Struct, frozen=True):
     """What a training had cost when each step was done; lists by step, the first at step 0.
 
     `wall_s`: seconds of the trainer's steps, waits included, without pauses between two sessions; `tokens`: completion
-    tokens that the generator had sampled; `groups`: groups stored in all, None = not known.
+    tokens that the generator had sampled; `groups`: groups stored in all; `staleness`: mean over the steps of the mean
+    staleness of their rollouts. None = not known.
     """
 
     step: list[int]
     wall_s: list[float]
     tokens: list[float]
     groups: int | None
+    staleness: float | None = None
 
 
 async def run_study(plan: StudyPlan, console: Console, lock: int, program: Sequence[str]) -> Stop | None:
@@ -130,6 +132,7 @@ def costs_of(progress: Progress, generated: Sequence[GeneratorLine]) -> Costs:
         wall_s=[0.0, *(round(value, 3) for value in seconds.tolist())],
         tokens=[0.0, *(round(value) for value in tokens.tolist())],
         groups=progress.state.get("groups", {}).get("stored"),
+        staleness=round(float(np.mean([line.staleness_mean for line in lines])), 3),
     )
 
 

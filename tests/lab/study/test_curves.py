@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from replaybuf.lab.study.curves import accuracy_at, band, cost_to_reach, interval
+from replaybuf.lab.study.curves import accuracy_at, band, cost_ratio, cost_to_reach, interval
 
 
 def test_an_interval_is_that_of_students_t() -> None:
@@ -37,3 +37,22 @@ def test_the_cost_to_reach_an_accuracy_is_where_the_curve_crosses_it_first() -> 
     assert cost_to_reach(curve, 0.2) == 0.0
     assert cost_to_reach(curve, 0.51) is None
     assert accuracy_at(curve, np.array([5.0, 25.0])).tolist() == pytest.approx([0.3, 0.4])
+
+
+def test_the_cost_of_the_same_accuracies_is_compared_over_the_whole_curve() -> None:
+    """Twice the cost everywhere is 2, also where the reference ends higher or falls in between."""
+    reference = [(0.0, 0.2), (10.0, 0.4), (20.0, 0.3), (30.0, 0.5)]
+    slow = [(2 * cost, accuracy) for cost, accuracy in reference]
+    assert cost_ratio(slow, reference) == pytest.approx(2.0)
+    assert cost_ratio(slow[:3], reference) == pytest.approx(2.0)
+    assert cost_ratio(reference, slow) == pytest.approx(0.5)
+
+
+def test_a_curve_that_hardly_rises_has_no_cost_of_the_same_accuracies() -> None:
+    """At low accuracies alone the noise of a score would decide: 1 % above the start may cost all tokens or none."""
+    reference = [(0.0, 0.2), (10.0, 0.4)]
+    assert cost_ratio([(0.0, 0.2), (10.0, 0.1)], reference) is None
+    assert cost_ratio([(0.0, 0.2), (40.0, 0.29)], reference) is None
+    assert cost_ratio([(0.0, 0.2), (40.0, 0.31)], reference) is not None
+    assert cost_ratio(reference, [(0.0, 0.2), (10.0, 0.2)]) is None
+    assert cost_ratio([(0.0, 0.2), (0.0, 0.4)], [(0.0, 0.2), (0.0, 0.4)]) is None

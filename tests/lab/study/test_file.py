@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_every_strategy_is_trained_with_every_seed_and_learning_rate(tmp_path: P
     assert plan.needs_warm_start and plan.model == tmp_path / "study" / "model"
 
 
+def test_a_strategy_has_options_of_the_trainer(tmp_path: Path) -> None:
+    """So that losses can be compared. The other strategies keep the trainer of the demo."""
+    loss = """trainer = { loss = "truncated-ratio", loss_options = '{"bound": 4}', clip_norm = 0.5 }"""
+    plan = planned(tmp_path, f"seeds = [0]\n{ONE_USE}{REPLAY}{loss}")
+    one_use, replay = (tomllib.loads(training.text)["trainer"] for training in plan.trainings)
+    more = {"loss": "truncated-ratio", "loss_options": '{"bound": 4}', "clip_norm": 0.5}
+    assert one_use.keys().isdisjoint(more) and replay == one_use | more
+
+
 def test_a_training_keeps_as_many_checkpoints_as_are_scored(tmp_path: Path) -> None:
     plan = planned(tmp_path, f"seeds = [0]\nsteps = 10\ncheckpoints = 4\n{ONE_USE}")
     assert "checkpoint_every_steps = 3\nkeep_checkpoints = 5" in plan.trainings[0].text
@@ -45,6 +55,14 @@ def test_a_training_keeps_as_many_checkpoints_as_are_scored(tmp_path: Path) -> N
         (f"seeds = [0]\n{ONE_USE}{REPLAY}groups_per_batch = 64", r"differ in groups_per_batch: one-use 32, replay 64"),
         ('seeds = [0]\n[[strategies]]\nname = "replaay"', r"strategy replaay: .*installed.*replay"),
         (f"seeds = [0]\n{REPLAY}options = {{ max_uses = 0 }}", r"strategy replay: .*max_uses"),
+        (
+            f"seeds = [0]\n{ONE_USE}trainer = {{ los = 'gspo' }}",
+            r"strategy one-use: trainer.los is not a key.*did you mean loss",
+        ),
+        (f"seeds = [0]\n{REPLAY}trainer = {{ clip_norm = 0 }}", r"strategy replay: trainer.clip_norm is 0"),
+        (f"seeds = [0]\n{REPLAY}trainer = {{ loss = 'gpso' }}", r"strategy replay: trainer: loss is 'gpso'.*gspo"),
+        (f"seeds = [0]\n{REPLAY}trainer = {{ loss_options = '{{\"clip\": 1}}' }}", r"unknown field `clip`; options"),
+        (f"seeds = [0]\n{REPLAY}trainer = {{ learning_rate = 0.1 }}", r"replay: trainer.learning_rate.*learning_rates"),
         (f"seeds = [0]\n{REPLAY}{REPLAY}", r"strategies has 'replay' 2 times; give each a label"),
         (f"seeds = [1, 1]\n{REPLAY}", r"seeds has 1 2 times"),
         (REPLAY, "seeds"),
