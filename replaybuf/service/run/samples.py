@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from replaybuf.errors import SpillAway
 from replaybuf.kernel.decide.samples import choose_groups, choose_rollouts, find_unsampled
-from replaybuf.kernel.rows.index import mean_of
 from replaybuf.kernel.state.history import RecordedBatch
 from replaybuf.service.bodies.assembly import fetch_groups
 from replaybuf.service.bodies.shown_rollout import SAMPLE, show_rollout
@@ -74,9 +73,11 @@ class Samples:
         batch = self._batches.held(step, made) if most and made else None
         if made is None or batch is None:
             return
-        means = np.array([mean_of(group.rewards) for group in batch.groups], np.float32)  # as in the index
-        rollouts = np.array([group.rollouts for group in batch.groups])
-        chosen = self._choose(step, made, means, rollouts)
+        index = journal.state.index
+        rows = index.rows_of(made.numbers)
+        if len(rows) < len(made.numbers):
+            return  # some are freed
+        chosen = self._choose(step, made, index["reward_mean"][rows], index["rollouts"][rows])
         groups = [batch.groups[position] for position in chosen]
         held_bytes = sum(batch.planned[position].frame_bytes for position in chosen)
         # A rollout as long as a row may be cut: its sample is from the stored group.
