@@ -100,26 +100,47 @@ class Leadership:
             await run.lease.asking.acquire()  # at once: none is locked
         try:
             asked_s = asked[0].lease.now_s()
-            leases = await self._store.runs.hold_leases([run.name for run in asked], self._holder, LEASE_S)
-            free = []
-            for run, lease in zip(asked, leases, strict=True):
-                if lease is None:
-                    continue  # its node is away; the lease ends by itself
-                ours = lease.holder == self._holder
-                if (lease.entries, lease.stored) != (run.state.entries, run.state.stored) and run.quiet():
-                    self._changed.append(run)
-                if ours and run.journal.leading and lease.entries > run.state.entries:
-                    # Others may have led while we stood still, and handed the run back: only `seek` compares tokens.
-                    run.lease.extend(0.0, ask_in_s=0.0)
-                    free.append(run)
-                elif lease.holder and (run.journal.leading or not ours):
-                    self._apply(run, lease, asked_s, ours=ours)
-                elif ours or run.journal.leading or self._takes(run, asked_s):
-                    free.append(run)
-            return free
+            holders = [self._expected_holder(run) for run in asked]
+            expected = [
+                HeldLease.expect(holder, run.state.entries, run.state.stored) if holder else ""
+                for run, holder in zip(asked, holders, strict=True)
+            ]
+            leases = await self._store.runs.hold_leases([run.name for run in asked], self._holder, LEASE_S, expected)
+            # None: its node is away, and the lease ends by itself.
+            answers = zip(asked, holders, leases, strict=True)
+            return [run for run, holder, lease in answers if lease and self._is_free(run, holder, lease, asked_s)]
         finally:
             for run in asked:
                 run.lease.asking.release()
+
+    def _is_free(self, run: Run, holder: str, lease: HeldLease | float, asked_s: float) -> bool:
+        """Apply an answer; return whether to `seek` the lease. A number: it is as we expected, with this `holder`."""
+        journal = run.journal
+        if isinstance(lease, float):
+            if journal.leading == (holder == self._holder):
+                run.lease.holder = holder
+                run.lease.extend(lease, asked_s)
+                return False
+            lease = HeldLease(holder, lease, run.state.entries, run.state.stored)  # we have stopped deciding meanwhile
+        ours = lease.holder == self._holder
+        if (lease.entries, lease.stored) != (run.state.entries, run.state.stored) and run.quiet():
+            self._changed.append(run)
+        if ours and journal.leading and lease.entries > run.state.entries:
+            # Others may have led while we stood still, and handed the run back: only `seek` compares tokens.
+            run.lease.extend(0.0, ask_in_s=0.0)
+            return True
+        if lease.holder and (journal.leading or not ours):
+            self._apply(run, lease, asked_s, ours=ours)
+            return False
+        return ours or journal.leading or self._takes(run, asked_s)
+
+    def _expected_holder(self, run: Run) -> str:
+        """Return who has the lease of a run as far as we know; "" = it is to be read."""
+        journal, holder = run.journal, run.lease.holder
+        if journal.leading:
+            return self._holder
+        followed = holder and holder != self._holder and _url_of(holder) == journal.leader_url
+        return holder if followed and not self._servers.expects(run.name, holder) else ""
 
     def _takes(self, run: Run, asked_s: float) -> bool:
         """Return whether to take a free lease now: the server that should have it comes first, for a moment."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from replaybuf.service.run.served_run import Run
 
-TICK_ROUNDS, WATCH_ROUNDS = 20, 8
-"""A quiet run is ticked every 5 s, and its ends are checked every 8 s, or at once when another Redis answers."""
+TICK_ROUNDS, WATCH_ROUNDS = 40, 8
+"""A quiet run is ticked every 10 s, and its ends are checked every 8 s, or at once when another Redis answers."""
 
 
 class BusyRuns:

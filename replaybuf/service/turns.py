@@ -34,10 +34,12 @@ class Turn:
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
     """Yield items; let other tasks run whenever the items since their last turn took `TURN_S`."""
-    turn = Turn()
+    begun_s = time.monotonic()
     for item in items:
         yield item
-        await turn.pause()
+        if time.monotonic() - begun_s > TURN_S:  # as `Turn.pause`, without a call for each item
+            await asyncio.sleep(0)
+            begun_s = time.monotonic()
 
 
 async def do_in_turn(works: Iterable[Work], *, pass_outages: bool) -> list[ServiceUnavailable]:

@@ -469,28 +469,38 @@ end
 
 -- Renew the leases that the caller holds, read the others, and how far the streams reach: one call for many runs, which
 -- changes nothing else and compares nothing.
--- keys: lead, counts and fence of each run; args: holder, ttl in ms
--- returns a name of this process of Redis in its present role, then for each run: holder ('' = nobody, or a lease or
--- fence of another type), ms left, newest ledger entry, newest group
+-- keys: lead, counts and fence of each run; args: holder, ttl in ms, then for each run what the caller expects to read:
+-- 'newest ledger entry, newest group, holder', or ''
+-- returns a name of this process of Redis in its present role, the least time in ms that the leases as expected have
+-- left, then for each other run: its place from 0, holder ('' = nobody, or a lease or fence of another type), ms left,
+-- newest ledger entry, newest group
 local function hold(keys, args)
   begin_serving()
-  local answers, ttl_ms = {replication_id() .. ':' .. serving_since_ms}, tonumber(args[2])
+  local ttl_ms = tonumber(args[2])
+  local answers, least_ms = {replication_id() .. ':' .. serving_since_ms}, ttl_ms
   for at = 1, #keys, 3 do
+    local place = (at - 1) / 3
     local holder, left_ms = redis.pcall('GET', keys[at]), 0
     local ends = redis.pcall('HMGET', keys[at + 1], 'entries', 'stored')
     if type(holder) ~= 'string' or type(redis.pcall('GET', keys[at + 2])) == 'table' then
       holder = ''
     else
-      left_ms = redis.call('PTTL', keys[at])
+      left_ms = holder == args[1] and ttl_ms or redis.call('PTTL', keys[at])
       if holder == args[1] or left_ms > ttl_ms then -- ours; or the clock of Redis was set back
         redis.call('PEXPIRE', keys[at], ttl_ms)
         left_ms = ttl_ms
       end
     end
-    for _, answer in ipairs({holder, left_ms, tonumber(ends[1] or 0) or 0, tonumber(ends[2] or 0) or 0}) do
-      answers[#answers + 1] = answer
+    if (ends[1] or 0) .. ' ' .. (ends[2] or 0) .. ' ' .. holder == args[place + 3] then
+      least_ms = math.min(least_ms, left_ms)
+    else
+      local entries, stored = tonumber(ends[1] or 0) or 0, tonumber(ends[2] or 0) or 0
+      for _, answer in ipairs({place, holder, left_ms, entries, stored}) do
+        answers[#answers + 1] = answer
+      end
     end
   end
+  table.insert(answers, 2, least_ms)
   return answers
 end
 

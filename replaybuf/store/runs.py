@@ -59,6 +59,11 @@ class HeldLease(NamedTuple):
     entries: int
     stored: int
 
+    @staticmethod
+    def expect(holder: str, entries: int, stored: int) -> str:
+        """Describe a lease that `hold_leases` need not read."""
+        return f"{entries} {stored} {holder}"
+
 
 class RunStore:
     """Lists and adds runs; takes and releases their leases."""
@@ -68,6 +73,7 @@ class RunStore:
         self._buckets = buckets
         self._serving: dict[str, str] = {}
         self._strange: set[bytes] = set()
+        self._listed: tuple[set[bytes], list[str]] = set(), []
 
     @property
     def serving(self) -> str:
@@ -76,7 +82,10 @@ class RunStore:
 
     async def list_names(self) -> list[str]:
         """List the names of all runs. Log and leave out what is not the name of a run."""
-        return self._check_names(await self._connection.run(self._connection.client.smembers(keys.RUNS)))
+        raw = await self._connection.run(self._connection.client.smembers(keys.RUNS))
+        if raw != self._listed[0]:  # asked once a second, and seldom another list
+            self._listed = raw, self._check_names(raw)
+        return [*self._listed[1]]
 
     def _check_names(self, raw: Iterable[bytes]) -> list[str]:
         shown = {name: name.decode(errors="replace") for name in raw}
@@ -108,25 +117,35 @@ class RunStore:
             return Lease(text(detail[1]), holder, ttl_s, int(detail[2]), int(detail[3]))
         return Lease(None, text(detail[1]), int(detail[2]) / 1000)
 
-    async def hold_leases(self, runs: Sequence[str], holder: str, ttl_s: float) -> list[HeldLease | None]:
+    async def hold_leases(
+        self, runs: Sequence[str], holder: str, ttl_s: float, expected: Sequence[str]
+    ) -> list[HeldLease | float | None]:
         """Renew those leases on these runs that `holder` has, and read the others, in one round trip.
 
-        None = the node of the run is away, while others of its cluster answer.
+        `expected`: what `HeldLease.expect` returns, or "" to read the lease. A number = it is as expected, for at least
+        so many seconds. None = the node of the run is away, while others of its cluster answer.
         """
         pipe, cluster = self._connection.pipeline(), self._connection.cluster
         at_once = 1 if cluster else LEASES_AT_ONCE  # a function has the keys of one slot
-        chunks = [runs[start : start + at_once] for start in range(0, len(runs), at_once)]
-        for chunk in chunks:
+        starts = range(0, len(runs), at_once)
+        ttl_ms = int(ttl_s * 1000)
+        for start in starts:
+            chunk = runs[start : start + at_once]
             names = [key for run in chunk for key in (keys.lead(run), keys.counts(run), keys.fence(run))]
-            pipe.execute_command("FCALL", "rb_hold", len(names), *names, holder, int(ttl_s * 1000))
-        held: list[HeldLease | None] = []
-        for chunk, reply in zip(chunks, await self._connection.run_each(pipe), strict=True):
+            words = (*names, holder, ttl_ms, *expected[start : start + at_once])
+            pipe.execute_command("FCALL", "rb_hold", len(names), *words)
+        held: list[HeldLease | float | None] = []
+        for start, reply in zip(starts, await self._connection.run_each(pipe), strict=True):
+            chunk = runs[start : start + at_once]
             if isinstance(reply, (RedisError, OSError)):
                 held += [None] * len(chunk)
                 continue
-            self._serving[cluster.owner_name(keys.lead(chunk[0])) if cluster else ""] = text(reply[0])
-            fields = [iter(reply[1:])] * 4
-            held += [HeldLease(text(name), left / 1000, *ends) for name, left, *ends in zip(*fields, strict=True)]
+            serving, least_ms, *changed = reply
+            self._serving[cluster.owner_name(keys.lead(chunk[0])) if cluster else ""] = text(serving)
+            held += [least_ms / 1000] * len(chunk)
+            fields = [iter(changed)] * 5
+            for place, name, left_ms, *ends in zip(*fields, strict=True):
+                held[start + place] = HeldLease(text(name), left_ms / 1000, *ends)
         return held
 
     async def hand_over(self, run: str, token: str, successor: str, ttl_s: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from replaybuf.store import keys
 from replaybuf.store.redis.connection import Connection
@@ -17,9 +17,14 @@ class SampleStore:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def write(self, run: str, token: str, step: int, entry: int, raw: bytes) -> None:
-        """Replace the samples of a step, whose batch is ledger entry `entry`. Raises `NotLeader`."""
-        await self._connection.call(run, "rb_sample", [keys.samples(run)], [step, entry, raw, KEPT_BYTES], token)
+    async def write(self, run: str, token: str, steps: Iterable[tuple[int, int, bytes]]) -> None:
+        """Replace the samples of steps, in this order: step, ledger entry of its batch, samples. Raises `NotLeader`."""
+        pipe = self._connection.pipeline()
+        for step, entry, raw in steps:
+            arguments = [step, entry, raw, KEPT_BYTES]
+            self._connection.add_call(pipe, run, "rb_sample", [keys.samples(run)], arguments, token)
+        for reply in await self._connection.run(pipe.execute()):
+            self._connection.check_reply(run, token, reply)
 
     async def newest_batch(self, run: str) -> int:
         """Read the ledger entry of the newest batch with samples; 0 = none. Raises `Unreadable`."""

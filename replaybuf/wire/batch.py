@@ -20,7 +20,7 @@ import numpy.typing as npt
 from replaybuf.errors import Malformed, counted
 from replaybuf.wire.column.token_versions import NO_VERSION
 from replaybuf.wire.group import LOGPROBS, OPTIONAL_LOGPROBS, Bools, Float32s, Group, Int32s
-from replaybuf.wire.tensor_file import BOOL, FLOAT32, INT32, allocate, split_file, view_tensor
+from replaybuf.wire.tensor_file import BOOL, FLOAT32, INT32, Field, allocate, split_file, view_tensor
 
 METADATA_KEY = "replaybuf"
 BodyExtra: TypeAlias = Literal["token_versions", "lengths", "reward_parts", "metadata"]
@@ -159,20 +159,31 @@ def encode_batch(
     tensors; `meta` has the other extras. The same arguments give the same bytes.
     """
     rollouts = _rollouts_of([segment for row in rows for segment in row], extras)
-    bounds = list(itertools.pairwise(itertools.accumulate((len(row) for row in rows), initial=0)))
-    shapes = {
-        (number, name): shape
-        for number, (first, last) in enumerate(bounds)
-        for name, shape in _shapes_of(rollouts, first, last, pad_to_multiple_of).items()
-    }
-    body, views = allocate({METADATA_KEY: msgspec.json.encode(meta).decode()}, shapes)
-    columns: list[dict[str, npt.NDArray[Any]]] = [{} for _ in rows]
-    for (number, name), view in views.items():
-        columns[number][name] = view
-    blank = _Blank.of(max((length for _, length in shapes.values()), default=0))
-    for (first, last), out in zip(bounds, columns, strict=True):
-        _fill(rollouts, first, last, out, blank)
-    return body
+    counts = [len(row) for row in rows]
+    ends = [0, *itertools.accumulate(counts)]
+    marks = [[0, *itertools.accumulate(rollouts.tokens[first:last])] for first, last in itertools.pairwise(ends)]
+    lengths = [padded_length(own[-1], pad_to_multiple_of) for own in marks]
+    for own, length in zip(marks, lengths, strict=True):
+        if length > own[-1]:  # the padding is a segment
+            own.append(length)
+    fields = [
+        Field("input_ids", INT32, lengths),
+        Field("position_ids", INT32, lengths),
+        Field("loss_mask", BOOL, lengths),
+        Field("advantages", FLOAT32, lengths),
+        *(Field(name, FLOAT32, lengths) for name in rollouts.logprobs),
+        Field("cu_seqlens", INT32, [len(own) for own in marks]),
+        *(Field(name, values.dtype, counts) for name, values in rollouts.numbers.items()),
+        *([] if rollouts.versions is None else [Field("token_versions", INT32, lengths)]),
+    ]
+    body = allocate({METADATA_KEY: msgspec.json.encode(meta).decode()}, fields, len(rows))
+    numbers = np.stack([values.view(np.int32) for values in rollouts.numbers.values()])
+    blank = _Blank.of(max(lengths, default=0))
+    for number, own in enumerate(marks):
+        out = body.words[body.word_starts[number] :]
+        mask = body.flags[body.flag_starts[number] :][: lengths[number]]
+        _fill(rollouts, range(ends[number], ends[number + 1]), own, numbers, out, mask, blank)
+    return body.whole
 
 
 def read_batch(body: bytes | bytearray | memoryview) -> Batch:
@@ -213,7 +224,7 @@ class _Rollouts(NamedTuple):
     places: list[int]
     prompts: list[slice]
     completions: list[slice]
-    tokens: Int32s
+    tokens: list[int]
     numbers: dict[str, npt.NDArray[Any]]
     logprobs: list[str]
     versions: list[Int32s | None] | None
@@ -277,7 +288,7 @@ def _rollouts_of(segments: Sequence[Segment], extras: Collection[BodyExtra]) -> 
         places=places,
         prompts=prompts,
         completions=completions,
-        tokens=prompt_tokens + completion_tokens,
+        tokens=(prompt_tokens + completion_tokens).tolist(),
         numbers=numbers,
         logprobs=[
             name
@@ -288,46 +299,33 @@ def _rollouts_of(segments: Sequence[Segment], extras: Collection[BodyExtra]) -> 
     )
 
 
-def _shapes_of(rollouts: _Rollouts, first: int, last: int, multiple: int) -> dict[str, tuple[np.dtype[Any], int]]:
-    tokens = int(rollouts.tokens[first:last].sum())
-    length = padded_length(tokens, multiple)
-    n = last - first
-    return {
-        "input_ids": (INT32, length),
-        "position_ids": (INT32, length),
-        "loss_mask": (BOOL, length),
-        "advantages": (FLOAT32, length),
-        **dict.fromkeys(rollouts.logprobs, (FLOAT32, length)),
-        "cu_seqlens": (INT32, n + 1 + (length > tokens)),
-        **{name: (values.dtype, n) for name, values in rollouts.numbers.items()},
-        **({} if rollouts.versions is None else {"token_versions": (INT32, length)}),
-    }
-
-
-def _fill(rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank) -> None:
-    """Write all elements of one row, column by column: few calls that each copy much."""
-    for name, values in rollouts.numbers.items():
-        out[name][:] = values[first:last]
-    ends = np.cumsum(rollouts.tokens[first:last]).tolist()
-    length = len(out["input_ids"])
-    padding = length - (ends[-1] if ends else 0)
-    out["cu_seqlens"][:] = [0, *ends, *([length] if padding else [])]
-    _fill_tokens(rollouts, first, last, out, blank, padding)
-    if rollouts.versions is not None:
-        _fill_versions(rollouts, rollouts.versions, first, last, out["token_versions"])
-
-
-def _fill_tokens(
-    rollouts: _Rollouts, first: int, last: int, out: dict[str, npt.NDArray[Any]], blank: _Blank, padding: int
+def _fill(
+    rollouts: _Rollouts, own: range, marks: list[int], numbers: Int32s, out: Int32s, mask: Bools, blank: _Blank
 ) -> None:
+    """Write one row: few calls that each copy much. `own`: its rollouts; `out`: from its first tensor on."""
+    length, logprobs = len(mask), len(rollouts.logprobs)
+    _fill_tokens(rollouts, own, out[: (3 + logprobs) * length], mask, blank)
+    at = (3 + logprobs) * length
+    out[at : at + len(marks)] = marks
+    at += len(marks)
+    out[at : at + len(numbers) * len(own)].reshape(len(numbers), -1)[:] = numbers[:, own.start : own.stop]
+    at += len(numbers) * len(own)
+    if rollouts.versions is not None:
+        _fill_versions(rollouts, rollouts.versions, own.start, own.stop, out[at : at + length])
+
+
+def _fill_tokens(rollouts: _Rollouts, own: range, out: Int32s, mask: Bools, blank: _Blank) -> None:
+    """Write the columns of a row with one value per token, from `input_ids` to the last logprobs."""
+    length = len(mask)
     ids: list[Int32s] = []
     positions: list[Int32s] = []
     masks: list[Bools] = []
     logprobs: dict[str, list[Float32s]] = {name: [] for name in rollouts.logprobs}
-    advantages = out["advantages"]
+    scores = out[2 * length :].view(np.float32)
+    advantages = scores[:length]
     advantages[:] = 0.0
     end = candidates = 0  # tokens that have a value before the mask is applied
-    for number in range(first, last):
+    for number in own:
         group, prompt, completion = rollouts.groups[number], rollouts.prompts[number], rollouts.completions[number]
         p, c = prompt.stop - prompt.start, completion.stop - completion.start
         ids += (group.prompt_ids[prompt], group.completion_ids[completion])
@@ -347,16 +345,17 @@ def _fill_tokens(
             advantages[end + p : end + p + c] = group.advantages[rollouts.places[number]]
         end += p + c
         candidates += c
-    np.concatenate([*ids, blank.ids[:padding]], out=out["input_ids"])
-    np.concatenate([*positions, blank.positions[:padding]], out=out["position_ids"])
-    np.concatenate([*masks, blank.falses[:padding]], out=out["loss_mask"])
-    for name, values in logprobs.items():
-        np.concatenate([*values, blank.zeros[:padding]], out=out[name])
-    if np.count_nonzero(out["loss_mask"]) < candidates:
+    padding = length - end
+    ids.append(blank.ids[:padding])
+    np.concatenate([*ids, *positions, blank.positions[:padding]], out=out[: 2 * length])
+    np.concatenate([*masks, blank.falses[:padding]], out=mask)
+    for values in logprobs.values():
+        values.append(blank.zeros[:padding])
+    np.concatenate([*itertools.chain.from_iterable(logprobs.values())], out=scores[length:])
+    if np.count_nonzero(mask) < candidates:
         # Costs a tenth of the body, and changes nothing if all completion tokens were sampled.
-        sampled = out["loss_mask"].astype(np.float32)
-        for name in ("advantages", *logprobs):
-            np.multiply(out[name], sampled, out=out[name])
+        columns = scores.reshape(-1, length)
+        np.multiply(columns, mask.astype(np.float32), out=columns)
 
 
 def _fill_versions(rollouts: _Rollouts, versions: Sequence[Int32s | None], first: int, last: int, out: Int32s) -> None:

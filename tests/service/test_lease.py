@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.peers.living_servers import LivingServers
 from replaybuf.service.run.lease import LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
 from replaybuf.service.run.served_run import Run
-from replaybuf.store import EmbeddedServer, HeldLease, Store
+from replaybuf.store import EmbeddedServer, HeldLease, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 
@@ -90,9 +91,9 @@ def test_many_leases_are_renewed_in_one_round_trip(server: EmbeddedServer) -> No
         sent = []
         ask = store.runs.hold_leases
 
-        async def counted(names: list[str], holder: str, ttl_s: float) -> list[HeldLease | None]:
+        async def counted(names: list[str], *arguments: Any) -> list[HeldLease | float | None]:
             sent.append(names)
-            return await ask(names, holder, ttl_s)
+            return await ask(names, *arguments)
 
         store.runs.hold_leases = counted  # type: ignore[assignment,method-assign]
         tokens = [run.journal.token for run in runs]
@@ -100,6 +101,27 @@ def test_many_leases_are_renewed_in_one_round_trip(server: EmbeddedServer) -> No
         assert sent == [[run.name for run in runs]]
         assert not any(run.lease.due() for run in runs)
         assert [run.journal.token for run in runs] == tokens
+
+    led_here(server, work)
+
+
+def test_a_lease_that_is_as_expected_is_renewed_and_not_read(server: EmbeddedServer) -> None:
+    """Another holder, newer ends and a free lease are read."""
+
+    async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
+        kept, lost, grown = runs
+        holder = leadership._holder
+        expected = [HeldLease.expect(holder, run.state.entries, run.state.stored) for run in runs]
+        await store.runs.take_lease(lost.name, "2@there", LEASE_S, force=True)
+        await grown.patch(ConfigPatch(state="paused"))
+        names = [run.name for run in runs]
+        first, second, third = await store.runs.hold_leases(names, holder, LEASE_S, expected)
+        assert isinstance(first, float) and 0 < first <= LEASE_S
+        assert isinstance(second, HeldLease) and second.holder == "2@there"
+        assert isinstance(third, HeldLease) and (third.holder, third.entries) == (holder, grown.state.entries)
+        assert await store.connection.client.pttl(keys.lead(kept.name)) > 0
+        await store.runs.release_lease(kept.name, holder)
+        assert await store.runs.hold_leases(names[:1], holder, LEASE_S, expected) == [HeldLease("", 0.0, 1, 0)]
 
     led_here(server, work)
 

@@ -45,3 +45,12 @@ def test_a_histogram_has_the_samples_that_prometheus_client_writes() -> None:
         family.add_metric(labels, list(zip(edges, accumulate(histogram.counts), strict=True)), 40.001)
         wanted = [(sample.name, sample.labels, sample.value) for sample in family.samples]
         assert parsed(text, name) == wanted
+
+
+def test_a_histogram_of_a_run_is_shown_from_its_first_value_on() -> None:
+    """Those of the server are always there: an alert subtracts a bucket from a count."""
+    text = MetricText()
+    text.add_histogram("request_seconds", Histogram((1, 2)), 1, "r", "GET x")
+    text.add_histogram("loop_hold_seconds", Histogram((1, 2)), 1)
+    assert parsed(text, "request_seconds") == []
+    assert [sample[1].get("le") for sample in parsed(text, "loop_hold_seconds")] == ["1.0", "2.0", "+Inf", None, None]

@@ -11,6 +11,7 @@ import pytest
 
 from replaybuf import Client
 from replaybuf.errors import NotLeader
+from replaybuf.service.run import samples as kept_samples
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from replaybuf.store import samples as stored_samples
@@ -151,12 +152,41 @@ def test_a_rewind_hides_samples_of_undone_steps_until_the_new_batch_replaces_the
         await run.tick()
         assert [step for step, _ in await shown()] == [1, 0]
         assert await store.samples.list_steps(run.name) == [1, 0]
-        run.samples.__init__(run.journal)  # type: ignore[misc]  # as a new leader
+        run.samples.__init__(run.journal, run.batches)  # type: ignore[misc]  # as a new leader
         await run.samples.take_over()
         await run.samples.keep()
         assert [step for step, _ in await shown()] == [1, 0]
 
     on_a_run(server, work, history=HistorySpec(samples_per_step=1))
+
+
+def test_samples_of_batches_in_memory_are_taken_without_reading_their_groups_again(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout as long as a row may have been cut for the trainer, so its stored group is read."""
+
+    async def work(store: Store, run: Run) -> None:
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        for step, name in enumerate("ab"):
+            await append(run, name, version=step)
+            await train(run, epoch, range(step, step + 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_samples, "fetch_groups", None)
+            await run.tick()
+        samples = (await run.samples.list_newest(100)).samples
+        assert {(sample.step, sample.group_id) for sample in samples} == {(0, "a"), (1, "b")}
+        short = AttachRequest(dp_world_size=1, resume_step=2, seq_len=int(samples[0].completion_tokens) + 2)
+        epoch = (await run.session.attach(short)).epoch
+        await append(run, "c", version=2)
+        await train(run, epoch, range(2, 3))
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_samples, "fetch_groups", None)
+            with pytest.raises(TypeError):
+                await run.samples.keep()
+        await run.samples.keep()
+        assert {sample.step for sample in (await run.samples.list_newest(100)).samples} == {0, 1, 2}
+
+    on_a_run(server, work)
 
 
 def test_a_former_leader_keeps_no_samples(server: EmbeddedServer) -> None:
@@ -182,9 +212,9 @@ def test_the_oldest_samples_go_when_all_of_a_run_are_too_large(
     async def work(store: Store, run: Run) -> None:
         token = run.journal.token
         for step in range(40):
-            await store.samples.write(run.name, token, step, step + 1, b"x" * 900)
+            await store.samples.write(run.name, token, [(step, step + 1, b"x" * 900)])
         assert await store.samples.list_steps(run.name) == [*range(39, 29, -1)]
-        await store.samples.write(run.name, token, 35, 99, b"x" * 900)
+        await store.samples.write(run.name, token, [(35, 99, b"x" * 900)])
         assert await store.samples.list_steps(run.name) == [*range(35, 29, -1)], "later steps were undone"
         counts = await store.counters.read(run.name)
         assert counts["sample_bytes"] == 6 * 1000

@@ -46,7 +46,7 @@ def writes(store: Store, run: str, token: str) -> dict[str, Callable[[], Awaitab
         "bits": lambda: store.snapshots.mark_prompts_done(run, token, [("", 0, 1)]),
         "old entries": lambda: store.snapshots.delete_old_entries(run, token, [1]),
         "evaluations": lambda: store.evaluations.append(run, b"{}"),
-        "samples": lambda: store.samples.write(run, token, 0, 1, b"{}"),
+        "samples": lambda: store.samples.write(run, token, [(0, 1, b"{}")]),
         "ends": lambda: store.streams.read_end(run),
         "confirmed ends": lambda: store.streams.read_confirmed_end(run),
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import Invalid, Unreadable
-from replaybuf.store import EmbeddedServer, Store, keys
+from replaybuf.store import EmbeddedServer, HeldLease, Store, keys
 from replaybuf.store.spill import SpillFiles
 from replaybuf.store.spill_folder import LocalFolder
 
@@ -51,7 +51,8 @@ def test_reads_of_several_runs_name_the_strange_one_and_answer_for_the_others(se
         assert [isinstance(end, Unreadable) for end in ends] == [False, True, False]
         await client.hset(keys.lead("type"), "x", "y")
         assert (await store.runs.take_lease("fine", "me", 1.0)).token
-        assert [lease and lease.holder for lease in await store.runs.hold_leases(runs, "me", 1.0)] == ["me", "", ""]
+        held = await store.runs.hold_leases(runs, "me", 1.0, [""] * 3)
+        assert [isinstance(lease, HeldLease) and lease.holder for lease in held] == ["me", "", ""]
         with pytest.raises(Unreadable):
             await store.runs.take_lease("type", "me", 1.0)
 

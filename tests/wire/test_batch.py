@@ -488,6 +488,6 @@ def test_the_header_is_the_same_json_for_pieces_of_any_size(text: str, piece: in
     """A long text is escaped piece by piece."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "_PIECE", piece)
-        body, _ = tensor_file.allocate({METADATA_KEY: text}, {})
+        body = tensor_file.allocate({METADATA_KEY: text}, [], 0).whole
     expected = json.dumps({"__metadata__": {METADATA_KEY: text}}, separators=(",", ":"))
     assert bytes(body[8:]).decode().rstrip(" ") == expected.rstrip(" ")

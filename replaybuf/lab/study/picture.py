@@ -43,8 +43,10 @@ def _chart(result: StudyResult, axis: str, name: str, low: float, high: float) -
     for strategy in result.strategies:
         band = strategy.bands[axis]
         # One seed has no band, and two seeds have one that would flatten all lines.
-        edges = [[min(max(value, low), high) for value in edge if value is not None] for edge in (band.low, band.high)]
-        lines.append(Line(strategy.title, band.mean, *edges, band.cost))
+        lower, upper = (
+            [min(max(value, low), high) for value in edge if value is not None] for edge in (band.low, band.high)
+        )
+        lines.append(Line(strategy.title, band.mean, lower, upper, band.cost))
     return Chart(f"Accuracy by {name}", "", name, [], lines)
 
 

@@ -17,7 +17,7 @@ from replaybuf.kernel.decide.candidates import count_candidates
 from replaybuf.kernel.decide.config import decide_end
 from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_evict, draft_batch
 from replaybuf.kernel.figures.waits import TrainerWaits
-from replaybuf.kernel.state.history import BatchState
+from replaybuf.kernel.state.history import BatchState, RecordedBatch
 from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status, find_group_state
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.waiting import BLOCKED_ON, StepWait
@@ -298,6 +298,11 @@ class Batches:
             if fetched.broken and self._journal.leading:
                 await self._dead_letter_of(step, recorded, fetched.broken)
             return await self._pack(record, fetched)
+
+    def held(self, step: int, made: RecordedBatch) -> PackedBatch | None:
+        """Return a batch of the current history if it is in memory."""
+        packed = self._packed.get(step)
+        return packed if packed and packed.record.generation == made.generation else None
 
     async def _dead_letter_of(self, step: int, recorded: BatchState, broken: dict[int, str]) -> None:
         """Record groups of a batch that broke after it was assembled; once, however often it is requested."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from replaybuf.errors import SpillAway
 from replaybuf.kernel.decide.samples import choose_groups, choose_rollouts, find_unsampled
 from replaybuf.kernel.state.history import RecordedBatch
 from replaybuf.service.bodies.assembly import fetch_groups
 from replaybuf.service.bodies.shown_rollout import SAMPLE, show_rollout
+from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
 from replaybuf.wire.answer.samples import Sample, SampleList, StepSamples, Why, decode_samples, encode_samples
 from replaybuf.wire.group import Group
@@ -32,69 +35,152 @@ SEARCHED_STEPS = 2_000
 MOST_STEPS = 100
 """A group may be in thousands of batches."""
 PAGE_BYTES = 8 << 20
+HELD_BYTES = 64 << 20
+"""Frames held for the samples of steps that were trained since the last tick."""
+
+
+class _Choice(NamedTuple):
+    """A group with rollouts to keep: one for each of `reasons`."""
+
+    number: int
+    group_id: str
+    group: Group
+    reasons: list[Why]
 
 
 class Samples:
     """Keeps and lists the samples of one run. `tokenizer`: samples are kept as its text, without one as token ids."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, batches: Batches) -> None:
         self.tokenizer: Tokenizer | None = None
         self._journal = journal
+        self._batches = batches
+        self._held: dict[int, tuple[int, list[_Choice]]] = {}
+        self._held_bytes = 0
         self._sampled = 0
 
     async def take_over(self) -> None:
         """Read up to which batch an older leader has kept samples."""
         self._sampled = await self._journal.store.samples.newest_batch(self._journal.name)
 
+    def hold(self, step: int) -> None:
+        """Hold the groups from which `keep` takes the samples of a step: its batch may leave memory before.
+
+        The groups of steps beyond `HELD_BYTES` are read again.
+        """
+        journal = self._journal
+        most, made = journal.config.history.samples_per_step, journal.state.records.get(step)
+        batch = self._batches.held(step, made) if most and made else None
+        if made is None or batch is None:
+            return
+        index = journal.state.index
+        rows = index.rows_of(made.numbers)
+        if len(rows) < len(made.numbers):
+            return  # some are freed
+        chosen = self._choose(step, made, index["reward_mean"][rows], index["rollouts"][rows])
+        groups = [batch.groups[position] for position in chosen]
+        held_bytes = sum(batch.planned[position].frame_bytes for position in chosen)
+        # A rollout as long as a row may be cut: its sample is from the stored group.
+        if (
+            self._held_bytes + held_bytes > HELD_BYTES
+            or max(int(group.lengths.max()) for group in groups) >= batch.layout.seq_len
+        ):
+            return
+        labels = [batch.record.groups[position] for position in chosen]
+        self._held_bytes += held_bytes
+        self._held[step] = (
+            made.entry,
+            [
+                _Choice(label.number, label.group_id, group, reasons)
+                for label, group, reasons in zip(labels, groups, chosen.values(), strict=True)
+            ],
+        )
+
     async def keep(self) -> None:
         """Keep samples of the steps that were trained since the last call. Raises `NotLeader`, `DataLost`.
 
         Call it before payloads are freed.
         """
-        journal = self._journal
-        most = journal.config.history.samples_per_step
+        most = self._journal.config.history.samples_per_step
         if not most:
             return
-        for step, made in find_unsampled(journal.state, self._sampled):
-            samples = await self._take(step, made, most)
-            raw = encode_samples(StepSamples(made.entry, samples))
-            with journal.recording_loss():
-                await journal.store.samples.write(journal.name, journal.token, step, made.entry, raw)
-            self._sampled = max(self._sampled, made.entry)
+        held, self._held, self._held_bytes = self._held, {}, 0
+        ready: list[tuple[int, RecordedBatch, list[_Choice]]] = []
+        for step, made in find_unsampled(self._journal.state, self._sampled):
+            entry, choices = held.get(step, (0, []))
+            if entry == made.entry:
+                ready.append((step, made, choices))
+                continue
+            await self._write_held(ready)
+            ready = []
+            await self._write([(step, made, await self._read_chosen(step, made))])
+        await self._write_held(ready)
 
-    async def _take(self, step: int, made: RecordedBatch, most: int) -> list[Sample]:
+    async def _write_held(self, steps: Sequence[tuple[int, RecordedBatch, list[_Choice]]]) -> None:
+        if steps:
+            await self._write(await asyncio.to_thread(self._show_all, steps))
+
+    async def _write(self, steps: Sequence[tuple[int, RecordedBatch, list[Sample]]]) -> None:
+        """Write samples of steps in ascending order."""
+        journal = self._journal
+        rows = [(step, made.entry, encode_samples(StepSamples(made.entry, samples))) for step, made, samples in steps]
+        with journal.recording_loss():
+            await journal.store.samples.write(journal.name, journal.token, rows)
+        self._sampled = max(self._sampled, *(made.entry for _, made, _ in steps))
+
+    async def _read_chosen(self, step: int, made: RecordedBatch) -> list[Sample]:
         """Choose and read the samples of a step. Groups whose bytes are gone have none."""
         journal = self._journal
-        store, seed = journal.store, [journal.config.seed, made.generation, step]
+        store = journal.store
         entries = await store.groups.read_entries(journal.name, made.numbers.tolist())
         if not entries:
             return []
         means = np.array([float(entry.values["reward_mean"]) for entry in entries])
         rollouts = np.array([int(entry.values["rollouts"]) for entry in entries])
-        reasons: dict[int, list[Why]] = {}
-        for position, why in choose_groups(means, rollouts, most, seed):
-            reasons.setdefault(entries[position].number, []).append(why)
         samples: list[Sample] = []
-        for number, wanted in reasons.items():  # one by one: a group may have 64 MB
-            try:
+        for position, reasons in self._choose(step, made, means, rollouts).items():
+            number = entries[position].number
+            try:  # one by one: a group may have 64 MB
                 fetched = await fetch_groups(store, journal.name, [number], journal.state.pool.columns)
             except SpillAway as error:
                 logger.warning("no sample is kept run=%s step=%d: %s", journal.name, step, error.detail)
                 continue
             if number in fetched.groups:
-                group, label = fetched.groups[number], fetched.entries[0].strings.group_id
-                samples += await asyncio.to_thread(self._show, step, label, group, wanted, [*seed, number])
+                label = fetched.entries[0].strings.group_id
+                choice = _Choice(number, label, fetched.groups[number], reasons)
+                samples += await asyncio.to_thread(self._show, step, made, choice)
         return samples
 
-    def _show(self, step: int, group_id: str, group: Group, reasons: list[Why], seed: list[int]) -> list[Sample]:
-        reasons = reasons[: group.rollouts]
+    def _choose(
+        self, step: int, made: RecordedBatch, means: npt.NDArray[Any], rollouts: npt.NDArray[Any]
+    ) -> dict[int, list[Why]]:
+        """Choose groups of a step by position, with the reasons."""
+        config = self._journal.config
+        reasons: dict[int, list[Why]] = {}
+        for position, why in choose_groups(
+            means, rollouts, config.history.samples_per_step, [config.seed, made.generation, step]
+        ):
+            reasons.setdefault(position, []).append(why)
+        return reasons
+
+    def _show_all(
+        self, steps: Sequence[tuple[int, RecordedBatch, list[_Choice]]]
+    ) -> list[tuple[int, RecordedBatch, list[Sample]]]:
+        return [
+            (step, made, [sample for choice in choices for sample in self._show(step, made, choice)])
+            for step, made, choices in steps
+        ]
+
+    def _show(self, step: int, made: RecordedBatch, choice: _Choice) -> list[Sample]:
+        group, seed = choice.group, [self._journal.config.seed, made.generation, step, choice.number]
+        reasons = choice.reasons[: group.rollouts]
         places = choose_rollouts(group.rewards, reasons, seed)
         return [
             Sample(
                 **msgspec.structs.asdict(show_rollout(group, place, self.tokenizer, SAMPLE)),
                 step=step,
                 why=why,
-                group_id=group_id,
+                group_id=choice.group_id,
                 prompt_id=group.prompt_id,
                 prompt_index=group.prompt_index,
                 adapter=group.adapter,

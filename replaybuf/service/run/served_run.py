@@ -90,8 +90,10 @@ class Run:
         self.late_columns = LateColumnWriter(journal, self.arrivals, self.eviction, self.spill)
         self.cursors = Cursors(journal)
         self.evaluations = RecordedEvaluations(journal)
-        self.session = Session(journal, self.selector, self.eviction, self.batches, self.rates, self.cursors)
-        self.samples = Samples(journal)
+        self.samples = Samples(journal, self.batches)
+        self.session = Session(
+            journal, self.selector, self.eviction, self.batches, self.rates, self.cursors, self.samples
+        )
         self.trimming = Trimming(journal)
         self.state_cache = StateCache(journal.name, journal.state, self.book, self.selector, journal.clock)
         self.lease = LeaseTimer(journal.clock.monotonic)

@@ -25,6 +25,7 @@ from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
+from replaybuf.service.run.samples import Samples
 from replaybuf.service.turns import call_beside
 from replaybuf.wire.column.metadata import check_metadata
 from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy
@@ -43,6 +44,7 @@ class Session:
         batches: Batches,
         rates: Rates,
         cursors: Cursors,
+        samples: Samples,
     ) -> None:
         self._journal = journal
         self._state = journal.state
@@ -51,6 +53,7 @@ class Session:
         self._batches = batches
         self._rates = rates
         self._cursors = cursors
+        self._samples = samples
         self._polls = LongPolls(journal)
 
     async def attach(self, request: AttachRequest) -> Attachment:
@@ -123,6 +126,7 @@ class Session:
             record = decide_ack(state, step, epoch, feedback, priorities, now_s, waited_s, metrics)
             if record:
                 await journal.append(record)
+                self._samples.hold(step)
                 waits.end_step()
                 self._rates.record_ack(
                     journal.clock.monotonic(),

@@ -58,13 +58,13 @@ class Arrivals:
                 if self._journal.leading:
                     self._tickets.complete([chunk])
                     # Groups stored before this server measured are history, not speed.
-                    recent = chunk.numbers > self._measured_after
-                    if np.logical_or.reduce(recent):
+                    first = int(chunk.numbers.searchsorted(self._measured_after, "right"))
+                    recent = len(chunk.numbers) - first
+                    if recent:
                         self._journal.presence.record_producer()  # of another server, or one that writes directly
-                    self._rates.record_stored(self._journal.clock.monotonic(), int(np.add.reduce(recent)))
-                    if malformed:
-                        recent &= ~chunk.malformed
-                    self.tokens += int(np.add.reduce(chunk.values["tokens"], dtype=np.int64, where=recent))
+                    self._rates.record_stored(self._journal.clock.monotonic(), recent)
+                    fit = ~chunk.malformed[first:] if malformed else True
+                    self.tokens += int(np.add.reduce(chunk.values["tokens"][first:], dtype=np.int64, where=fit))
                     await self._eviction.of_arrivals(chunk)
                 unsettled.popleft()
         self._journal.notify()
