@@ -21,7 +21,6 @@ from replaybuf.store import Store, keys
 from replaybuf.store.redis.connection import Connection
 from replaybuf.wire.config_patch import ConfigPatch
 from tests.simulation.loop import Node
-from tests.simulation.redis_model.connections import use_model
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import LONGEST_STOP_S, Client, Gone
 from tests.simulation.small_run import GROUPS, PAUSE_S, PER_BATCH, SmallRun
@@ -120,8 +119,7 @@ class CopiedRun(SmallRun):
             await asyncio.sleep(PAUSE_S)
 
     async def _store(self) -> Store:
-        connection = Connection("redis://redis:6379/0")
-        use_model(connection, self._redis)
+        connection = Connection(self._redis.url)
         await connection.check_role()
         await connection.prepare()
         return Store(connection)

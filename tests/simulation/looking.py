@@ -35,7 +35,6 @@ from tests.chaos.history import (
 from tests.chaos.run_history import RunHistory
 from tests.simulation.producing import Sent, send, take
 from tests.simulation.redis_model.commands import zcard
-from tests.simulation.redis_model.connections import use_model
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import Client, Gone, Server
 from tests.simulation.training import ask, attach
@@ -213,9 +212,7 @@ class Rest:
 
     async def fold(self) -> None:
         """Fold the streams anew, without any service."""
-        connection = Connection("redis://redis:6379/0")
-        use_model(connection, self._redis)
-        store = Store(connection)
+        store = Store(Connection(self._redis.url))
         journal = Journal(self._run, store)
         await journal.load()
         counts = group_counts(journal.state)

@@ -35,6 +35,7 @@ from tests.simulation.losing import LostRun
 from tests.simulation.mix import TICKET_TTL_S
 from tests.simulation.plan import Plan
 from tests.simulation.producing import Producer
+from tests.simulation.redis_model.connections import instead_of_sockets
 from tests.simulation.redis_model.functions import take_branches
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import Client, Gone, Server, folders
@@ -132,6 +133,7 @@ class Schedule:
         """Draw how often long work gives others a turn, and what runs in a thread; wake idle jobs less often."""
         rng = self.world.rng
         with (
+            instead_of_sockets(self.world),
             mock.patch.object(loop_watch, "PERIOD_S", 1.0),
             mock.patch.object(host, "TICK_S", self.world.mix.tick_s),
             mock.patch.object(host, "PREPARE_PERIOD_S", self.world.mix.tick_s),

@@ -20,7 +20,6 @@ from replaybuf.store.redis.connection import Connection
 from tests.chaos.calling import Outcome
 from tests.chaos.history import OK
 from tests.simulation.loop import WORLD, Node
-from tests.simulation.redis_model.connections import use_model
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.world import World
 
@@ -82,8 +81,7 @@ class Server:
 
     async def _run_service(self) -> None:
         """Do what `replaybuf.service.lifespan.run_service` does for a shared Redis."""
-        connection = Connection("redis://redis:6379/0", command_timeout_s=COMMAND_TIMEOUT_S)
-        use_model(connection, self._redis)
+        connection = Connection(self._redis.url, self._redis.policy, command_timeout_s=COMMAND_TIMEOUT_S)
         await connection.check_role()
         await connection.prepare()
         store = Store(connection)

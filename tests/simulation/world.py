@@ -40,6 +40,8 @@ class World:
         self.faults_s = self.mix.faults_s if plan.faults_s is None else plan.faults_s
         self.coverage = Coverage()
         self.loop = SimulatedLoop(self.rng)
+        self.network: dict[tuple[str, int], Any] = {}
+        """Servers that listen, by address."""
         self.now_s = self.loop.time
         """Returns the true time since the start."""
         self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []

@@ -9,6 +9,7 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from replaybuf.store import keys
+from replaybuf.store.redis.durability import STRICT
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
 from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel, read_new
@@ -44,6 +45,8 @@ class RedisServer:
 
     def __init__(self, world: World, *, fsync: str) -> None:
         self.world, self.fsync = world, fsync
+        self.url, self.policy = "redis://redis:6379/0", STRICT
+        world.network["redis", 6379] = self
         self.wall_ahead_s = 0.0
         self.values = Values(self._now_ms)
         self.links: list[Link] = []
