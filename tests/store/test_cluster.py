@@ -133,6 +133,28 @@ def test_the_bucket_of_a_missing_payload_is_checked(cluster: ValkeyCluster) -> N
     on_cluster(cluster.url, work)
 
 
+def test_a_server_that_stored_nothing_in_a_bucket_notices_its_loss(cluster: ValkeyCluster) -> None:
+    """Its own payload would make the count right again, and the lost one would look as if it had been freed."""
+
+    async def work(store: Store) -> None:
+        bucket = keys.bucket_of("a")
+        other = next(name for name in (f"x{n}" for n in range(1000)) if keys.bucket_of(name) == bucket)
+        beside = await Store.open(cluster.url)
+        try:
+            await append(beside, "beside", to_append("b"))
+            await append(store, "beside", to_append("a"))
+            (entry,) = await store.groups.read_entries("beside", [2])
+            written = keys.written("beside", bucket)
+            cluster.owner(written).client.delete(written, entry.strings.payload_key)
+            with pytest.raises(DataLost, match=f"bucket {bucket} on node"):
+                await append(beside, "beside", to_append(other))
+            assert not exists(cluster, written)
+        finally:
+            await beside.close()
+
+    on_cluster(cluster.url, work)
+
+
 def test_a_loss_is_accepted_while_its_bucket_is_checked_again(
     cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
