@@ -18,7 +18,7 @@ from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.plan import Plan
 from tests.chaos.content import make_group
 from tests.chaos.history import Event, GroupSent
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.redis import Redis
 from tests.simulation.servers import Client, Gone
 from tests.simulation.world import World
 
@@ -28,7 +28,7 @@ LONGEST_PAUSE_S = 1.0
 class DirectProducer:
     """Writes groups to Redis itself. It asks a server only for the published version, which may be old by then."""
 
-    def __init__(self, world: World, client: Client, run: str, redis: RedisServer, history: list[Event]) -> None:
+    def __init__(self, world: World, client: Client, run: str, redis: Redis, history: list[Event]) -> None:
         self._world, self._client, self._run, self._history = world, client, run, history
         self._redis, self._count = redis, itertools.count()
 
@@ -78,7 +78,7 @@ class DirectProducer:
 class DirectRank:
     """Builds bodies from the frames in Redis, by the plan of a server."""
 
-    def __init__(self, redis: RedisServer) -> None:
+    def __init__(self, redis: Redis) -> None:
         client: Any = None  # asked for the spill folder only, and for what cannot be built
         self._bodies = DirectBodies(client, redis.url)
 

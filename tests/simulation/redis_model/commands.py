@@ -104,25 +104,31 @@ def mget(values: Values, words: Words) -> list[Any]:
 
 def set_(values: Values, words: Words) -> Any:
     key, value, options = words[0], words[1], list(words[2:])
-    end_ms, only_present = None, False
+    end_ms, flags = None, set()
     while options:
         option = options.pop(0).upper()
         if option == b"EX":
             end_ms = values.now_ms() + 1000 * int(options.pop(0))
         elif option == b"PX":
             end_ms = values.now_ms() + int(options.pop(0))
-        elif option == b"XX":
-            only_present = True
+        elif option in (b"NX", b"XX", b"GET"):
+            flags.add(option)
         else:
             raise NoModel(f"SET with {option.decode()}")
-    if only_present and values.peek(key) is None:
-        return None
-    values.put(key, value, end_ms)
-    return OK
+    before = get(values, [key]) if b"GET" in flags else None
+    present = values.peek(key) is not None
+    refused = b"NX" in flags if present else b"XX" in flags
+    if not refused:
+        values.put(key, value, end_ms)
+    return before if b"GET" in flags or refused else OK
 
 
 def incr(values: Values, words: Words) -> int:
-    number = int(values.get(words[0], bytes) or 0) + 1
+    return incrby(values, [words[0], b"1"])
+
+
+def incrby(values: Values, words: Words) -> int:
+    number = int(values.get(words[0], bytes) or 0) + int(words[1])
     values.keep_end(words[0], b"%d" % number)
     return number
 
@@ -271,6 +277,15 @@ def zrange(values: Values, words: Words) -> list[list[Any]]:
     return [[member, members[member]] for member in sorted(members, key=lambda member: (members[member], member))]
 
 
+def zrangebyscore(values: Values, words: Words) -> list[bytes]:
+    """Return members from the lowest score on, up to one: other first scores have no model."""
+    if words[1] != b"-inf" or words[3].upper() != b"LIMIT":
+        raise NoModel(f"ZRANGEBYSCORE with {list(words[1:])}")
+    members, first, count = values.get(words[0], SortedSet) or {}, int(words[4]), int(words[5])
+    low = [member for member in members if members[member] <= float(words[2])]
+    return sorted(low, key=lambda member: (members[member], member))[first : first + count]
+
+
 # ---------------------------------------------------------------------- streams
 
 
@@ -381,7 +396,7 @@ def read_new(values: Values, words: Words) -> dict[bytes, Any] | None:
 
 
 GROWING = frozenset(
-    [b"SET", b"INCR", b"SETBIT", b"HSET", b"HINCRBY", b"SADD", b"ZADD", b"XADD"],
+    [b"SET", b"INCR", b"INCRBY", b"SETBIT", b"HSET", b"HINCRBY", b"SADD", b"ZADD", b"XADD"],
 )
 """Commands that a full server refuses."""
 COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
@@ -401,6 +416,7 @@ COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"MGET": mget,
     b"SET": set_,
     b"INCR": incr,
+    b"INCRBY": incrby,
     b"GETRANGE": getrange,
     b"GETBIT": getbit,
     b"SETBIT": setbit,
@@ -423,6 +439,7 @@ COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"ZREM": zrem,
     b"ZCARD": zcard,
     b"ZRANGE": zrange,
+    b"ZRANGEBYSCORE": zrangebyscore,
     b"XRANGE": xrange,
     b"XREVRANGE": xrevrange,
     b"XLEN": xlen,

@@ -42,7 +42,7 @@ def instead_of_sockets(world: World) -> Iterator[None]:
 def _leading(init: Callable[..., None], world: World) -> Callable[..., None]:
     def init_pool(pool: Any, *arguments: Any, **options: Any) -> None:
         init(pool, *arguments, **options)
-        pool.connection_class = functools.partial(KINDS[pool.connection_class], world)
+        pool.connection_class = functools.partial(KINDS[pool.connection_class], world=world)
 
     return init_pool
 
@@ -84,8 +84,8 @@ class _Parser:
 class _Connection(aioredis.Connection):
     """An asynchronous connection without a socket."""
 
-    def __init__(self, world: World, **options: Any) -> None:
-        super().__init__(driver_info=DRIVER, **options)
+    def __init__(self, *, world: World, **options: Any) -> None:
+        super().__init__(**options | {"driver_info": DRIVER})
         self._world = world
         self.link: Link | None = None
         self._parser: Any = _Parser(self)
@@ -146,8 +146,8 @@ class _ToNode(NodeConnection, _Connection):
 class _BlockingConnection(redis.Connection):
     """A connection of a thread: its commands run at once, because the whole call happens at one moment."""
 
-    def __init__(self, world: World, **options: Any) -> None:
-        super().__init__(driver_info=DRIVER, **options)  # type: ignore[no-untyped-call]
+    def __init__(self, *, world: World, **options: Any) -> None:
+        super().__init__(**options | {"driver_info": DRIVER})  # type: ignore[no-untyped-call]
         self._world = world
         self._replies: list[Any] = []
 
@@ -189,7 +189,7 @@ class _BlockingConnection(redis.Connection):
 
 def _find(world: World, host: str, port: int) -> RedisServer:
     """Return the server at an address. Raises `RedisConnectionError` if nobody listens there."""
-    server = world.network.get((host, port))
+    server: RedisServer | None = world.network.get((host, port))
     if server is None or server.node.dead:
         raise RedisConnectionError(f"Error 111 connecting to {host}:{port}. Connection refused.")
     return server

@@ -41,6 +41,8 @@ class Link:
         self._commands: deque[tuple[Sequence[bytes], bool]] = deque()
         self._answered: deque[list[Any]] = deque()
         self._busy = False
+        self.asking = False
+        """Whether the next command is for a slot that is on its way to the server."""
         self.queued: list[Sequence[bytes]] | None = None
         """Commands of an open transaction."""
         self.replies: deque[Any] = deque()
