@@ -7,16 +7,12 @@ import asyncio
 from replaybuf.store import keys
 from replaybuf.store.redis.durability import WritePolicy
 from tests.simulation.loop import WORLD
-from tests.simulation.redis_model.cluster_node import NODE_TIMEOUT_S, ClusterNode
+from tests.simulation.redis_model.cluster_node import ClusterNode
 from tests.simulation.redis_model.layout import NODES, SHARDS, Layout, address_of, slot_of
+from tests.simulation.redis_model.replicated import DOWN_AFTER_S, LONGEST_VOTE_S, LOOK_EVERY_S
 from tests.simulation.redis_model.values import Saved
 from tests.simulation.world import RUN, World
 
-LOOK_EVERY_S = 0.1
-LONGEST_VOTE_S = 1.0
-"""How long a replica takes to be promoted after its primary is missed."""
-LONGEST_LINK_S = 1.0
-"""How long a replica takes to follow a primary."""
 CONTROL_SHARE = 0.5
 """Share of faults that hurt the node of the main run's index and ledger."""
 KEY_PAUSE_S = 0.02
@@ -34,7 +30,6 @@ class RedisCluster:
         self.nodes = [ClusterNode(self, number) for number in range(NODES)]
         self._missed_since: dict[int, float] = {}
         self._promotes_at: dict[int, float] = {}
-        self._links_at: dict[int, float] = {}
         self._look()
 
     # ------------------------------------------------------------------ for the world
@@ -66,7 +61,10 @@ class RedisCluster:
         for number in range(NODES):
             self._look_at(self.nodes[number])
         for shard in range(SHARDS):
-            self._link(shard)
+            primary = self.nodes[self.layout.primaries[shard]]
+            replica = self._other(primary)
+            known = all(node.layout.primaries[shard] == primary.number for node in (primary, replica))
+            primary.link(replica, known=known)
         self.world.at(WORLD, self.world.now_s() + LOOK_EVERY_S, self._look)
 
     def _look_at(self, node: ClusterNode) -> None:
@@ -77,13 +75,15 @@ class RedisCluster:
                 self.change(self.layout.mark_failed(failed - {number}))
             return
         since_s = self._missed_since.setdefault(number, now_s)
-        if now_s < since_s + NODE_TIMEOUT_S or not self._has_majority:
+        if now_s < since_s + DOWN_AFTER_S or not self._has_majority:
             return
         if number not in failed:
             self._promotes_at[number] = now_s + self.world.rng.uniform(0.1, LONGEST_VOTE_S)
             self.change(self.layout.mark_failed(failed | {number}))
         elif self.layout.is_primary(number) and now_s >= self._promotes_at[number]:
-            self._promote(node, self._other(node))
+            replica = self._other(node)
+            if replica.take_over_from(node):
+                self.change(self.layout.promote(replica.number), replica)
 
     @property
     def _has_majority(self) -> bool:
@@ -91,35 +91,6 @@ class RedisCluster:
 
     def _other(self, node: ClusterNode) -> ClusterNode:
         return self.nodes[(node.number + SHARDS) % NODES]
-
-    def _promote(self, former: ClusterNode, replica: ClusterNode) -> None:
-        """Let a replica take over that follows its primary: it lacks what was not replicated."""
-        if not former.linked or not replica.running or former.replaced:
-            return
-        lacking = former.values.unreplicated
-        self.world.note(f"is promoted without {lacking} writes", node=replica.node)
-        replica.values.load(former.values.copy(lacking))
-        replica.take_library(former)
-        replica.promoted, replica.linked = True, False
-        self.change(self.layout.promote(replica.number), replica)
-
-    def _link(self, shard: int) -> None:
-        """Let a replica follow its primary a little after both know each other."""
-        primary = self.nodes[self.layout.primaries[shard]]
-        replica, now_s = self._other(primary), self.world.now_s()
-        known = all(node.layout.primaries[shard] == primary.number for node in (primary, replica))
-        if not primary.running:
-            primary.linked = primary.linked and replica.running  # a replica that ended too may lack what it confirmed
-            return
-        if not (known and replica.running):
-            primary.linked = False
-            self._links_at.pop(shard, None)
-        elif not primary.linked:
-            at_s = self._links_at.setdefault(shard, now_s + self.world.rng.uniform(0.1, LONGEST_LINK_S))
-            if now_s >= at_s:
-                self._links_at.pop(shard)
-                primary.linked = True
-                primary.values.replicated(primary.values.written)
 
     # ------------------------------------------------------------------ slots
 
