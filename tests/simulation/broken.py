@@ -189,7 +189,8 @@ def _with_old_attempts() -> Iterator[None]:
     """Publish groups of an attempt that began more than two rounds ago, in a world where servers often stop in one."""
     with (
         _library("if tonumber(args[1]) < newest - 1 then", "if false then"),
-        mock.patch.object(servers, "STOPPED_APPENDS", 0.1),
+        mock.patch.object(servers, "STOPPED_APPENDS", 0.2),
+        mock.patch.object(servers, "SHORTEST_STOP_S", 5.0),
     ):
         yield
 

@@ -13,6 +13,7 @@ from tests.simulation.loop import WORLD
 from tests.simulation.redis_model.cluster import RedisCluster
 from tests.simulation.redis_model.layout import slot_of
 from tests.simulation.redis_model.redis import Redis, delete_key
+from tests.simulation.redis_model.sentinel_group import SentinelGroup
 from tests.simulation.servers import LONGEST_STOP_S, Server
 from tests.simulation.world import RUN, World
 
@@ -49,7 +50,7 @@ class Disturber:
             return
         self._world.note(f"fault: {kind} {server.name}", node=WORLD)
         name, role = server.name, "leader" if led else "standby"
-        if kind in ("crash", "pause", "cut", "lease", "full", "move", KIND):
+        if kind in ("crash", "pause", "cut", "lease", "full", "move", "sentinels", KIND):
             name, role, led = "valkey", "valkey", []
         fault = Faulted(at_s=self._world.now_s(), process=name, role=role, kind=kind, server=server.url, led=led)
         self._history.append(fault)
@@ -118,6 +119,18 @@ class Disturber:
         bucket = self._rng.randrange(keys.BUCKETS)
         name = self._rng.choice((keys.counts(RUN), keys.written(RUN, bucket)))
         await cast(RedisCluster, self._redis).move(slot_of(name.encode()))
+
+    async def _sentinels(self, server: Server) -> None:
+        """Stop some sentinels, or all: without most of them there is no failover."""
+        sentinels = cast(SentinelGroup, self._redis).sentinels
+        stopped = [
+            one for one in self._rng.sample(sentinels, self._rng.randint(1, len(sentinels))) if not one.node.stopped
+        ]
+        for sentinel in stopped:
+            sentinel.node.stopped = True
+        await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
+        for sentinel in stopped:
+            self._world.loop.go_on(sentinel.node)
 
     async def _lease(self, server: Server) -> None:
         run = self._rng.choice((RUN, COPIED_RUN)) if self._world.mix.copies else RUN

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tests.simulation.mix import CLUSTER, SINGLE
+from tests.simulation.mix import CLUSTER, SENTINEL, SINGLE
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -18,10 +18,14 @@ MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 LATE_NEWS, NEWS_MIXES = 0.1, MIXES
 LATE_SEND, SEND_MIXES = 0.004, MIXES
 SINGLE_KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "full", "failover")
-KINDS = {SINGLE: SINGLE_KINDS, CLUSTER: (*SINGLE_KINDS, "crash", "pause", "move")}
+KINDS = {
+    SINGLE: SINGLE_KINDS,
+    CLUSTER: (*SINGLE_KINDS, "crash", "pause", "move"),
+    SENTINEL: (*SINGLE_KINDS, "crash", "pause", "sentinels"),
+}
 """Faults of processes, by kind of Redis: a server is killed, stopped, ended in order, hands its run over, or its clock
 jumps; Redis, or one node of it, crashes, stands still, loses connections or a lease, has no memory left, or goes back
-to a shorter history for a while; a slot of the run moves to another node."""
+to a shorter history for a while; a slot of the run moves to another node; sentinels stand still."""
 
 
 @dataclasses.dataclass(slots=True)

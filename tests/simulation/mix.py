@@ -18,9 +18,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "replay": ("replay", {name: value for name, value in REPLAY.items() if name != "mix"}),
     EXACT: ("one-step-off-policy", {"max_staleness": 2, "exact_slots": True}),
 }
-SINGLE, CLUSTER = "single", "cluster"
-REDIS = (SINGLE, SINGLE, CLUSTER)
-"""Kinds of Redis: one server, or three primaries with a replica each. A schedule draws one of these."""
+SINGLE, CLUSTER, SENTINEL = "single", "cluster", "sentinel"
+REDIS = (SINGLE, SINGLE, CLUSTER, CLUSTER, SENTINEL)
+"""Kinds of Redis: one server; three primaries with a replica each; a primary with a replica that three sentinels watch.
+A schedule draws one of these."""
 COPIED = 0.25
 """Share of schedules with a run that is backed up, deleted and restored."""
 REWOUND = 0.3
@@ -87,8 +88,8 @@ class Mix:
         )
         if redis == SINGLE:
             return mix
-        # A cluster takes no spill folder and no restored run. Its direct clients have sockets of redis-py's own.
-        return dataclasses.replace(mix, spills=False, copies=False, direct=False)
+        # A cluster takes no spill folder and no restored run. Direct clients and restores wait for no replica.
+        return dataclasses.replace(mix, spills=mix.spills and redis == SENTINEL, copies=False, direct=False)
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from tests.simulation.looking import Observer, Rest, of_history
 from tests.simulation.loop import Node
 from tests.simulation.losing import LostRun
 from tests.simulation.losing_bucket import LostBucket
-from tests.simulation.mix import SINGLE, TICKET_TTL_S
+from tests.simulation.mix import CLUSTER, TICKET_TTL_S
 from tests.simulation.plan import Plan
 from tests.simulation.producing import Producer
 from tests.simulation.redis_model.connections import instead_of_sockets
@@ -178,7 +178,7 @@ class Schedule:
             others.append(self._start("writer", writer.work(stopping)))
         copied = CopiedRun(world, self._client("copier"), redis, places[0].parent / "copied" if mix.spills else None)
         copying = self._start("copier", copied.work()) if mix.copies else None
-        losing_kind = LostRun if mix.redis == SINGLE else LostBucket
+        losing_kind = LostBucket if mix.redis == CLUSTER else LostRun
         losing = losing_kind(world, self._client("loser"), redis, self._servers, self.history)
         lost = self._start("loser", losing.work()) if mix.loses else None
         await Disturber(world, self.history, redis, self._servers).work(world.faults_s)

@@ -30,7 +30,7 @@ COMMAND_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 2.5
 """Timeout of a client's call, above the time that it waits at the server."""
 RESTART_S = 0.3
-LONGEST_STOP_S = 7.0
+SHORTEST_STOP_S, LONGEST_STOP_S = 0.5, 7.0
 STOPPED_APPENDS = 0.01
 """Share of appends on a cluster whose server is stopped between the two steps."""
 STOPPED_HANDOVERS = 0.3
@@ -168,7 +168,7 @@ class Server:
         world, node = self.world, NODE.get()
         if world.faults.happens(kind, rate, world):
             node.stopped = True
-            world.at(WORLD, world.now_s() + world.rng.uniform(0.5, LONGEST_STOP_S), world.loop.go_on, node)
+            world.at(WORLD, world.now_s() + world.rng.uniform(SHORTEST_STOP_S, LONGEST_STOP_S), world.loop.go_on, node)
             await asyncio.sleep(0)
 
     # ------------------------------------------------------------------ calls

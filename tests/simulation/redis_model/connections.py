@@ -21,6 +21,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.store.redis.cluster_connection import NodeConnection
+from replaybuf.store.redis.sentinel import AsyncConnection, BlockingConnection
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.world import World
@@ -63,6 +64,7 @@ class _Parser:
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
+        self._ended = False
 
     async def read_response(self, disable_decoding: bool = False, push_request: bool | None = False) -> Any:
         link = self._connection.link
@@ -73,12 +75,17 @@ class _Parser:
     async def can_read(self) -> bool:
         """Check whether a reply, or the end of the connection, has come."""
         link = self._connection.link
-        if link is None:
+        if link is None or self._ended:
             raise OSError("Buffer is closed.")
         return bool(link.replies) or link.broken
 
+    def on_connect(self, connection: _Connection) -> None:
+        """Begin to read."""
+        self._ended = False
+
     def on_disconnect(self) -> None:
-        """Do nothing."""
+        """Read no more: whoever looks for a reply learns that the connection has ended."""
+        self._ended = True
 
 
 class _Connection(aioredis.Connection):
@@ -110,6 +117,7 @@ class _Connection(aioredis.Connection):
             await asyncio.sleep(within_s)
             raise RedisTimeoutError("Timeout connecting to server")
         self.link = Link(server)
+        self._parser.on_connect(self)
         try:
             await self.on_connect_check_health()
         except BaseException:
@@ -139,6 +147,10 @@ class _Connection(aioredis.Connection):
         self.link.send(split([command] if isinstance(command, bytes) else command))
 
 
+class _ToPrimary(AsyncConnection, _Connection):
+    """Such a connection to the primary that sentinels name."""
+
+
 class _ToNode(NodeConnection, _Connection):
     """Such a connection to a node of a cluster: our checks after the login are the real ones."""
 
@@ -152,8 +164,16 @@ class _BlockingConnection(redis.Connection):
         self._replies: list[Any] = []
 
     def connect(self) -> None:
+        """Connect."""
+        self.connect_check_health()
+
+    def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
         """Check that the server answers."""
         self._find()
+        self.on_connect_check_health(check_health=check_health)
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in: there are no users."""
 
     def _find(self) -> RedisServer:
         server = _find(self._world, self.host, self.port)
@@ -187,6 +207,10 @@ class _BlockingConnection(redis.Connection):
         return reply
 
 
+class _BlockingToPrimary(BlockingConnection, _BlockingConnection):
+    """Such a connection to the primary that sentinels named last."""
+
+
 def _find(world: World, host: str, port: int) -> RedisServer:
     """Return the server at an address. Raises `RedisConnectionError` if nobody listens there."""
     server: RedisServer | None = world.network.get((host, port))
@@ -198,6 +222,8 @@ def _find(world: World, host: str, port: int) -> RedisServer:
 KINDS: dict[Any, Any] = {
     aioredis.Connection: _Connection,
     NodeConnection: _ToNode,
+    AsyncConnection: _ToPrimary,
+    BlockingConnection: _BlockingToPrimary,
     redis.Connection: _BlockingConnection,
 }
 """By class of a real connection, the modelled one."""

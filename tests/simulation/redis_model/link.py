@@ -126,6 +126,11 @@ class Link:
             self._reply(reply)
             self._work()
 
+    def push(self, news: Any) -> None:
+        """Send what the client did not ask for."""
+        if not self.closed:
+            self._answer_in(self.world.way_s(), news)
+
     def _reply(self, reply: Any) -> None:
         world = self.world
         late_s = world.rng.uniform(0.0, LATEST_S) if world.faults.happens("late", world.faults.late, world) else 0.0

@@ -1,12 +1,14 @@
-"""What a schedule has as its Redis: one server, or the nodes of a cluster."""
+"""What a schedule has as its Redis: one server, one that sentinels watch, or the nodes of a cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from replaybuf.store.redis.durability import WritePolicy
-from tests.simulation.mix import SINGLE
+from tests.simulation.mix import CLUSTER, SENTINEL, SINGLE
 from tests.simulation.redis_model.cluster import RedisCluster
+from tests.simulation.redis_model.sentinel_group import SentinelGroup
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.world import World
 
@@ -31,7 +33,8 @@ class Redis(Protocol):
 
 def start_redis(world: World, fsync: str) -> Redis:
     """Start the Redis of a world."""
-    return RedisServer(world, fsync=fsync) if world.redis == SINGLE else RedisCluster(world, fsync=fsync)
+    kinds: dict[str, Callable[..., Redis]] = {SINGLE: RedisServer, CLUSTER: RedisCluster, SENTINEL: SentinelGroup}
+    return kinds[world.redis](world, fsync=fsync)
 
 
 def delete_key(redis: Redis, name: str) -> None:
