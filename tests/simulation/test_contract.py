@@ -13,9 +13,10 @@ from redis.exceptions import ResponseError
 from replaybuf.store import EmbeddedServer, keys
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.plan import Plan
-from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel
+from tests.simulation.redis_model.commands import COMMANDS, GROWING
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.values import NoModel
 from tests.simulation.world import World
 
 RUN = "contract"

@@ -9,9 +9,9 @@ from redis.exceptions import ResponseError
 
 from replaybuf.store.redis.durability import WritePolicy
 from tests.simulation.loop import WORLD, Node
-from tests.simulation.redis_model.commands import NoModel
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.replicated import DOWN_AFTER_S, LONGEST_VOTE_S, LOOK_EVERY_S, ReplicatedServer
+from tests.simulation.redis_model.values import NoModel
 from tests.simulation.world import World
 
 NAME = "main"

@@ -12,10 +12,11 @@ from replaybuf.store import keys
 from replaybuf.store.redis.durability import STRICT
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
-from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel, read_new
+from tests.simulation.redis_model.commands import COMMANDS, GROWING
 from tests.simulation.redis_model.functions import Functions
 from tests.simulation.redis_model.link import RECORDS, WAITS, Link, record_of
-from tests.simulation.redis_model.values import Saved, Values
+from tests.simulation.redis_model.stream_commands import read_new
+from tests.simulation.redis_model.values import NoModel, Saved, Values
 from tests.simulation.world import EPOCH_S, World
 
 LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.exceptions import ResponseError
 
+Words = Sequence[bytes]
+"""A command, or its arguments."""
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+
+
+class NoModel(NotImplementedError):
+    """A command, or an option of one, has no model yet: add it to the commands and to their contract test."""
 
 
 class Stream(list[tuple[tuple[int, int], list[bytes]]]):
