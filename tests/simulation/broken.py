@@ -106,9 +106,18 @@ def _serve_before_rewind() -> Iterator[None]:
         yield
 
 
-def _without_token() -> AbstractContextManager[object]:
-    """Let a server that lost the lead while it decides write without a token, as until November 2026."""
-    return _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)")
+@contextlib.contextmanager
+def _without_token() -> Iterator[None]:
+    """Let a server that lost the lead while it decides write without a token, in a world of many lost leads.
+
+    As until November 2026.
+    """
+    kinds = ("lease",) * (len(faults.SINGLE_KINDS) - 3) + ("handover", "stop", "pause")
+    with (
+        _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)"),
+        mock.patch.dict(faults.KINDS, {SINGLE: kinds}),
+    ):
+        yield
 
 
 @contextlib.contextmanager
