@@ -204,6 +204,18 @@ def _with_old_attempts() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Write payloads without a note of the append, in a world where servers are often killed while they stop in one."""
+    kinds = ("kill",) * len(faults.KINDS[CLUSTER])
+    with (
+        _library("redis.call('ZADD', keys[1], args[2], args[at])", "local _ = at"),
+        mock.patch.object(servers, "STOPPED_APPENDS", 0.2),
+        mock.patch.dict(faults.KINDS, {CLUSTER: kinds}),
+    ):
+        yield
+
+
 BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
     "fencing": functools.partial(_unfence, "tickets"),
@@ -222,9 +234,10 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "bucket-count": _without_bucket_count,
     "bucket-known": _with_known_counts,
     "old-attempt": _with_old_attempts,
+    "attempt-note": _without_notes,
 }
 """By name: what breaks the guarantee during its body."""
-ON_CLUSTER = frozenset(["bucket", "bucket-count", "bucket-known", "old-attempt"])
+ON_CLUSTER = frozenset(["bucket", "bucket-count", "bucket-known", "old-attempt", "attempt-note"])
 """Those that only a cluster has."""
 
 

@@ -35,6 +35,7 @@ from tests.simulation.loop import Node
 from tests.simulation.losing import LostRun
 from tests.simulation.losing_bucket import LostBucket
 from tests.simulation.mix import CLUSTER, TICKET_TTL_S
+from tests.simulation.orphans import find_orphans
 from tests.simulation.plan import Plan
 from tests.simulation.producing import Producer
 from tests.simulation.redis_model.connections import instead_of_sockets
@@ -212,7 +213,7 @@ class Schedule:
         await rest.fold()
         rest.fill_ledger()
         copied.check_nothing_is_left()
-        self.wrong += copied.wrong + losing.wrong
+        self.wrong += copied.wrong + losing.wrong + find_orphans(redis, RUN)
 
     async def _settle(self) -> None:
         """Wait until no call is handled whose client has left, and followers know what such calls changed."""

@@ -10,7 +10,6 @@ from tests.simulation.loop import WORLD
 from tests.simulation.redis_model.cluster_node import ClusterNode
 from tests.simulation.redis_model.layout import NODES, SHARDS, Layout, address_of, slot_of
 from tests.simulation.redis_model.replicated import DOWN_AFTER_S, LONGEST_VOTE_S, LOOK_EVERY_S
-from tests.simulation.redis_model.values import Saved
 from tests.simulation.world import RUN, World
 
 CONTROL_SHARE = 0.5
@@ -43,10 +42,6 @@ class RedisCluster:
         if self.world.rng.random() < CONTROL_SHARE:
             return self.server_of(keys.counts(RUN))
         return self.world.rng.choice(self.nodes)
-
-    def copy(self) -> Saved:
-        """Copy what all primaries hold."""
-        return {key: held for number in self.layout.primaries for key, held in self.nodes[number].values.copy().items()}
 
     def change(self, layout: Layout, *first: ClusterNode) -> None:
         """Change the cluster: some nodes know it at once, the others hear of it."""
@@ -120,8 +115,3 @@ class RedisCluster:
             for node in pair:
                 node.settle_writes()
         self.change(self.layout.move(slot, other), source, target)
-
-    def settle(self) -> None:
-        """Let every node know the newest layout."""
-        for node in self.nodes:
-            node.learn(self.layout)
