@@ -27,6 +27,7 @@ class RedisCluster:
         self.layout = Layout()
         self.records: dict[bytes, dict[int, tuple[bytes, bytes]]] = {}
         self.nodes = [ClusterNode(self, number) for number in range(NODES)]
+        self._moving: set[int] = set()
         self._missed_since: dict[int, float] = {}
         self._promotes_at: dict[int, float] = {}
         self._look()
@@ -91,6 +92,9 @@ class RedisCluster:
 
     async def move(self, slot: int) -> None:
         """Move a slot to another shard, key by key, as `valkey-cli --cluster reshard` does. An outage delays it."""
+        if slot in self._moving:
+            return  # an operator moves a slot to one place at a time
+        self._moving.add(slot)
         own, rng = self.layout.shard_of(slot), self.world.rng
         other = rng.choice([shard for shard in range(SHARDS) if shard != own])
 
@@ -115,3 +119,4 @@ class RedisCluster:
             for node in pair:
                 node.settle_writes()
         self.change(self.layout.move(slot, other), source, target)
+        self._moving.discard(slot)

@@ -61,18 +61,15 @@ class ClusterNode(ReplicatedServer):
         if layout.version <= self.layout.version:
             return
         was_primary, self.layout = self.is_primary, layout
-        for slots in (self.leaving, self.coming):
-            for slot in [slot for slot, other in slots.items() if not self._moves(slot, other)]:
-                del slots[slot]
+        own = self.number % SHARDS if self.is_primary else None
+        self.leaving = {slot: target for slot, target in self.leaving.items() if layout.shard_of(slot) == own}
+        self.coming = {slot: source for slot, source in self.coming.items() if own not in (None, layout.shard_of(slot))}
         if was_primary and not self.is_primary:
             self.become_replica()
         for entry in list(self._blocked):
             if error := self._redirect(entry[1], asking=False):
                 self._blocked.remove(entry)
                 entry[0].answer(error)
-
-    def _moves(self, slot: int, other: ClusterNode) -> bool:
-        return self.is_primary and self.layout.shard_of(slot) in (self.number % SHARDS, other.number % SHARDS)
 
     # ------------------------------------------------------------------ commands
 
