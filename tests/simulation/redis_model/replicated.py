@@ -78,7 +78,7 @@ class ReplicatedServer(RedisServer):
         self.values.load(former.values.copy(lacking))
         self.take_library(former)
         self._is_primary = self.promoted = True
-        self.linked = False
+        self.linked = former.linked = False  # a former primary that goes on has nobody who confirms its writes
         return True
 
     def link(self, replica: ReplicatedServer, *, known: bool) -> None:
