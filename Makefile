@@ -20,7 +20,7 @@
 #   make chaos [KILLS=20] [SEED=0] [ARGS="--fault older ranks"]
 #                                    hurt real processes under load (--fault KIND ... for some kinds, --topology sentinel|cluster
 #                                    for a Valkey that fails over); a checker judges it
-#   make simulate-faults [SEEDS=200] [SEED=n] [SECONDS=180]
+#   make simulate-faults [SEEDS=200] [SEED=n] [SECONDS=180] [ARGS="--redis single|sentinel|cluster"]
 #                                    the service on a virtual clock with faults at every await; SEED replays one schedule
 #                                    (ARGS="--only 3,17 --faults-s 2" with these faults alone, as a failure prints it)
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI

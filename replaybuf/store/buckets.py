@@ -1,15 +1,18 @@
 """Payloads in the buckets of a cluster, which lie on other servers than the index.
 
-An append takes two steps. First each bucket gets a note of the attempt and then its payloads, without a TTL. They are
-durable before the second step, which publishes the groups in the index. So every index entry has its payload, and no
-crash needs a repair. What a crash between the steps leaves behind is found by its note.
+An append reads what is published, and then takes two steps. First each bucket gets a note of the attempt and then its
+payloads, without a TTL. They are durable before the second step, which publishes the groups in the index. So every
+index entry has its payload, and no crash needs a repair. What a crash between the steps leaves behind is found by its
+note.
 
 Attempts are counted in rounds, which a leader begins some minutes apart. The index refuses attempts from before the
 last two rounds, so their payloads may be deleted unless the index names them. No clock decides this, and a leader that
 was suspended meanwhile does no harm.
 
 A bucket counts the payloads that were ever written to it, and the index keeps the highest count that was published. A
-bucket whose count is lower has lost acknowledged payloads, and takes no new ones.
+bucket whose count is lower has lost acknowledged payloads, and takes no new ones. Each append reads the highest count
+again: the payload that is lost may be of another server, and a write of one that does not know it would make the count
+right again, so nobody would notice the loss.
 """
 
 from __future__ import annotations
@@ -42,13 +45,11 @@ class KnownBuckets:
     """What this process knows of the buckets of a run, for one incarnation of it.
 
     - `round`: in which new attempts begin
-    - `written`: payloads that each bucket had
     - `settled`: keys of published attempts, by bucket, whose notes are to be removed
     """
 
     incarnation: int
     round: int
-    written: dict[int, int]
     settled: dict[int, list[str]] = dataclasses.field(default_factory=dict)
 
 
@@ -73,14 +74,15 @@ class BucketStore:
     # ------------------------------------------------------------------ append
 
     async def write(self, run: str, payloads: Mapping[str, bytes | memoryview]) -> Attempt:
-        """Write payloads of one attempt, durably. Raises `DataLost` if a bucket is older than known, `NoRoom`."""
-        known = await self._load(run)
+        """Write payloads of one attempt, durably. Raises `DataLost` if a bucket is older than the index, `NoRoom`."""
+        published, newest = await self._read_published(run)
+        known = self._learn(run, newest)
         by_bucket = _by_bucket(run, payloads)
         pipe = self._connection.pipeline()
         pipe.response_callbacks = {}
         settled = [(bucket, known.settled.pop(bucket)) for bucket in by_bucket if bucket in known.settled]
         for bucket, own in by_bucket.items():
-            lowest = 0 if self._connection.policy.level == "relaxed" else known.written.get(bucket, 0)
+            lowest = 0 if self._connection.policy.level == "relaxed" else published.get(bucket, 0)
             names = [keys.attempts(run, bucket), keys.written(run, bucket)]
             pipe.execute_command("FCALL", "rb_note", 2, *names, lowest, known.round, *own)
         for key, frame in payloads.items():
@@ -91,22 +93,21 @@ class BucketStore:
         replies = await self._connection.run_durably(pipe, may_fail=count)
         written = dict(zip(by_bucket, replies, strict=False))
         try:
-            self._check(run, known, written, replies[:count])
+            self._check(run, published, written, replies[:count])
         except ReplaybufError:
             await self.withdraw(run, list(payloads))
             raise
-        counts = {bucket: int(reply[1]) for bucket, reply in written.items()}
-        for bucket, number in counts.items():
-            known.written[bucket] = max(known.written.get(bucket, 0), number)
-        return Attempt(known.round, counts)
+        return Attempt(known.round, {bucket: int(reply[1]) for bucket, reply in written.items()})
 
-    def _check(self, run: str, known: KnownBuckets, written: Mapping[int, Any], replies: Sequence[Any]) -> None:
+    def _check(
+        self, run: str, published: Mapping[int, int], written: Mapping[int, Any], replies: Sequence[Any]
+    ) -> None:
         for reply in replies:
             if isinstance(reply, (RedisError, OSError)):
                 raise self._connection.explain(reply)
         for bucket, (noted, number) in written.items():
             if not noted:
-                raise self._record_loss(run, bucket, known.written[bucket], int(number))
+                raise self._record_loss(run, bucket, published[bucket], int(number))
 
     def _record_loss(self, run: str, bucket: int, known: int, counter: int) -> DataLost:
         node = self._cluster.owner_name(keys.written(run, bucket))
@@ -138,12 +139,12 @@ class BucketStore:
 
     # ------------------------------------------------------------------ known counts
 
-    async def _load(self, run: str) -> KnownBuckets:
-        """Return what is known of the buckets of a run; read it first for a new run or incarnation."""
+    def _learn(self, run: str, newest: int) -> KnownBuckets:
+        """Return what is known of the buckets of a run, whose index is in round `newest`."""
         known, incarnation = self._known.get(run), self._connection.known.of(run).incarnation
         if known is None or known.incarnation != incarnation:
-            written, newest = await self._read_published(run)
-            known = self._known[run] = KnownBuckets(incarnation, newest, written)
+            known = self._known[run] = KnownBuckets(incarnation, newest)
+        known.round = max(known.round, newest)
         return known
 
     async def _read_published(self, run: str) -> tuple[dict[int, int], int]:
@@ -257,9 +258,8 @@ class BucketStore:
         """
         if not await self._has_attempts(run):
             return 0
-        known = await self._load(run)
         _, newest = await self._connection.call(run, "rb_begin_round", (), (), token, durably=True)
-        known.round = max(known.round, newest)
+        self._learn(run, int(newest))
         swept = 0
         for bucket in range(keys.BUCKETS):
             async for attempts in self._attempts(run, bucket, newest - 2):

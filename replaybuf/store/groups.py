@@ -69,7 +69,7 @@ class GroupStore:
 
         One round trip: SET payloads with a TTL -> publish -> wait for the disk. The function checks that each payload
         is there, removes its TTL and adds the index entry in one step, so no crash leaves one without the other. On a
-        cluster two round trips, see `BucketStore`.
+        cluster three round trips, see `BucketStore`.
         """
         if self.buckets:
             published_groups = await self._append_in_buckets(self.buckets, run, groups, published, now_s, checked_at)

@@ -172,6 +172,8 @@ class RunStore:
         (reply,) = await self._connection.run_each(pipe)
         if isinstance(reply, ResponseError):
             raise self._connection.explain(reply)
+        if text(reply[0]) == "replaced":  # another server has accepted it, or deleted the run
+            return None
         if text(reply[0]) != "older":
             return await self._read_bucket_loss(self._buckets, run, reply) if self._buckets else None
         return Loss(Ends(int(reply[1]), int(reply[2]), "", int(reply[3])), read_known(reply))

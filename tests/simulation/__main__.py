@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
-from tests.simulation.broken import BROKEN, simulate_broken
+from tests.simulation.broken import BROKEN, redis_of, simulate_broken
 from tests.simulation.coverage import Reached, describe
+from tests.simulation.mix import REDIS
 from tests.simulation.plan import Plan
 from tests.simulation.release import OtherRelease, check_release
 from tests.simulation.schedule import Outcome, digest
@@ -37,21 +38,23 @@ def main() -> None:
     parser.add_argument("--broken", choices=sorted(BROKEN), help="break a guarantee, and end at the first failure")
     parser.add_argument("--only", type=_numbers, help="numbers of the faults that happen, as a failure prints them")
     parser.add_argument("--faults-s", type=float, help="length of the fault phase")
+    parser.add_argument("--redis", choices=sorted(set(REDIS)), help="kind of Redis; drawn from each seed by default")
     parser.add_argument("--release", help="of the code that printed the seed")
     parser.add_argument("--no-shrink", action="store_true", help="report a failure as it is")
     options = parser.parse_args()
+    redis = options.redis or redis_of(options.broken)
     if options.seed is not None:
         try:
             check_release(options.seed, options.release)
         except OtherRelease as error:
             parser.error(str(error))
-        plan = Plan(options.seed, options.broken, options.only, options.faults_s)
+        plan = Plan(options.seed, options.broken, options.only, options.faults_s, redis)
         outcome = simulate_broken(plan, traced=True)
         _show(outcome)
         print(f"seed {plan.seed}: hash {digest(outcome.trace)}, {len(outcome.trace)} events")
         sys.exit(bool(outcome.violations))
     base = random.SystemRandom().randrange(LARGEST_SEED) if options.base is None else options.base
-    plans = [Plan(seed, options.broken) for seed in range(base, base + options.seeds)]
+    plans = [Plan(seed, options.broken, redis=redis) for seed in range(base, base + options.seeds)]
     sys.exit(_run(plans, options.seconds, shrinks=not options.no_shrink))
 
 

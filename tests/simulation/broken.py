@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -12,11 +12,13 @@ from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
+from replaybuf.store.buckets import BucketStore
 from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.ledger import AnyRecord
 from tests.simulation import copying, faults, mix, servers
+from tests.simulation.mix import CLUSTER, SINGLE
 from tests.simulation.plan import Plan
 from tests.simulation.schedule import Outcome, simulate
 
@@ -53,7 +55,7 @@ def _unfence_handover() -> Iterator[None]:
     """Let a former leader hand over a run, in a world where servers are stopped right before they do: rare else."""
     with (
         _unfence("hand_over"),
-        mock.patch.object(faults, "KINDS", ("handover",) * len(faults.KINDS)),
+        mock.patch.dict(faults.KINDS, {SINGLE: ("handover",) * len(faults.SINGLE_KINDS)}),
         mock.patch.object(servers, "STOPPED_HANDOVERS", 1.0),
     ):
         yield
@@ -104,9 +106,18 @@ def _serve_before_rewind() -> Iterator[None]:
         yield
 
 
-def _without_token() -> AbstractContextManager[object]:
-    """Let a server that lost the lead while it decides write without a token, as until November 2026."""
-    return _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)")
+@contextlib.contextmanager
+def _without_token() -> Iterator[None]:
+    """Let a server that lost the lead while it decides write without a token, in a world of many lost leads.
+
+    As until November 2026.
+    """
+    kinds = ("lease",) * (len(faults.SINGLE_KINDS) - 3) + ("handover", "stop", "pause")
+    with (
+        _library("return 'fenced', newest_fence(run.fence)", "return callback(keys, args, run)"),
+        mock.patch.dict(faults.KINDS, {SINGLE: kinds}),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -148,6 +159,63 @@ def _without_slots() -> AbstractContextManager[object]:
     return mock.patch.object(TicketBook, "first_awaited", lambda book, adapter, most: ())
 
 
+@contextlib.contextmanager
+def _in_buckets(broken: AbstractContextManager[object]) -> Iterator[None]:
+    """Break a guarantee in a world where each schedule has a run that loses a payload."""
+    with broken, mock.patch.object(mix, "LOST", 1.0):
+        yield
+
+
+def _without_bucket_check() -> AbstractContextManager[object]:
+    """Write payloads to a bucket that has lost some."""
+    return _in_buckets(_library("if written < tonumber(args[1]) then", "if false then"))
+
+
+def _without_bucket_count() -> AbstractContextManager[object]:
+    """Take a payload for freed that its bucket has lost: the count of the bucket is not read."""
+
+    async def find_nothing(store: BucketStore, run: str, buckets: Iterable[int] = ()) -> None:
+        return None
+
+    return _in_buckets(mock.patch.object(BucketStore, "find_loss", find_nothing))
+
+
+def _with_known_counts() -> AbstractContextManager[object]:
+    """Compare a bucket with the counts that a server read when it met the run, as until November 2026."""
+    read = BucketStore._read_published
+
+    async def read_once(store: BucketStore, run: str) -> tuple[dict[int, int], int]:
+        known = vars(store).setdefault("_read_once", {})
+        if run not in known:
+            known[run] = await read(store, run)
+        return known[run][0], 0
+
+    return _in_buckets(mock.patch.object(BucketStore, "_read_published", read_once))
+
+
+@contextlib.contextmanager
+def _with_old_attempts() -> Iterator[None]:
+    """Publish groups of an attempt that began more than two rounds ago, in a world where servers often stop in one."""
+    with (
+        _library("if tonumber(args[1]) < newest - 1 then", "if false then"),
+        mock.patch.object(servers, "STOPPED_APPENDS", 0.2),
+        mock.patch.object(servers, "SHORTEST_STOP_S", 5.0),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Write payloads without a note of the append, in a world where servers are often killed while they stop in one."""
+    kinds = ("kill",) * len(faults.KINDS[CLUSTER])
+    with (
+        _library("redis.call('ZADD', keys[1], args[2], args[at])", "local _ = at"),
+        mock.patch.object(servers, "STOPPED_APPENDS", 0.2),
+        mock.patch.dict(faults.KINDS, {CLUSTER: kinds}),
+    ):
+        yield
+
+
 BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
     "fencing": functools.partial(_unfence, "tickets"),
@@ -162,8 +230,22 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "use-count": _without_use_count,
     "journal-order": _apply_before_write,
     "rewind-order": _serve_before_rewind,
+    "bucket": _without_bucket_check,
+    "bucket-count": _without_bucket_count,
+    "bucket-known": _with_known_counts,
+    "old-attempt": _with_old_attempts,
+    "attempt-note": _without_notes,
 }
 """By name: what breaks the guarantee during its body."""
+ON_CLUSTER = frozenset(["bucket", "bucket-count", "bucket-known", "old-attempt", "attempt-note"])
+"""Those that only a cluster has."""
+
+
+def redis_of(broken: str | None) -> str | None:
+    """Return the kind of Redis on which a broken guarantee is looked for; None = drawn from each seed."""
+    if broken is None:
+        return None
+    return CLUSTER if broken in ON_CLUSTER else SINGLE
 
 
 def simulate_broken(plan: Plan, *, traced: bool = False) -> Outcome:

@@ -21,8 +21,8 @@ from replaybuf.store import Store, keys
 from replaybuf.store.redis.connection import Connection
 from replaybuf.wire.config_patch import ConfigPatch
 from tests.simulation.loop import Node
-from tests.simulation.redis_model.connections import use_model
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.redis import Redis
+from tests.simulation.redis_model.values import Values
 from tests.simulation.servers import LONGEST_STOP_S, Client, Gone
 from tests.simulation.small_run import GROUPS, PAUSE_S, PER_BATCH, SmallRun
 from tests.simulation.world import World
@@ -44,7 +44,7 @@ STAYS = ("incarnation", "deleted", "lead")
 class CopiedRun(SmallRun):
     """One run from its creation to its second deletion. `wrong`: what a restore changed, or the last deletion left."""
 
-    def __init__(self, world: World, client: Client, redis: RedisServer, folder: Path | None) -> None:
+    def __init__(self, world: World, client: Client, redis: Redis, folder: Path | None) -> None:
         super().__init__(world, client, redis, COPIED_RUN, folder)
         self._attempts = 0
 
@@ -72,12 +72,16 @@ class CopiedRun(SmallRun):
 
     def check_nothing_is_left(self) -> None:
         """Note keys of the run at rest: a late server, or a late restore, wrote them after the last deletion."""
-        values, tag = self._redis.values, COPIED_RUN.encode()
+        values, tag = self._values, COPIED_RUN.encode()
         stays = {f"rb:{{{COPIED_RUN}}}:{name}".encode() for name in STAYS}
         # A payload that was never published has a lifetime.
         left = [key for key, (_, ends_ms) in values.copy().items() if tag in key and key not in stays and not ends_ms]
         if left:
             self.wrong.append(f"{sorted(left)[:5]} and {len(left)} keys in all are left of the deleted run")
+
+    @property
+    def _values(self) -> Values:
+        return self._redis.server_of(keys.RUNS).values
 
     # ------------------------------------------------------------------ calls
 
@@ -93,7 +97,7 @@ class CopiedRun(SmallRun):
 
         await self._do(work)
         index = keys.index(COPIED_RUN).encode()
-        while self._redis.values.peek(index) is not None:  # noqa: ASYNC110 - servers do it in the background
+        while self._values.peek(index) is not None:  # noqa: ASYNC110 - servers do it in the background
             await asyncio.sleep(PAUSE_S)
 
     # ------------------------------------------------------------------ processes
@@ -120,8 +124,7 @@ class CopiedRun(SmallRun):
             await asyncio.sleep(PAUSE_S)
 
     async def _store(self) -> Store:
-        connection = Connection("redis://redis:6379/0")
-        use_model(connection, self._redis)
+        connection = Connection(self._redis.url)
         await connection.check_role()
         await connection.prepare()
         return Store(connection)
@@ -133,7 +136,7 @@ class CopiedRun(SmallRun):
         return sections.sections
 
     async def _restore(self, sections: list[Section]) -> None:
-        if COPIED_RUN.encode() in (self._redis.values.get(keys.RUNS.encode(), set) or ()):
+        if COPIED_RUN.encode() in (self._values.get(keys.RUNS.encode(), set) or ()):
             return  # an attempt without an answer has done it
         store = await self._store()
         async with open_target(store, COPIED_RUN) as target:

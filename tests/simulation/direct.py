@@ -18,27 +18,23 @@ from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.plan import Plan
 from tests.chaos.content import make_group
 from tests.chaos.history import Event, GroupSent
-from tests.simulation.redis_model.connections import lead_to, use_model
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.redis import Redis
 from tests.simulation.servers import Client, Gone
 from tests.simulation.world import World
 
-REDIS = "redis://redis:6379/0"
 LONGEST_PAUSE_S = 1.0
 
 
 class DirectProducer:
     """Writes groups to Redis itself. It asks a server only for the published version, which may be old by then."""
 
-    def __init__(self, world: World, client: Client, run: str, redis: RedisServer, history: list[Event]) -> None:
+    def __init__(self, world: World, client: Client, run: str, redis: Redis, history: list[Event]) -> None:
         self._world, self._client, self._run, self._history = world, client, run, history
         self._redis, self._count = redis, itertools.count()
 
     async def work(self, stopping: asyncio.Event) -> None:
         """Write until `stopping` is set. A group without an answer is written again."""
-        connection = Connection(REDIS)
-        use_model(connection, self._redis)
-        store, rng = Store(connection), self._world.rng
+        store, rng = Store(Connection(self._redis.url)), self._world.rng
         while not stopping.is_set():
             adapter, name = self._world.mix.policies[0], f"direct-{next(self._count)}"  # an operator removes others
             version = await self._published(adapter)
@@ -82,10 +78,9 @@ class DirectProducer:
 class DirectRank:
     """Builds bodies from the frames in Redis, by the plan of a server."""
 
-    def __init__(self, redis: RedisServer) -> None:
+    def __init__(self, redis: Redis) -> None:
         client: Any = None  # asked for the spill folder only, and for what cannot be built
-        self._bodies = DirectBodies(client, REDIS)
-        lead_to(self._bodies._redis, redis)
+        self._bodies = DirectBodies(client, redis.url)
 
     def build(self, plan: bytes) -> bytes | None:
         """Build a body; None if the rank has to get it from the server."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from replaybuf.store import keys
 from tests.chaos.history import Event, Faulted, Healed
 from tests.simulation.copying import COPIED_RUN
 from tests.simulation.failing_over import KIND, Failover
 from tests.simulation.loop import WORLD
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.cluster import RedisCluster
+from tests.simulation.redis_model.layout import slot_of
+from tests.simulation.redis_model.redis import Redis, delete_key
+from tests.simulation.redis_model.sentinel_group import SentinelGroup
 from tests.simulation.servers import LONGEST_STOP_S, Server
 from tests.simulation.world import RUN, World
 
@@ -20,7 +24,7 @@ JUMP_S = 3600.0
 class Disturber:
     """Hurts servers and Redis for a while, then heals everything."""
 
-    def __init__(self, world: World, history: list[Event], redis: RedisServer, servers: list[Server]) -> None:
+    def __init__(self, world: World, history: list[Event], redis: Redis, servers: list[Server]) -> None:
         self._world, self._rng, self._history = world, world.rng, history
         self._redis, self._servers = redis, servers
 
@@ -46,7 +50,7 @@ class Disturber:
             return
         self._world.note(f"fault: {kind} {server.name}", node=WORLD)
         name, role = server.name, "leader" if led else "standby"
-        if kind in ("crash", "pause", "cut", "lease", "full", KIND):
+        if kind in ("crash", "pause", "cut", "lease", "full", "move", "sentinels", KIND):
             name, role, led = "valkey", "valkey", []
         fault = Faulted(at_s=self._world.now_s(), process=name, role=role, kind=kind, server=server.url, led=led)
         self._history.append(fault)
@@ -78,15 +82,17 @@ class Disturber:
         server.node.wall_ahead_s = server.wall_ahead_s
 
     async def _crash(self, server: Server) -> None:
-        if self._redis.node.dead or self._redis.replaced:
+        redis = self._redis.pick()
+        if redis.node.dead or redis.replaced:
             return
-        self._redis.crash()
+        redis.crash()
         await asyncio.sleep(self._rng.uniform(0.1, LONGEST_AWAY_S))
-        self._redis.start()
+        redis.start()
 
     async def _pause(self, server: Server) -> None:
-        node = self._redis.node
-        if self._redis.replaced:
+        redis = self._redis.pick()
+        node = redis.node
+        if redis.replaced:
             return
         node.stopped = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
@@ -94,19 +100,38 @@ class Disturber:
 
     async def _full(self, server: Server) -> None:
         """Let Redis refuse commands that need memory: payloads, and a restore."""
-        self._redis.full = True
+        redis = self._redis.pick()
+        redis.full = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
-        self._redis.full = False
+        redis.full = False
 
     async def _failover(self, server: Server) -> None:
-        await Failover(self._world, self._redis, self._servers, self._history).work()
+        redis = self._redis.server_of(keys.counts(RUN))
+        await Failover(self._world, redis, self._servers, self._history).work()
 
     async def _cut(self, server: Server) -> None:
-        for link in list(self._redis.links):
+        for link in list(self._redis.pick().links):
             if self._rng.random() < 0.7:
                 link.cut()
 
+    async def _move(self, server: Server) -> None:
+        """Move the slot of the main run, or of one of its buckets, to another node of a cluster."""
+        bucket = self._rng.randrange(keys.BUCKETS)
+        name = self._rng.choice((keys.counts(RUN), keys.written(RUN, bucket)))
+        await cast(RedisCluster, self._redis).move(slot_of(name.encode()))
+
+    async def _sentinels(self, server: Server) -> None:
+        """Stop some sentinels, or all: without most of them there is no failover."""
+        sentinels = cast(SentinelGroup, self._redis).sentinels
+        stopped = [
+            one for one in self._rng.sample(sentinels, self._rng.randint(1, len(sentinels))) if not one.node.stopped
+        ]
+        for sentinel in stopped:
+            sentinel.node.stopped = True
+        await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
+        for sentinel in stopped:
+            self._world.loop.go_on(sentinel.node)
+
     async def _lease(self, server: Server) -> None:
         run = self._rng.choice((RUN, COPIED_RUN)) if self._world.mix.copies else RUN
-        self._redis.values.delete(keys.lead(run).encode())
-        self._redis.values.commit()
+        delete_key(self._redis, keys.lead(run))

@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tests.simulation.mix import CLUSTER, SENTINEL, SINGLE
+
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
@@ -15,10 +17,15 @@ MIXES = (0.0, 0.0, 0.5, 1.0, 3.0)
 
 LATE_NEWS, NEWS_MIXES = 0.1, MIXES
 LATE_SEND, SEND_MIXES = 0.004, MIXES
-KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "full", "failover")
-"""Faults of processes: a server is killed, stopped, ended in order, hands its run over, or its clock jumps; Redis
-crashes, stands still, loses connections or a lease, has no memory left, or a replica with a shorter history takes over
-for a while."""
+SINGLE_KINDS = ("kill", "stop", "end", "handover", "jump", "crash", "pause", "cut", "lease", "full", "failover")
+KINDS = {
+    SINGLE: SINGLE_KINDS,
+    CLUSTER: (*SINGLE_KINDS, "crash", "pause", "move"),
+    SENTINEL: (*SINGLE_KINDS, "crash", "pause", "sentinels"),
+}
+"""Faults of processes, by kind of Redis: a server is killed, stopped, ended in order, hands its run over, or its clock
+jumps; Redis, or one node of it, crashes, stands still, loses connections or a lease, has no memory left, or goes back
+to a shorter history for a while; a slot of the run moves to another node; sentinels stand still."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,8 +56,8 @@ class Faults:
     _drawn: int = 0
 
     @classmethod
-    def draw(cls, rng: random.Random, only: Sequence[int] | None = None) -> Faults:
-        """Draw a mix."""
+    def draw(cls, rng: random.Random, only: Sequence[int] | None, redis: str) -> Faults:
+        """Draw a mix for a kind of Redis."""
         return cls(
             cut=0.004 * rng.choice(MIXES),
             late=0.006 * rng.choice(MIXES),
@@ -59,7 +66,7 @@ class Faults:
             slow_sync=0.03 * rng.choice(MIXES),
             late_news=LATE_NEWS * rng.choice(NEWS_MIXES),
             node_every_s=rng.choice((None, 0.7, 1.0, 1.0, 2.0, 2.0, 4.0)),
-            kinds=rng.sample(KINDS, rng.randint(1, 4)),
+            kinds=rng.sample(KINDS[redis], rng.randint(1, 4)),
             only=None if only is None else frozenset(only),
         )
 

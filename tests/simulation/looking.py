@@ -35,8 +35,7 @@ from tests.chaos.history import (
 from tests.chaos.run_history import RunHistory
 from tests.simulation.producing import Sent, send, take
 from tests.simulation.redis_model.commands import zcard
-from tests.simulation.redis_model.connections import use_model
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.redis import Redis
 from tests.simulation.servers import Client, Gone, Server
 from tests.simulation.training import ask, attach
 from tests.simulation.world import World
@@ -110,7 +109,7 @@ class Observer:
 class Rest:
     """Brings a run to rest after the faults, and looks at it closely, before and after a last restart."""
 
-    def __init__(self, world: World, client: Client, run: str, redis: RedisServer, history: list[Event]) -> None:
+    def __init__(self, world: World, client: Client, run: str, redis: Redis, history: list[Event]) -> None:
         self._world, self._client, self._run, self._redis, self._history = world, client, run, redis, history
         self._epoch = 0
 
@@ -138,7 +137,8 @@ class Rest:
                 await asyncio.sleep(0.2)
 
     def _tickets_left(self) -> int:
-        return zcard(self._redis.values, [keys.tickets(self._run).encode()])
+        name = keys.tickets(self._run)
+        return zcard(self._redis.server_of(name).values, [name.encode()])
 
     async def attach(self) -> None:
         """Attach at the current step, to ask for a batch before and after the restart."""
@@ -213,9 +213,7 @@ class Rest:
 
     async def fold(self) -> None:
         """Fold the streams anew, without any service."""
-        connection = Connection("redis://redis:6379/0")
-        use_model(connection, self._redis)
-        store = Store(connection)
+        store = Store(Connection(self._redis.url))
         journal = Journal(self._run, store)
         await journal.load()
         counts = group_counts(journal.state)

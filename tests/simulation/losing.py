@@ -9,12 +9,14 @@ import msgspec
 from replaybuf.errors import Conflict, Fenced
 from replaybuf.service.host import Service
 from replaybuf.service.lost_data import accept_loss
+from replaybuf.store import keys
 from replaybuf.wire.answer.run_status import AcceptedLoss, LossRequest
 from replaybuf.wire.ledger import LossRecord
 from tests.chaos.content import make_group
 from tests.chaos.history import OK, UNAVAILABLE, Event, Faulted, Healed
 from tests.simulation.failing_over import ends_of, find_silent, parts_of
 from tests.simulation.producing import Sent, send
+from tests.simulation.redis_model.redis import Redis
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.redis_model.values import Saved
 from tests.simulation.servers import Client, Gone, Server
@@ -32,9 +34,7 @@ KNOWN_S = 20.0
 class LostRun(SmallRun):
     """One run from its creation to its end, with a loss between. `wrong`: what the loss changed beyond what is lost."""
 
-    def __init__(
-        self, world: World, client: Client, redis: RedisServer, servers: list[Server], history: list[Event]
-    ) -> None:
+    def __init__(self, world: World, client: Client, redis: Redis, servers: list[Server], history: list[Event]) -> None:
         super().__init__(world, client, redis, LOST_RUN)
         self._servers, self._history = servers, history
 
@@ -47,7 +47,7 @@ class LostRun(SmallRun):
             await self._append(name)
         trained = await self._train(range(1))
         await asyncio.sleep(rng.uniform(0.0, LATEST_S))
-        facts, older, left = await self._do(self._facts), self._own(), ends_of(self._redis, LOST_RUN)
+        facts, older, left = await self._do(self._facts), self._own(), ends_of(self._control, LOST_RUN)
         for name in lost:
             await self._append(name)
         if rng.random() < 0.5:
@@ -71,10 +71,14 @@ class LostRun(SmallRun):
 
     # ------------------------------------------------------------------ the loss
 
+    @property
+    def _control(self) -> RedisServer:
+        return self._redis.server_of(keys.counts(LOST_RUN))
+
     def _own(self) -> Saved:
         """Return what Redis holds of this run alone."""
         tags = f"{{{LOST_RUN}}}".encode(), f"{{{LOST_RUN}:".encode()
-        return {key: held for key, held in self._redis.values.copy().items() if any(tag in key for tag in tags)}
+        return {key: held for key, held in self._control.values.copy().items() if any(tag in key for tag in tags)}
 
     async def _is_known(self) -> bool:
         """Wait until Redis is well, and all servers run and know all that it holds of the run."""
@@ -86,25 +90,29 @@ class LostRun(SmallRun):
                 if server.service and LOST_RUN in server.service.runs and not server.node.stopped
             ]
             ends = {(state.entries, state.stored) for state in states}
-            if self._redis.healthy and len(states) == len(self._servers) and ends == {ends_of(self._redis, LOST_RUN)}:
+            if (
+                self._control.healthy
+                and len(states) == len(self._servers)
+                and ends == {ends_of(self._control, LOST_RUN)}
+            ):
                 return True
             await asyncio.sleep(0.02)
         return False
 
     async def _lose(self, older: Saved, left: tuple[int, int]) -> None:
         """Let Redis lose the newest part of the run, and accept it, if just that is reported."""
-        known, own = ends_of(self._redis, LOST_RUN), self._own()
+        known, own = ends_of(self._control, LOST_RUN), self._own()
         missing = known[0] - left[0], known[1] - left[1]
         at_s = self._world.now_s()
         self._history.append(Faulted(at_s=at_s, process="valkey", role="valkey", kind="crash", server="", led=[]))
-        rest = {key: held for key, held in self._redis.values.copy().items() if key not in own}
-        self._redis.replace(rest | older)
-        before = parts_of(self._redis, LOST_RUN)
+        rest = {key: held for key, held in self._control.values.copy().items() if key not in own}
+        self._control.replace(rest | older)
+        before = parts_of(self._control, LOST_RUN)
         silent = await find_silent(self._world, self._servers, LOST_RUN)
         self._compare("the servers that do not report the loss", [], [server.name for server in silent])
         wrong = await self._client.observe(LOST_RUN, _acceptance(missing[0] + 1, missing[1]))
         self._compare("an acceptance of more than is lost", False, wrong.seen["outcome"] == OK)
-        self._compare("what Redis holds before the loss is accepted", before, parts_of(self._redis, LOST_RUN))
+        self._compare("what Redis holds before the loss is accepted", before, parts_of(self._control, LOST_RUN))
         await self._accept(*missing)
         self._history.append(Healed(at_s=self._world.now_s(), process="valkey"))
         records = await self._do(lambda service, gone: _records(service, left[0]))

@@ -18,6 +18,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "replay": ("replay", {name: value for name, value in REPLAY.items() if name != "mix"}),
     EXACT: ("one-step-off-policy", {"max_staleness": 2, "exact_slots": True}),
 }
+SINGLE, CLUSTER, SENTINEL = "single", "cluster", "sentinel"
+REDIS = (SINGLE, SINGLE, CLUSTER, CLUSTER, SENTINEL)
+"""Kinds of Redis: one server; three primaries with a replica each; a primary with a replica that three sentinels watch.
+A schedule draws one of these."""
 COPIED = 0.25
 """Share of schedules with a run that is backed up, deleted and restored."""
 REWOUND = 0.3
@@ -32,7 +36,7 @@ REVISED = ("max_staleness", (1, 2, 3))
 class Mix:
     """Features of one schedule.
 
-    - `servers`: how many; `tick_s`: time between two rounds of their background work
+    - `redis`: its kind; `servers`: how many; `tick_s`: time between two rounds of their background work
     - `faults_s`: length of the fault phase
     - `staged`: groups need a late column before they are trained; `reads`: a cursor follows the run
     - `spills`: frames move to a folder; `revises`: an operator changes strategy and limits of the run
@@ -42,6 +46,7 @@ class Mix:
     - `rewinds`: the trainer often resumes at an older step, and asks any server for its batches
     """
 
+    redis: str
     servers: int
     tick_s: float
     faults_s: float
@@ -58,13 +63,14 @@ class Mix:
     loses: bool
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Mix:
-        """Draw a mix."""
+    def draw(cls, rng: random.Random, redis: str) -> Mix:
+        """Draw a mix for a kind of Redis."""
         strategy = rng.choice(tuple(STRATEGIES))
         several = strategy == "one step" and rng.random() < 0.3
         spills = rng.random() < 0.2
         rewinds = rng.random() < REWOUND
-        return cls(
+        mix = cls(
+            redis=redis,
             servers=rng.choice((2, 2, 3)),
             tick_s=rng.choice((0.25, 0.5, 1.0)),
             faults_s=rng.choice((6.0, 10.0, 15.0) if rewinds else (3.0, 6.0, 10.0)),
@@ -80,6 +86,10 @@ class Mix:
             rewinds=rewinds,
             loses=rng.random() < LOST,
         )
+        if redis == SINGLE:
+            return mix
+        # A cluster takes no spill folder and no restored run. Direct clients and restores wait for no replica.
+        return dataclasses.replace(mix, spills=mix.spills and redis == SENTINEL, copies=False, direct=False)
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from replaybuf.backup import target
 from replaybuf.service import host, loop_watch, turns
 from replaybuf.service.host import Service
 from replaybuf.service.peers import balance, living_servers
+from replaybuf.service.run.append import attempts
 from replaybuf.store import keys
 from replaybuf.store.redis import awake
 from replaybuf.wire.config import RunConfig
@@ -32,11 +33,14 @@ from tests.simulation.judging import judge
 from tests.simulation.looking import Observer, Rest, of_history
 from tests.simulation.loop import Node
 from tests.simulation.losing import LostRun
-from tests.simulation.mix import TICKET_TTL_S
+from tests.simulation.losing_bucket import LostBucket
+from tests.simulation.mix import CLUSTER, TICKET_TTL_S
+from tests.simulation.orphans import find_orphans
 from tests.simulation.plan import Plan
 from tests.simulation.producing import Producer
+from tests.simulation.redis_model.connections import instead_of_sockets
 from tests.simulation.redis_model.functions import take_branches
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.redis import delete_key, start_redis
 from tests.simulation.servers import Client, Gone, Server, folders
 from tests.simulation.small_run import SmallRun
 from tests.simulation.training import Trainer
@@ -132,6 +136,7 @@ class Schedule:
         """Draw how often long work gives others a turn, and what runs in a thread; wake idle jobs less often."""
         rng = self.world.rng
         with (
+            instead_of_sockets(self.world),
             mock.patch.object(loop_watch, "PERIOD_S", 1.0),
             mock.patch.object(host, "TICK_S", self.world.mix.tick_s),
             mock.patch.object(host, "PREPARE_PERIOD_S", self.world.mix.tick_s),
@@ -139,6 +144,7 @@ class Schedule:
             mock.patch.object(living_servers, "STEADY_S", 1.0),
             mock.patch.object(balance, "AGAIN_S", 1.0),
             mock.patch.object(target, "LEASE_S", 3.0),
+            mock.patch.object(attempts, "SWEEP_PERIOD_S", 1.5),
             mock.patch.object(awake, "FIRST_PAUSE_S", 0.02),
             mock.patch.object(turns, "TURN_S", rng.choice((-1.0, turns.TURN_S))),
             mock.patch.object(turns, "FEW", rng.choice((0, turns.FEW))),
@@ -149,7 +155,7 @@ class Schedule:
 
     async def _run(self, places: list[Path]) -> None:
         world, mix = self.world, self.world.mix
-        redis = RedisServer(world, fsync=world.rng.choice(("always", "everysec")))
+        redis = start_redis(world, world.rng.choice(("always", "everysec")))
         kept, frames = mix.history_groups, places.pop()
         frames.mkdir()
         self._servers = [Server(world, redis, f"server{at}", place, kept) for at, place in enumerate(places)]
@@ -173,7 +179,8 @@ class Schedule:
             others.append(self._start("writer", writer.work(stopping)))
         copied = CopiedRun(world, self._client("copier"), redis, places[0].parent / "copied" if mix.spills else None)
         copying = self._start("copier", copied.work()) if mix.copies else None
-        losing = LostRun(world, self._client("loser"), redis, self._servers, self.history)
+        losing_kind = LostBucket if mix.redis == CLUSTER else LostRun
+        losing = losing_kind(world, self._client("loser"), redis, self._servers, self.history)
         lost = self._start("loser", losing.work()) if mix.loses else None
         await Disturber(world, self.history, redis, self._servers).work(world.faults_s)
         await self._see_progress(trainer)
@@ -200,14 +207,13 @@ class Schedule:
         await rest.look(last, "before")
         for server in self._servers:
             server.kill()
-        redis.values.delete(keys.lead(RUN).encode())  # as after the wait for the end of its lease
-        redis.values.commit()
+        delete_key(redis, keys.lead(RUN))  # as after the wait for the end of its lease
         await self._see_leader()
         await rest.look(last, "after")
         await rest.fold()
         rest.fill_ledger()
         copied.check_nothing_is_left()
-        self.wrong += copied.wrong + losing.wrong
+        self.wrong += copied.wrong + losing.wrong + find_orphans(redis, RUN)
 
     async def _settle(self) -> None:
         """Wait until no call is handled whose client has left, and followers know what such calls changed."""

@@ -19,9 +19,8 @@ from replaybuf.store import Store
 from replaybuf.store.redis.connection import Connection
 from tests.chaos.calling import Outcome
 from tests.chaos.history import OK
-from tests.simulation.loop import WORLD, Node
-from tests.simulation.redis_model.connections import use_model
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.loop import NODE, WORLD, Node
+from tests.simulation.redis_model.redis import Redis
 from tests.simulation.world import World
 
 P = ParamSpec("P")
@@ -31,7 +30,9 @@ COMMAND_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 2.5
 """Timeout of a client's call, above the time that it waits at the server."""
 RESTART_S = 0.3
-LONGEST_STOP_S = 7.0
+SHORTEST_STOP_S, LONGEST_STOP_S = 0.5, 7.0
+STOPPED_APPENDS = 0.01
+"""Share of appends on a cluster whose server is stopped between the two steps."""
 STOPPED_HANDOVERS = 0.3
 """Share of handovers whose server is stopped right before it sends: often another one leads when it goes on."""
 PAUSE_S = 0.2
@@ -45,7 +46,7 @@ Work = Callable[[Service, Gone], Awaitable[T]]
 class Server:
     """One server that is started again whenever it ends. `node` is its present process."""
 
-    def __init__(self, world: World, redis: RedisServer, name: str, folder: Path, history_groups: int) -> None:
+    def __init__(self, world: World, redis: Redis, name: str, folder: Path, history_groups: int) -> None:
         self.world, self.name = world, name
         self.url = f"http://{name}:8900"
         self.service: Service | None = None
@@ -82,12 +83,13 @@ class Server:
 
     async def _run_service(self) -> None:
         """Do what `replaybuf.service.lifespan.run_service` does for a shared Redis."""
-        connection = Connection("redis://redis:6379/0", command_timeout_s=COMMAND_TIMEOUT_S)
-        use_model(connection, self._redis)
+        connection = Connection(self._redis.url, self._redis.policy, command_timeout_s=COMMAND_TIMEOUT_S)
         await connection.check_role()
         await connection.prepare()
         store = Store(connection)
         store.runs.hand_over = self._stopping_before(store.runs.hand_over)  # type: ignore[method-assign]
+        if buckets := store.groups.buckets:
+            buckets.write = self._stopping_after(buckets.write)  # type: ignore[method-assign]
         connection.known.load(self._folder)
         clock = Clock(self.world.wall_s, self.world.now_s)
         service = Service(store, url=self.url, embedded=False, history_groups=self._history_groups, clock=clock)
@@ -145,16 +147,29 @@ class Server:
 
     def _stopping_before(self, send: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
         """Stop the process before a call to Redis, at times."""
-        world, node = self.world, self.node
 
         async def stopping(*arguments: P.args, **options: P.kwargs) -> T:
-            if world.faults.happens("stop in a handover", STOPPED_HANDOVERS, world):
-                node.stopped = True
-                world.at(WORLD, world.now_s() + world.rng.uniform(0.5, LONGEST_STOP_S), world.loop.go_on, node)
-                await asyncio.sleep(0)
+            await self._stop_at_times("stop in a handover", STOPPED_HANDOVERS)
             return await send(*arguments, **options)
 
         return stopping
+
+    def _stopping_after(self, send: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+        """Stop the process between the two steps of an append on a cluster, at times."""
+
+        async def stopping(*arguments: P.args, **options: P.kwargs) -> T:
+            done = await send(*arguments, **options)
+            await self._stop_at_times("stop in an append", STOPPED_APPENDS)
+            return done
+
+        return stopping
+
+    async def _stop_at_times(self, kind: str, rate: float) -> None:
+        world, node = self.world, NODE.get()
+        if world.faults.happens(kind, rate, world):
+            node.stopped = True
+            world.at(WORLD, world.now_s() + world.rng.uniform(SHORTEST_STOP_S, LONGEST_STOP_S), world.loop.go_on, node)
+            await asyncio.sleep(0)
 
     # ------------------------------------------------------------------ calls
 

@@ -18,7 +18,7 @@ from tests.chaos.content import GROUP_SIZE, VOCAB_SIZE, checksum, make_group
 from tests.chaos.history import OK, Event
 from tests.chaos.runs import spill_to
 from tests.simulation.producing import Sent, send
-from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.redis import Redis
 from tests.simulation.servers import Client, Gone
 from tests.simulation.training import ask, attach
 from tests.simulation.world import World
@@ -35,7 +35,7 @@ class SmallRun:
     `stage`: what it does now; `wrong`: what did not hold; `epochs`: those of its trainers.
     """
 
-    def __init__(self, world: World, client: Client, redis: RedisServer, name: str, folder: Path | None = None) -> None:
+    def __init__(self, world: World, client: Client, redis: Redis, name: str, folder: Path | None = None) -> None:
         self._world, self._client, self._redis, self.name, self._folder = world, client, redis, name, folder
         self._unread: list[Event] = []  # the checker of chaos judges the main run only
         self.stage = "its creation"

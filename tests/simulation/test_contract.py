@@ -13,9 +13,10 @@ from redis.exceptions import ResponseError
 from replaybuf.store import EmbeddedServer, keys
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.plan import Plan
-from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel
+from tests.simulation.redis_model.commands import COMMANDS, GROWING
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.values import NoModel
 from tests.simulation.world import World
 
 RUN = "contract"
@@ -27,8 +28,10 @@ NEWEST = "1:here"
 
 STRINGS = """
 SET s value|GET s|GET missing|MGET s missing h|SET s other XX|SET absent value XX|GET absent|EXISTS s absent
-INCR n|INCR n|GETRANGE s 1 3|GETRANGE s 0 99|GETRANGE missing 0 3|SETBIT b 9 1|GETBIT b 9|GETBIT b 8
-GETBIT b 999|GET b|SETBIT b 9 0|GET b|RENAME s t|GET s|GET t|RENAME s t|UNLINK t absent|DEL n|EXISTS t n|PING
+SET s new NX|SET s new NX GET|SET u one NX|GET u|SET v one NX GET|SET h x GET
+INCR n|INCR n|INCRBY n 5|INCRBY n -2|INCRBY m 3|GETRANGE s 1 3|GETRANGE s 0 99|GETRANGE missing 0 3
+SETBIT b 9 1|GETBIT b 9|GETBIT b 8|GETBIT b 999|GET b|SETBIT b 9 0|GET b
+RENAME s t|GET s|GET t|RENAME s t|UNLINK t absent|DEL n|EXISTS t n|PING
 """
 LIFETIMES = """
 SET s value EX 100|TTL s|PERSIST s|TTL s|PERSIST s|TTL absent|PERSIST absent|EXPIRE s 50|TTL s|PEXPIRE s 70000
@@ -45,7 +48,8 @@ SETS = """
 SADD s a b|SADD s b c|SISMEMBER s a|SISMEMBER s z|SMEMBERS s|SMEMBERS absent|SREM s a z|SREM s b c|EXISTS s
 SREM absent a|ZADD z 2 b 1 a|ZADD z 2 a 3 c|ZCARD z|ZRANGE z 0 -1 WITHSCORES|ZREM z a x|ZRANGE z 0 -1 WITHSCORES
 ZREM z b c|EXISTS z|ZCARD absent|ZRANGE absent 0 -1 WITHSCORES|ZREM absent a|ZADD z 1800000003190 t
-ZRANGE z 0 -1 WITHSCORES
+ZRANGE z 0 -1 WITHSCORES|ZADD q 2 b 1 a 3 c|ZRANGEBYSCORE q -inf 2 LIMIT 0 10|ZRANGEBYSCORE q -inf +inf LIMIT 0 2
+ZRANGEBYSCORE q -inf 0 LIMIT 0 10|ZRANGEBYSCORE absent -inf 2 LIMIT 0 10
 """
 STREAMS = """
 XADD x 1-0 f one|XADD x 2-0 f two g more|XADD x 2-0 f again|XADD x 5-0 f five|XLEN x|XLEN absent|XRANGE x - +

@@ -16,7 +16,7 @@ from unittest import mock
 from tests.simulation.coverage import Coverage
 from tests.simulation.faults import Faults
 from tests.simulation.loop import NODE, WORLD, Node, SimulatedLoop
-from tests.simulation.mix import Mix
+from tests.simulation.mix import REDIS, Mix
 from tests.simulation.plan import Plan
 
 T = TypeVar("T")
@@ -35,11 +35,15 @@ class World:
         self.seed = plan.seed
         self.rng = random.Random(f"schedule {plan.seed}")
         self._random = self.rng.random
-        self.faults = Faults.draw(self.rng, plan.only)
-        self.mix = Mix.draw(self.rng)
+        # By a generator of its own: other kinds do not change the schedules of this one.
+        self.redis = plan.redis or random.Random(f"redis {plan.seed}").choice(REDIS)
+        self.faults = Faults.draw(self.rng, plan.only, self.redis)
+        self.mix = Mix.draw(self.rng, self.redis)
         self.faults_s = self.mix.faults_s if plan.faults_s is None else plan.faults_s
         self.coverage = Coverage()
         self.loop = SimulatedLoop(self.rng)
+        self.network: dict[tuple[str, int], Any] = {}
+        """Servers that listen, by address."""
         self.now_s = self.loop.time
         """Returns the true time since the start."""
         self._trace: list[tuple[float, Node, tuple[Any, ...]]] = []

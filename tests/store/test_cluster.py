@@ -12,6 +12,7 @@ import pytest
 from replaybuf.errors import DataLost, Invalid, ServiceUnavailable, UnsupportedServer
 from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, keys
 from replaybuf.store.buckets import Attempt, BucketStore
+from replaybuf.wire.ledger import LossRecord, encode_record
 from tests.clusters import ValkeyCluster
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
@@ -133,6 +134,28 @@ def test_the_bucket_of_a_missing_payload_is_checked(cluster: ValkeyCluster) -> N
     on_cluster(cluster.url, work)
 
 
+def test_a_server_that_stored_nothing_in_a_bucket_notices_its_loss(cluster: ValkeyCluster) -> None:
+    """Its own payload would make the count right again, and the lost one would look as if it had been freed."""
+
+    async def work(store: Store) -> None:
+        bucket = keys.bucket_of("a")
+        other = next(name for name in (f"x{n}" for n in range(1000)) if keys.bucket_of(name) == bucket)
+        beside = await Store.open(cluster.url)
+        try:
+            await append(beside, "beside", to_append("b"))
+            await append(store, "beside", to_append("a"))
+            (entry,) = await store.groups.read_entries("beside", [2])
+            written = keys.written("beside", bucket)
+            cluster.owner(written).client.delete(written, entry.strings.payload_key)
+            with pytest.raises(DataLost, match=f"bucket {bucket} on node"):
+                await append(beside, "beside", to_append(other))
+            assert not exists(cluster, written)
+        finally:
+            await beside.close()
+
+    on_cluster(cluster.url, work)
+
+
 def test_a_loss_is_accepted_while_its_bucket_is_checked_again(
     cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +180,24 @@ def test_a_loss_is_accepted_while_its_bucket_is_checked_again(
         store.connection.known.advance(run, Ends(9, 9, ""))
         (lost,) = await store.streams.read_ends([run])
         assert isinstance(lost, DataLost) and "group" in str(lost)
+
+    on_cluster(cluster.url, work)
+
+
+def test_a_loss_that_another_server_has_accepted_is_over(cluster: ValkeyCluster) -> None:
+    """This server still knows the run of before, and reports no loss instead of failing."""
+
+    async def work(store: Store) -> None:
+        beside = await Store.open(cluster.url)
+        try:
+            assert await append(store, "over", to_append("a")) == [True]
+            await lose_payloads(cluster, store, "over", "a")
+            loss = await beside.runs.read_loss("over")
+            record = encode_record(LossRecord(entries=0, groups=1, by="", at_s=0.0))
+            assert loss and await beside.runs.accept_loss("over", loss, record)
+            assert await store.runs.read_loss("over") is None
+        finally:
+            await beside.close()
 
     on_cluster(cluster.url, work)
 

@@ -5,21 +5,13 @@ Only what replaybuf sends is here: another command raises `NoModel`, which names
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from redis.exceptions import ResponseError
 
-from tests.simulation.redis_model.values import SortedSet, Stream, Values
-
-Words = Sequence[bytes]
-LAST = (2**64 - 1, 2**64 - 1)
-
-
-class NoModel(NotImplementedError):
-    """A command, or an option of one, has no model yet: add it to `commands.py` and to its contract test."""
-
+from tests.simulation.redis_model.stream_commands import STREAM_COMMANDS
+from tests.simulation.redis_model.values import NoModel, SortedSet, Values, Words
 
 OK = b"OK"
 
@@ -104,25 +96,31 @@ def mget(values: Values, words: Words) -> list[Any]:
 
 def set_(values: Values, words: Words) -> Any:
     key, value, options = words[0], words[1], list(words[2:])
-    end_ms, only_present = None, False
+    end_ms, flags = None, set()
     while options:
         option = options.pop(0).upper()
         if option == b"EX":
             end_ms = values.now_ms() + 1000 * int(options.pop(0))
         elif option == b"PX":
             end_ms = values.now_ms() + int(options.pop(0))
-        elif option == b"XX":
-            only_present = True
+        elif option in (b"NX", b"XX", b"GET"):
+            flags.add(option)
         else:
             raise NoModel(f"SET with {option.decode()}")
-    if only_present and values.peek(key) is None:
-        return None
-    values.put(key, value, end_ms)
-    return OK
+    before = get(values, [key]) if b"GET" in flags else None
+    present = values.peek(key) is not None
+    refused = b"NX" in flags if present else b"XX" in flags
+    if not refused:
+        values.put(key, value, end_ms)
+    return before if b"GET" in flags or refused else OK
 
 
 def incr(values: Values, words: Words) -> int:
-    number = int(values.get(words[0], bytes) or 0) + 1
+    return incrby(values, [words[0], b"1"])
+
+
+def incrby(values: Values, words: Words) -> int:
+    number = int(values.get(words[0], bytes) or 0) + int(words[1])
     values.keep_end(words[0], b"%d" % number)
     return number
 
@@ -271,117 +269,17 @@ def zrange(values: Values, words: Words) -> list[list[Any]]:
     return [[member, members[member]] for member in sorted(members, key=lambda member: (members[member], member))]
 
 
-# ---------------------------------------------------------------------- streams
-
-
-def _read_id(word: bytes, sequence: int) -> tuple[int, int]:
-    """Read an id; `sequence`: of an id that has only its first part."""
-    first, _, second = word.partition(b"-")
-    return int(first), int(second) if second else sequence
-
-
-def _write_id(entry: tuple[int, int]) -> bytes:
-    return b"%d-%d" % entry
-
-
-def _reply(entries: Sequence[tuple[tuple[int, int], list[bytes]]]) -> list[Any]:
-    return [[_write_id(entry), list(fields)] for entry, fields in entries]
-
-
-def _bound(word: bytes, *, first: bool) -> tuple[int, int]:
-    if word == b"-":
-        return (0, 0)
-    if word == b"+":
-        return LAST
-    if word.startswith(b"("):
-        entry = _read_id(word[1:], 0 if first else LAST[1])
-        return (entry[0], entry[1] + 1) if first else _before(entry)
-    return _read_id(word, 0 if first else LAST[1])
-
-
-def _before(entry: tuple[int, int]) -> tuple[int, int]:
-    return (entry[0], entry[1] - 1) if entry[1] else (entry[0] - 1, LAST[1])
-
-
-def _range(values: Values, key: bytes, first: bytes, last: bytes) -> list[tuple[tuple[int, int], list[bytes]]]:
-    stream = values.get(key, Stream) or Stream()
-    start = bisect.bisect_left(stream, _bound(first, first=True), key=lambda entry: entry[0])
-    end = bisect.bisect_right(stream, _bound(last, first=False), key=lambda entry: entry[0])
-    return stream[start:end]
-
-
-def _count(words: Words) -> int | None:
-    if not words:
-        return None
-    if words[0].upper() != b"COUNT" or len(words) != 2:
-        raise NoModel(f"a range with {list(words)}")
-    return int(words[1])
-
-
-def xrange(values: Values, words: Words) -> list[Any]:
-    return _reply(_range(values, words[0], words[1], words[2])[: _count(words[3:])])
-
-
-def xrevrange(values: Values, words: Words) -> list[Any]:
-    return _reply(_range(values, words[0], words[2], words[1])[::-1][: _count(words[3:])])
-
-
-def xlen(values: Values, words: Words) -> int:
-    return len(values.get(words[0], Stream) or ())
-
-
-def xadd(values: Values, words: Words) -> bytes:
-    key, rest, longest = words[0], list(words[1:]), None
-    if rest[0].upper() == b"MAXLEN":
-        longest, rest = int(rest[1]), rest[2:]
-    stream = values.write(key, Stream)
-    if rest[0] == b"*":
-        now_ms = values.now_ms()
-        entry = (now_ms, 0) if now_ms > stream.last[0] else (stream.last[0], stream.last[1] + 1)
-    else:
-        entry = _read_id(rest[0], 0)
-    if entry <= stream.last:
-        values.commit()
-        message = "The ID specified in XADD is equal or smaller than the target stream top item"
-        raise ResponseError(message)
-    stream.append((entry, list(rest[1:])))
-    stream.last = entry
-    if longest is not None:
-        del stream[: max(0, len(stream) - longest)]
-    return _write_id(entry)
-
-
-def xtrim(values: Values, words: Words) -> int:
-    if words[1].upper() != b"MINID":
-        raise NoModel(f"XTRIM with {words[1].decode()}")
-    if values.get(words[0], Stream) is None:
-        return 0
-    stream = values.write(words[0], Stream)
-    end = bisect.bisect_left(stream, _read_id(words[2], 0), key=lambda entry: entry[0])
-    del stream[:end]
-    return end
-
-
-def read_new(values: Values, words: Words) -> dict[bytes, Any] | None:
-    """Answer XREAD with what is there now."""
-    options, at, count = [word.upper() for word in words], 0, None
-    while options[at] != b"STREAMS":
-        if options[at] not in (b"COUNT", b"BLOCK"):
-            raise NoModel(f"XREAD with {options[at].decode()}")
-        count = int(words[at + 1]) if options[at] == b"COUNT" else count
-        at += 2
-    names = words[at + 1 :]
-    half = len(names) // 2
-    found = {}
-    for key, after in zip(names[:half], names[half:], strict=True):
-        entries = _range(values, key, b"(" + after, b"+")[:count]
-        if entries:
-            found[key] = _reply(entries)
-    return found or None
+def zrangebyscore(values: Values, words: Words) -> list[bytes]:
+    """Return members from the lowest score on, up to one: other first scores have no model."""
+    if words[1] != b"-inf" or words[3].upper() != b"LIMIT":
+        raise NoModel(f"ZRANGEBYSCORE with {list(words[1:])}")
+    members, first, count = values.get(words[0], SortedSet) or {}, int(words[4]), int(words[5])
+    low = [member for member in members if members[member] <= float(words[2])]
+    return sorted(low, key=lambda member: (members[member], member))[first : first + count]
 
 
 GROWING = frozenset(
-    [b"SET", b"INCR", b"SETBIT", b"HSET", b"HINCRBY", b"SADD", b"ZADD", b"XADD"],
+    [b"SET", b"INCR", b"INCRBY", b"SETBIT", b"HSET", b"HINCRBY", b"SADD", b"ZADD", b"XADD"],
 )
 """Commands that a full server refuses."""
 COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
@@ -401,6 +299,7 @@ COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"MGET": mget,
     b"SET": set_,
     b"INCR": incr,
+    b"INCRBY": incrby,
     b"GETRANGE": getrange,
     b"GETBIT": getbit,
     b"SETBIT": setbit,
@@ -423,10 +322,5 @@ COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"ZREM": zrem,
     b"ZCARD": zcard,
     b"ZRANGE": zrange,
-    b"XRANGE": xrange,
-    b"XREVRANGE": xrevrange,
-    b"XLEN": xlen,
-    b"XADD": xadd,
-    b"XTRIM": xtrim,
-    b"XREAD": read_new,
-}
+    b"ZRANGEBYSCORE": zrangebyscore,
+} | STREAM_COMMANDS

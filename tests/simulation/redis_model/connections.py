@@ -1,14 +1,16 @@
-"""Connections of redis-py that lead to the modelled server, and how a store gets them.
+"""Connections of redis-py that lead to modelled servers, by address.
 
-redis-py's pools, its clients and our pipeline are the real ones; only the socket and the parser are replaced.
+redis-py's pools, its clients and our pipeline are the real ones; only sockets, parsers and the login are replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import hiredis
 import redis
@@ -18,24 +20,32 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.cluster_connection import NodeConnection
+from replaybuf.store.redis.sentinel import AsyncConnection, BlockingConnection
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.world import World
 
 DRIVER = DriverInfo()
 """For all connections: each would read the version of redis-py from its files."""
 
 
-def use_model(connection: Connection, server: RedisServer) -> None:
-    """Let all clients of a store's connection reach the modelled server. Call it before the first command."""
-    for client in (connection.client, connection._blocking):
-        client.connection_pool.connection_class = functools.partial(_Connection, server)  # type: ignore[assignment]
-    lead_to(connection.payload_client, server)
+@contextlib.contextmanager
+def instead_of_sockets(world: World) -> Iterator[None]:
+    """Let the connections of all pools that are made during the body lead to the servers of a world."""
+    with (
+        mock.patch.object(aioredis.ConnectionPool, "__init__", _leading(aioredis.ConnectionPool.__init__, world)),
+        mock.patch.object(redis.ConnectionPool, "__init__", _leading(redis.ConnectionPool.__init__, world)),
+    ):
+        yield
 
 
-def lead_to(client: Any, server: RedisServer) -> None:
-    """Let a client of threads reach the modelled server."""
-    client.connection_pool.connection_class = functools.partial(_BlockingConnection, server)
+def _leading(init: Callable[..., None], world: World) -> Callable[..., None]:
+    def init_pool(pool: Any, *arguments: Any, **options: Any) -> None:
+        init(pool, *arguments, **options)
+        pool.connection_class = functools.partial(KINDS[pool.connection_class], world=world)
+
+    return init_pool
 
 
 def split(pieces: Iterable[Any]) -> list[Sequence[bytes]]:
@@ -54,6 +64,7 @@ class _Parser:
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
+        self._ended = False
 
     async def read_response(self, disable_decoding: bool = False, push_request: bool | None = False) -> Any:
         link = self._connection.link
@@ -64,20 +75,25 @@ class _Parser:
     async def can_read(self) -> bool:
         """Check whether a reply, or the end of the connection, has come."""
         link = self._connection.link
-        if link is None:
+        if link is None or self._ended:
             raise OSError("Buffer is closed.")
         return bool(link.replies) or link.broken
 
+    def on_connect(self, connection: _Connection) -> None:
+        """Begin to read."""
+        self._ended = False
+
     def on_disconnect(self) -> None:
-        """Do nothing."""
+        """Read no more: whoever looks for a reply learns that the connection has ended."""
+        self._ended = True
 
 
 class _Connection(aioredis.Connection):
     """An asynchronous connection without a socket."""
 
-    def __init__(self, server: RedisServer, **options: Any) -> None:
-        super().__init__(driver_info=DRIVER, **options)
-        self._server = server
+    def __init__(self, *, world: World, **options: Any) -> None:
+        super().__init__(**options | {"driver_info": DRIVER})
+        self._world = world
         self.link: Link | None = None
         self._parser: Any = _Parser(self)
         self.reply_parser = self._parser
@@ -89,17 +105,27 @@ class _Connection(aioredis.Connection):
 
     async def connect(self) -> None:
         """Connect, unless it is connected."""
-        if self.link is not None:
-            return
-        world = self._server.world
+        if self.link is None:
+            await self.connect_check_health()
+
+    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        """Connect, and log in."""
         within_s = self.socket_connect_timeout or 0.0
-        await asyncio.sleep(2 * world.way_s())
-        if self._server.node.dead:
-            raise RedisConnectionError("Error 111 connecting to redis:6379. Connection refused.")
-        if self._server.node.stopped:
+        await asyncio.sleep(2 * self._world.way_s())
+        server = _find(self._world, self.host, self.port)
+        if server.node.stopped:
             await asyncio.sleep(within_s)
             raise RedisTimeoutError("Timeout connecting to server")
-        self.link = Link(self._server)
+        self.link = Link(server)
+        self._parser.on_connect(self)
+        try:
+            await self.on_connect_check_health()
+        except BaseException:
+            await self.disconnect()
+            raise
+
+    async def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in: there are no users."""
 
     async def disconnect(self, nowait: bool = False, *arguments: Any, **options: Any) -> None:
         """Close the connection."""
@@ -121,20 +147,39 @@ class _Connection(aioredis.Connection):
         self.link.send(split([command] if isinstance(command, bytes) else command))
 
 
+class _ToPrimary(AsyncConnection, _Connection):
+    """Such a connection to the primary that sentinels name."""
+
+
+class _ToNode(NodeConnection, _Connection):
+    """Such a connection to a node of a cluster: our checks after the login are the real ones."""
+
+
 class _BlockingConnection(redis.Connection):
     """A connection of a thread: its commands run at once, because the whole call happens at one moment."""
 
-    def __init__(self, server: RedisServer, **options: Any) -> None:
-        super().__init__(driver_info=DRIVER, **options)  # type: ignore[no-untyped-call]
-        self._server = server
+    def __init__(self, *, world: World, **options: Any) -> None:
+        super().__init__(**options | {"driver_info": DRIVER})  # type: ignore[no-untyped-call]
+        self._world = world
         self._replies: list[Any] = []
 
     def connect(self) -> None:
+        """Connect."""
+        self.connect_check_health()
+
+    def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
         """Check that the server answers."""
-        if self._server.node.dead:
-            raise RedisConnectionError("Error 111 connecting to redis:6379. Connection refused.")
-        if self._server.node.stopped:
+        self._find()
+        self.on_connect_check_health(check_health=check_health)
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in: there are no users."""
+
+    def _find(self) -> RedisServer:
+        server = _find(self._world, self.host, self.port)
+        if server.node.stopped:
             raise RedisTimeoutError("Timeout connecting to server")
+        return server
 
     def disconnect(self, *arguments: Any, **options: Any) -> None:
         """Drop replies that nobody has read."""
@@ -146,14 +191,13 @@ class _BlockingConnection(redis.Connection):
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Run commands."""
-        self.connect()
-        world = self._server.world
+        server, world = self._find(), self._world
         if world.faults.happens("cut send", world.faults.cut, world):
             raise RedisConnectionError("Connection closed by server.")
-        link = Link(self._server)
-        self._replies += [self._server.execute(link, words) for words in split(command)]
+        link = Link(server)
+        self._replies += [server.execute(link, words) for words in split(command)]
         link.closed = True
-        self._server.links.remove(link)
+        server.links.remove(link)
 
     def read_response(self, *arguments: Any, **options: Any) -> Any:
         """Return the next reply. Raises it if it is an error."""
@@ -161,3 +205,25 @@ class _BlockingConnection(redis.Connection):
         if isinstance(reply, ResponseError):
             raise reply
         return reply
+
+
+class _BlockingToPrimary(BlockingConnection, _BlockingConnection):
+    """Such a connection to the primary that sentinels named last."""
+
+
+def _find(world: World, host: str, port: int) -> RedisServer:
+    """Return the server at an address. Raises `RedisConnectionError` if nobody listens there."""
+    server: RedisServer | None = world.network.get((host, port))
+    if server is None or server.node.dead:
+        raise RedisConnectionError(f"Error 111 connecting to {host}:{port}. Connection refused.")
+    return server
+
+
+KINDS: dict[Any, Any] = {
+    aioredis.Connection: _Connection,
+    NodeConnection: _ToNode,
+    AsyncConnection: _ToPrimary,
+    BlockingConnection: _BlockingToPrimary,
+    redis.Connection: _BlockingConnection,
+}
+"""By class of a real connection, the modelled one."""

@@ -41,6 +41,8 @@ class Link:
         self._commands: deque[tuple[Sequence[bytes], bool]] = deque()
         self._answered: deque[list[Any]] = deque()
         self._busy = False
+        self.asking = False
+        """Whether the next command is for a slot that is on its way to the server."""
         self.queued: list[Sequence[bytes]] | None = None
         """Commands of an open transaction."""
         self.replies: deque[Any] = deque()
@@ -123,6 +125,11 @@ class Link:
         if not self.closed:
             self._reply(reply)
             self._work()
+
+    def push(self, news: Any) -> None:
+        """Send what the client did not ask for."""
+        if not self.closed:
+            self._answer_in(self.world.way_s(), news)
 
     def _reply(self, reply: Any) -> None:
         world = self.world

@@ -9,12 +9,14 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from replaybuf.store import keys
+from replaybuf.store.redis.durability import STRICT
 from replaybuf.store.redis.server import LIBRARY_CODE
 from tests.simulation.loop import Node
-from tests.simulation.redis_model.commands import COMMANDS, GROWING, NoModel, read_new
+from tests.simulation.redis_model.commands import COMMANDS, GROWING
 from tests.simulation.redis_model.functions import Functions
 from tests.simulation.redis_model.link import RECORDS, WAITS, Link, record_of
-from tests.simulation.redis_model.values import Saved, Values
+from tests.simulation.redis_model.stream_commands import read_new
+from tests.simulation.redis_model.values import NoModel, Saved, Values
 from tests.simulation.world import EPOCH_S, World
 
 LED = {name.encode() for name in re.findall(r"'(rb_\w+)', led\(", LIBRARY_CODE)}
@@ -36,16 +38,27 @@ INFO = (
     "# Replication\r\nrole:master\r\nconnected_slaves:0\r\nmaster_replid:{id}\r\n"
     "# Memory\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\naof_enabled:1\r\n"
 )
-SETTINGS = {b"appendonly": b"yes", b"no-appendfsync-on-rewrite": b"no", b"maxmemory-policy": b"noeviction"}
+SETTINGS = {
+    b"cluster-node-timeout": b"1000",
+    b"appendonly": b"yes",
+    b"no-appendfsync-on-rewrite": b"no",
+    b"maxmemory-policy": b"noeviction",
+}
 
 
 class RedisServer:
     """One server. `fsync`: its `appendfsync`, `always` or `everysec`. `damage` changes the library as it is loaded."""
 
-    def __init__(self, world: World, *, fsync: str) -> None:
+    def __init__(
+        self, world: World, *, fsync: str, address: tuple[str, int] = ("redis", 6379), followed: bool = False
+    ) -> None:
         self.world, self.fsync = world, fsync
+        self.policy = STRICT
+        self._host, self._port = address
+        self.url = f"redis://{self._host}:{self._port}/0"
+        world.network[address] = self
         self.wall_ahead_s = 0.0
-        self.values = Values(self._now_ms)
+        self.values = Values(self._now_ms, followed=followed)
         self.links: list[Link] = []
         self.records: dict[bytes, dict[int, tuple[bytes, bytes]]] = {}
         """By ledger and entry: the newest record that was written there, and the newest group that it noted."""
@@ -66,8 +79,8 @@ class RedisServer:
     def start(self) -> None:
         """Start a process on what is on the disk."""
         self._starts += 1
-        self.node = Node(f"redis{self._starts}")
-        self._id = b"%040x" % self._starts
+        self.node = Node(f"{self._host}{self._starts}")
+        self._id = b"%040x" % (1000 * self._port + self._starts)
         self._functions = Functions(self._code, self._call) if self._code else None
         self._ends, self._ends_at = dict[tuple[bytes, ...], Any](), -1
         self._blocked = []
@@ -82,6 +95,26 @@ class RedisServer:
         self.values.lose(lost)
         for link in list(self.links):
             link.cut()
+
+    def info(self) -> str:
+        """Return what the server says of itself."""
+        return INFO.format(id=self._id.decode())
+
+    def take_library(self, primary: RedisServer) -> None:
+        """Get the functions of a primary, as its replica does."""
+        self._code = primary._code
+        self._functions = Functions(self._code, self._call) if self._code else None
+        self._ends.clear()
+
+    # ------------------------------------------------------------------ for the world
+
+    def server_of(self, key: str) -> RedisServer:
+        """Return the server of a key."""
+        return self
+
+    def pick(self) -> RedisServer:
+        """Draw a server to hurt."""
+        return self
 
     @property
     def healthy(self) -> bool:
@@ -151,7 +184,7 @@ class RedisServer:
         if command := COMMANDS.get(name):
             return command(self.values, words[1:])
         if name == b"INFO":
-            return INFO.format(id=self._id.decode()).encode()
+            return self.info().encode()
         if name == b"CONFIG" and words[1].upper() == b"GET":
             settings = SETTINGS | {b"appendfsync": self.fsync.encode()}
             return {word: settings[word] for word in words[2:] if word in settings}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.exceptions import ResponseError
 
+Words = Sequence[bytes]
+"""A command, or its arguments."""
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+
+
+class NoModel(NotImplementedError):
+    """A command, or an option of one, has no model yet: add it to the commands and to their contract test."""
 
 
 class Stream(list[tuple[tuple[int, int], list[bytes]]]):
@@ -36,14 +42,16 @@ Saved = dict[bytes, tuple[Any, int | None]]
 
 
 class Values:
-    """All keys of a server. `write` must be called before a value changes.
+    """All keys of a server. `write` must be called before a value changes. `followed`: by a replica.
 
-    `_transactions`: for each write that is not on the disk, what the keys held before. A transaction is a command or a
-    function with all its commands, as in an append-only file.
+    `_transactions`: for each write that is not on the disk, or that the replica lacks, what the keys held before. A
+    transaction is a command or a function with all its commands, as in an append-only file.
     """
 
-    def __init__(self, now_ms: Callable[[], int]) -> None:
+    def __init__(self, now_ms: Callable[[], int], *, followed: bool = False) -> None:
         self.now_ms = now_ms
+        self._followed = followed
+        self._synced = self._replicated = 0
         self._values: dict[bytes, Any] = {}
         self._ends_ms: dict[bytes, int] = {}
         self._transactions: list[list[tuple[bytes, Any, int | None]]] = []
@@ -118,11 +126,22 @@ class Values:
         """Note that the lifetime of a key changes."""
         self._save(key)
 
-    def count(self) -> int:
-        """Count the keys."""
+    def names(self) -> list[bytes]:
+        """List the keys."""
         for key in list(self._ends_ms):
             self._expire(key)
-        return len(self._values)
+        return list(self._values)
+
+    def count(self) -> int:
+        """Count the keys."""
+        return len(self.names())
+
+    def take(self, key: bytes) -> tuple[Any, int | None]:
+        """Remove a key, as for another server; return its value and its end."""
+        held = self._values[key], self._ends_ms.get(key)
+        self.delete(key)
+        self.commit()
+        return held
 
     def _expire(self, key: bytes) -> None:
         end_ms = self._ends_ms.get(key)
@@ -151,18 +170,33 @@ class Values:
 
     def synced(self, through: int) -> None:
         """Record that the first `through` transactions since the start are on the disk."""
-        unsynced = self.written - through
-        if unsynced < len(self._transactions):
-            del self._transactions[: len(self._transactions) - unsynced]
+        self._synced = max(self._synced, through)
+        self._forget_old()
+
+    def replicated(self, through: int) -> None:
+        """Record that the replica has the first `through` transactions."""
+        self._replicated = max(self._replicated, through)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        everywhere = min(self._synced, self._replicated) if self._followed else self._synced
+        del self._transactions[: len(self._transactions) - (self.written - everywhere)]
 
     @property
     def unsynced(self) -> int:
         """Count transactions that a crash may lose."""
-        return len(self._transactions)
+        return self.written - self._synced
+
+    @property
+    def unreplicated(self) -> int:
+        """Count transactions that the replica lacks."""
+        return self.written - self._replicated
 
     def lose(self, count: int) -> None:
         """Undo the last `count` transactions."""
         self.changes += 1
+        self.written -= count
+        self._replicated = min(self._replicated, self.written)
         for _ in range(count):
             for key, value, ends_ms in reversed(self._transactions.pop()):
                 if value is None:
@@ -171,9 +205,16 @@ class Values:
                     self._values[key] = value
                     self.set_end(key, ends_ms)
 
-    def copy(self) -> Saved:
-        """Copy everything."""
-        return {key: (_copy(value), self._ends_ms.get(key)) for key, value in self._values.items()}
+    def copy(self, lacking: int = 0) -> Saved:
+        """Copy everything, without the last `lacking` transactions."""
+        saved = {key: (_copy(value), self._ends_ms.get(key)) for key, value in self._values.items()}
+        for transaction in reversed(self._transactions[len(self._transactions) - lacking :]):
+            for key, value, ends_ms in reversed(transaction):
+                if value is None:
+                    saved.pop(key, None)
+                else:
+                    saved[key] = _copy(value), ends_ms
+        return saved
 
     def load(self, saved: Saved) -> None:
         """Replace everything."""
@@ -181,6 +222,7 @@ class Values:
         self._values = {key: _copy(value) for key, (value, _) in saved.items()}
         self._ends_ms = {key: end for key, (_, end) in saved.items() if end is not None}
         self._transactions, self._open = [], []
+        self._synced = self._replicated = self.written
 
 
 def _copy(value: Any) -> Any:

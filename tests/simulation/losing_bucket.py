@@ -1,0 +1,99 @@
+"""A run on a cluster, one of whose buckets goes back to before its newest payload: reported, accepted, trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+
+from replaybuf.errors import DataLost
+from replaybuf.service.host import Service
+from replaybuf.store import keys
+from tests.chaos.content import make_group
+from tests.chaos.history import UNAVAILABLE, Faulted, Healed
+from tests.simulation.losing import LOST_RUN, LostRun
+from tests.simulation.producing import Sent, send
+from tests.simulation.redis_model.server import RedisServer
+from tests.simulation.redis_model.values import Saved
+from tests.simulation.servers import Gone
+from tests.simulation.small_run import GROUPS, PAUSE_S, PER_BATCH
+
+BESIDE = 2
+"""Groups that are sent to the lost bucket before the loss is accepted."""
+AGAIN = {"", "not-durable", *UNAVAILABLE} - {DataLost.slug}
+"""Outcomes after which a call is repeated."""
+
+
+class LostBucket(LostRun):
+    """One run from its creation to its end, with a loss of one payload between."""
+
+    async def work(self) -> None:
+        """Do all of it; each call is repeated until it is answered."""
+        names = [f"{LOST_RUN}-{number}" for number in range(GROUPS)]
+        lost, bucket = names[-1], keys.bucket_of(names[-1])
+        await self._do(self._create)
+        for name in names[:-1]:
+            await self._append(name)
+        trained = await self._train(range(1))
+        older = self._payloads(bucket)
+        await self._append(lost)
+        self.stage = "its loss"
+        if not await self._is_known() or not self._world.faults.take("lost bucket", self._world.now_s()):
+            self.stage = "nothing"
+            return
+        await self._lose_payload(bucket, older)
+        await self._accept(0, self._count_missing(bucket))
+        self._history.append(Healed(at_s=self._world.now_s(), process="valkey"))
+        self.stage = "its end"
+        await self._append("instead")
+        rest = await self._train(range(1, GROUPS // PER_BATCH))
+        self._compare("all trained groups", sorted({*names, "instead"} - {lost}), sorted(trained + rest))
+        facts = await self._do(self._facts)
+        self._compare("groups that became unreadable", 1, facts["dead_lettered"])
+        self.stage = "nothing"
+
+    def _node(self, bucket: int) -> RedisServer:
+        return self._redis.server_of(keys.written(LOST_RUN, bucket))
+
+    def _payloads(self, bucket: int) -> Saved:
+        """Return what the run has in a bucket."""
+        tag = f"{{{LOST_RUN}/{bucket:02d}}}".encode()
+        return {key: held for key, held in self._node(bucket).values.copy().items() if tag in key}
+
+    async def _lose_payload(self, bucket: int, older: Saved) -> None:
+        """Let the node of a bucket lose its newest payload; each server must refuse groups that belong there."""
+        at_s, node, own = self._world.now_s(), self._node(bucket), self._payloads(bucket)
+        self._history.append(Faulted(at_s=at_s, process="valkey", role="valkey", kind="crash", server="", led=[]))
+        node.replace({key: held for key, held in node.values.copy().items() if key not in own} | older)
+        beside = (f"beside-{number}" for number in range(100_000))
+        again = [name for name in beside if keys.bucket_of(name) == bucket][:BESIDE]
+        calls: list[tuple[str, Callable[[], Awaitable[str]]]] = [("what is shown of the lost payload", self._read)]
+        calls += [(f"the answer to group {name}", functools.partial(self._send, name)) for name in again]
+        for what, call in calls if self._world.rng.random() < 0.5 else reversed(calls):
+            self._compare(what, DataLost.slug, await call())
+
+    def _count_missing(self, bucket: int) -> int:
+        """Return how many payloads the bucket lacks, with those of attempts that nobody answered."""
+        published = self._control.values.get(keys.buckets(LOST_RUN).encode(), dict) or {}
+        written = self._node(bucket).values.get(keys.written(LOST_RUN, bucket).encode(), bytes) or 0
+        return int(published.get(b"%d" % bucket, 0)) - int(written)
+
+    async def _send(self, name: str) -> str:
+        """Send a group to any server until it is answered."""
+        group, outcome = Sent(name, make_group(name, 0, named=True), None), ""
+        while outcome in AGAIN:
+            (outcome,) = await send(self._client, LOST_RUN, [group], self._unread, frames=True)
+            await asyncio.sleep(PAUSE_S)
+        return outcome
+
+    async def _read(self) -> str:
+        """Read all live groups at the leader until it answers."""
+
+        async def work(service: Service, gone: Gone) -> None:
+            await self._facts(service, gone)
+
+        outcome = ""
+        while outcome in AGAIN:
+            outcome = str((await self._client.observe(LOST_RUN, work)).seen["outcome"])
+            await asyncio.sleep(PAUSE_S)
+        return outcome
