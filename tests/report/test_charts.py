@@ -20,10 +20,10 @@ def charts(make: st.DrawFn) -> Chart:
     columns = st.lists(VALUES, min_size=points, max_size=points)
     name = make(st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=8))
     places = st.lists(st.floats(-1e9, 1e9), min_size=points, max_size=points)
-    lines = [
-        Line(name, make(columns), *(make(st.tuples(columns, columns) | st.just(((), ())))), make(places | st.just([])))
-        for _ in range(make(st.integers(1, 3)))
-    ]
+    lines = []
+    for _ in range(make(st.integers(1, 3))):
+        low, high = make(st.tuples(columns, columns) | st.just(([], [])))
+        lines.append(Line(name, make(columns), low, high, make(places | st.just([]))))
     known = Line(name, [make(st.floats(-1e9, 1e9))] * points)
     return Chart(name, "unit", "step", list(range(points)), [known, *lines])
 

@@ -17,7 +17,7 @@ from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import AdapterSpec, BatchSpec, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 from tests.conftest import RunClient, ServeProcess, group, lasting
-from tests.service.test_adapters import add, conserved, given, put, served
+from tests.service.test_adapters import add, conserved, groups_by_adapter, put, served
 from tests.store.test_store import to_append, with_store
 from tests.waiting import eventually
 
@@ -44,7 +44,7 @@ def test_an_added_adapter_shares_the_next_batch(run: RunClient) -> None:
     put(run)
     epoch = run.attach()
     add(run, "code", range(2))
-    assert given(served(run, 0, epoch)) == [("code", 1)]
+    assert groups_by_adapter(served(run, 0, epoch)) == [("code", 1)]
     assert run.append(group("early", adapter="poem"))[0]["reason"] == "unknown_adapter"
     changed = change(run, poem={"groups_per_batch": 1, "prompts": 1})
     assert changed.json()["config"]["adapters"]["poem"]["prompts"] == 1
@@ -52,7 +52,7 @@ def test_an_added_adapter_shares_the_next_batch(run: RunClient) -> None:
     assert tickets(run, "poem")["waiting"]["reason"] == "finished", "its supply is 1 prompt"
     add(run, "poem", range(1))
     assert run.ack(0, epoch).status_code == 200
-    assert given(served(run, 1, epoch)) == [("poem", 1), ("code", 1)]
+    assert groups_by_adapter(served(run, 1, epoch)) == [("poem", 1), ("code", 1)]
     assert run.state()["adapters"]["poem"]["progress"]["step"] == 1
     conserved(run)
 
@@ -62,19 +62,19 @@ def test_a_paused_adapter_has_no_share_and_no_tickets_until_it_continues(run: Ru
     put(run)
     epoch = run.attach()
     add(run, "math", range(6))
-    assert given(served(run, 0, epoch)) == [("math", 3)]
+    assert groups_by_adapter(served(run, 0, epoch)) == [("math", 3)]
     assert change(run, math=PAUSED).status_code == 200
     assert tickets(run, "math")["waiting"]["reason"] == "paused"
     assert run.state()["adapters"]["math"]["waiting"]["reason"] == "paused"
     add(run, "math", range(6, 7))
     add(run, "code", range(1))
     assert run.ack(0, epoch).status_code == 200
-    assert given(served(run, 1, epoch)) == [("code", 1)]
+    assert groups_by_adapter(served(run, 1, epoch)) == [("code", 1)]
     assert change(run, code=PAUSED).status_code == 200
     assert run.ack(1, epoch).status_code == 200
     assert run.batch(2, epoch).json()["reason"] == "paused"
     assert change(run, math=CONTINUED, code=CONTINUED).status_code == 200
-    assert given(served(run, 2, epoch)) == [("math", 1)]
+    assert groups_by_adapter(served(run, 2, epoch)) == [("math", 1)]
     assert run.state()["adapters"]["math"]["progress"] == {"step": 1, "groups": 0, "groups_per_batch": 4}
     conserved(run)
 
@@ -90,7 +90,7 @@ def test_a_removed_adapter_frees_what_only_it_used_and_its_batch_can_be_acked(
     add(run, "code", range(3))
     add(run, "math", range(3))
     before = run.batch(0, epoch)
-    assert given(served(run, 0, epoch)) == [("code", 1), ("math", 2)]
+    assert groups_by_adapter(served(run, 0, epoch)) == [("code", 1), ("math", 2)]
     assert change(run, code=None).status_code == 200
     own_service.kill()
     own_service.start()
@@ -105,7 +105,7 @@ def test_a_removed_adapter_frees_what_only_it_used_and_its_batch_can_be_acked(
     assert run.batch(0, epoch).content == before.content
     assert run.ack(0, epoch).status_code == 200
     add(run, "math", range(3, 6))
-    assert given(served(run, 1, epoch)) == [("math", 2)]
+    assert groups_by_adapter(served(run, 1, epoch)) == [("math", 2)]
     assert run.ack(1, epoch).status_code == 200
     epoch = run.attach(resume_step=0)
     assert run.batch(0, epoch).content == before.content
@@ -125,7 +125,7 @@ def test_a_name_that_is_added_again_continues_where_it_was(run: RunClient) -> No
     epoch = run.attach()
     add(run, "code", range(1))
     assert tickets(run, "code")["tickets"][0]["prompt_index"] == 0
-    assert given(served(run, 0, epoch)) == [("code", 1)]
+    assert groups_by_adapter(served(run, 0, epoch)) == [("code", 1)]
     assert change(run, code=None).status_code == 200
     assert change(run, code=None).status_code == 200, "a repetition changes nothing"
     assert change(run, code={"groups_per_batch": 1}).status_code == 200

@@ -242,7 +242,7 @@ class Batches:
             draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
             record = await call_beside(len(numbers), complete_record, draft, fetched)
             await self._journal.append(record, candidates)
-            packed = await self.next_batch.take(record, len(prepared.groups))
+            packed = self.next_batch.take(record, len(prepared.groups))
             if packed:
                 self._keep(packed)
             else:

@@ -115,14 +115,14 @@ class NextBatch:
             await asyncio.wait([prepared.fetching])  # if it fails, the decision fetches itself
         return prepared.fetched(numbers, self._state.pool.columns.late_of(numbers))
 
-    async def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
+    def take(self, record: BatchRecord, used: int) -> PackedBatch | None:
         """Return the prepared batch if it has this record; drop the rest. `used`: prepared groups in the record."""
         prepared, self._prepared = self._prepared, None
         batch = prepared.batch if prepared else None
         if (
             batch is not None
             and batch.layout is self._state.attachment
-            and batch.content == await call_beside(len(record.groups), hash_content, record, batch.layout)
+            and batch.content == hash_content(record, batch.layout)
         ):
             self.outcomes["hit"] += 1
             batch.record = record

@@ -26,7 +26,6 @@ from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.samples import Samples
-from replaybuf.service.turns import call_beside
 from replaybuf.wire.column.metadata import check_metadata
 from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy
 
@@ -121,7 +120,7 @@ class Session:
             priorities: dict[int, float] = {}
             if feedback and "priorities" in feedback and step == state.step and step in state.batches:
                 batch = await journal.batch_record(state.batches[step].entry)
-                priorities = await call_beside(len(batch.groups), read_priorities, feedback["priorities"], batch)
+                priorities = read_priorities(feedback["priorities"], batch)
             now_s, waited_s = journal.clock.wall(), waits.of_step_s()
             record = decide_ack(state, step, epoch, feedback, priorities, now_s, waited_s, metrics)
             if record:
