@@ -83,7 +83,7 @@ class Samples:
         # A rollout as long as a row may be cut: its sample is from the stored group.
         if (
             self._held_bytes + held_bytes > HELD_BYTES
-            or max(int(group.lengths.max()) for group in groups) >= batch.layout.seq_len
+            or max((int(group.lengths.max()) for group in groups), default=0) >= batch.layout.seq_len
         ):
             return
         labels = [batch.record.groups[position] for position in chosen]
