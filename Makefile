@@ -45,7 +45,7 @@ AXE := tests/console/node_modules/.package-lock.json
 EXTRAS := trainer,lora,demo,generate,dev
 KERNEL_TESTS := tests/kernel tests/testing tests/lab/simulate tests/service/test_plugins.py
 KERNEL_FLOOR := 90
-JOBS ?= 4
+JOBS ?= 6
 # Files in their own order: sorted by number of tests, the slow files with few tests come last and one worker ends alone.
 SPREAD := --dist loadfile --no-loadscope-reorder
 # Hundreds of processes start in the tests: without bytecode each of them would compile all modules it imports.
