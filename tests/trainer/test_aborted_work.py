@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.test_generate import generator
 from tests.conftest import RunClient
+from tests.trainer import generated_words
 from tests.trainer.engine_process import TIMEOUT_S, bounded
 from tests.trainer.served import ServedEngine
 from tests.trainer.test_engine import LONG, WORD
@@ -34,7 +35,11 @@ def test_a_paused_run_frees_the_engine_of_its_groups(
     async def main() -> None:
         # Frozen between two tokens, so that no group can finish before it is aborted.
         assert engine.http.post("/pause", params={"mode": "keep"}).status_code == 200
-        options = {"tokenizer": str(models / "a"), "max-tokens": "200", "prompts": f"{HERE}:words"}
+        options = {
+            "tokenizer": str(models / "a"),
+            "max-tokens": "200",
+            "prompts": f"{generated_words.__name__}:backwards",
+        }
         options |= {"min-inflight-groups": str(GROUPS), "max-inflight-groups": str(GROUPS)}
         url = str(run.http.base_url)
         async with generator(tmp_path, url, run.run, engine.url, **options) as process:
@@ -72,11 +77,3 @@ def test_a_caller_that_leaves_in_the_middle_ends_its_own_rows_only(engine: Serve
             assert 0 < engine.metric(ABORTED) == running
 
     bounded(main())
-
-
-HERE = __name__
-
-
-def words() -> list[dict[str, str]]:
-    """Prompts of the character tokenizer."""
-    return [{"prompt": word, "answer": word[::-1]} for word in ("culla>", "parla>", "luna>", "sole>", "mare>", "neve>")]

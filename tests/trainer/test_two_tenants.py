@@ -17,48 +17,28 @@ import numpy as np
 import pytest
 import torch
 
-from replaybuf.generator.environments import Score
-from replaybuf.generator.prompts import Prompt
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.tiny import character_tokenizer
 from tests.cli.test_generate import generator
 from tests.conftest import RunClient
 from tests.forked import AwaitedProcess, fork_replaybuf
+from tests.trainer import generated_words
 from tests.trainer.adapter_folders import merged
 from tests.trainer.engine_process import TIMEOUT_S, EngineProcess, bounded, engine_process
+from tests.trainer.generated_words import ADDED, WANTED
 from tests.trainer.served import oracle
 
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 ADAPTERS = {"code": 2, "math": 4}
 """Groups of the own batch of each adapter."""
-ADDED, ADDED_GROUPS = "poem.v1", 2
+ADDED_GROUPS = 2
 GROUP_SIZE = 8
-WANTED = {"code": "abcdefghijklm", "math": "0123456789+-*/=", ADDED: "nopqrstuvwxyz"}
-"""The reward is the share of these characters in the completion."""
 LEARNED = 12
 """Own steps after which the weights prefer what is rewarded."""
 TOLERANCE = 1e-4
 LOOK_S = 0.1
 """Shorter than a step, whose weights are copied: a look asks service and engine, which have work to do."""
-HERE = __name__
-
-
-def words(adapter: str) -> list[dict[str, str]]:
-    return [{"prompt": word, "answer": WANTED[adapter]} for word in ("culla>", "parla>", "luna>", "sole>", "neve>")]
-
-
-code, math, poem = (functools.partial(words, name) for name in ("code", "math", ADDED))
-
-
-class Share:
-    """Rewards the share of wanted characters."""
-
-    def check(self, prompt: Prompt) -> None:
-        """Accept every prompt."""
-
-    def score(self, prompt: Prompt, completion_text: str) -> Score:
-        wanted = prompt.answer or ""
-        return Score(sum(letter in wanted for letter in completion_text) / max(1, len(completion_text)))
+WORDS = generated_words.__name__
 
 
 class Versions:
@@ -199,8 +179,8 @@ def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_remov
 
             async def start(name: str, prompts: str) -> AwaitedProcess:
                 (tmp_path / name).mkdir()
-                options = {"adapter": name, "tokenizer": str(models / "a"), "environment": f"{HERE}:Share"}
-                options |= {"prompts": f"{HERE}:{prompts}"}
+                options = {"adapter": name, "tokenizer": str(models / "a"), "environment": f"{WORDS}:Share"}
+                options |= {"prompts": f"{WORDS}:{prompts}"}
                 started = generator(tmp_path / name, str(run.http.base_url), run.run, engine.url, **options)
                 return await stack.enter_async_context(started)
 
@@ -210,8 +190,8 @@ def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_remov
 
             change = {"code": None, ADDED: {"groups_per_batch": ADDED_GROUPS}}
             assert run.http.patch(run.path, json={"adapters": change}).status_code == 200
+            await until("changed", lambda: served(engine) == ["policy", "math", ADDED], *alive)
             poet = await start(ADDED, "poem")
-            await until("changed", lambda: served(engine) == ["policy", "math", ADDED], *alive, poet)
             _, error = await coder.communicate()
             assert coder.returncode == 0, error.decode()
             await until("added", lambda: run.state()["adapters"][ADDED]["published_version"] >= 1, *alive, poet)
@@ -228,7 +208,8 @@ def test_two_tenants_learn_on_one_engine_while_a_third_is_added_and_one_is_remov
     for name in (*ADAPTERS, ADDED):
         mine = [groups[entry["group_id"]] for entry in own_groups(records, name)]
         first_of_versions = {group["policy_version"]: group for group in reversed(mine)}.values()
-        checked = [check_sampled(versions, group) for group in first_of_versions]
+        # A merged model takes a third of a second.
+        checked = [check_sampled(versions, group) for group in [*first_of_versions][:: 3 if name in ADAPTERS else 1]]
         assert len(set(checked) - {None}) > (2 if name in ADAPTERS else 0), name
         if name in ADAPTERS:
             newest = max(version for version in range(LEARNED + 1) if versions.has(name, version))
