@@ -66,7 +66,10 @@ class SideRun:
     def _facts(self) -> dict[str, object]:
         """Return the counts of the run, and the checksum of each rollout that is still needed."""
         client = self._client
-        state = answered(WORK_S, client.get_run)
+        # A follower may be behind the checkpoint, which is the last record of the training.
+        state = eventually(
+            lambda: answered(WORK_S, client.get_run), WORK_S, lambda seen: STEPS_BEFORE in seen.checkpoints
+        )
         listed = answered(WORK_S, lambda: client.list_groups("live", GROUPS)).groups
         rollouts = {}
         for name in sorted(group.group_id for group in listed):
