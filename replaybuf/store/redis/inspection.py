@@ -122,7 +122,7 @@ async def check_servers(
 
 
 async def _check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, url: str) -> None:
-    """Refuse a cluster with slots that nobody serves, too. Each replica may become a primary."""
+    """Refuse a cluster with slots that nobody serves as well. Each replica may become a primary."""
     await answer(cluster.find())
     if trouble := cluster.explain():
         raise unavailable(url, f"cannot be used: {trouble}")
@@ -137,9 +137,9 @@ async def _check_cluster(cluster: Cluster, answer: Answer, policy: WritePolicy, 
 async def _check_sentinel(
     client: aioredis.Redis, sentinels: SentinelPrimary, answer: Answer, policy: WritePolicy, url: str
 ) -> None:
-    """Refuse a server that is no primary, too. A replica that does not answer is left out, with a warning."""
-    info = await answer(client.info())
-    check_role(info, url)
+    """Refuse a server that is not a primary as well. A warning names a replica that does not answer."""
+    primary = await inspect(client, answer, True, name(await answer(sentinels.find())))
+    check_role(primary.info, url)
 
     async def inspect_replica(address: Address) -> Inspection | None:
         try:
@@ -149,8 +149,7 @@ async def _check_sentinel(
             logger.warning("replica %s cannot be checked: %s", name(address), error or "it does not answer")
             return None
 
-    replicas = await asyncio.gather(*map(inspect_replica, read_replicas(info)))
-    primary = await inspect(client, answer, True, name(sentinels.current()))
+    replicas = await asyncio.gather(*map(inspect_replica, read_replicas(primary.info)))
     _check_nodes([primary, *filter(None, replicas)], policy, f"Redis at {url}", url)
 
 

@@ -62,8 +62,11 @@ def read_name(info: Mapping[str, Any]) -> str:
 
 def read_replicas(info: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return host and port of each replica that a primary names in its INFO."""
-    replicas = [value for name, value in info.items() if name.startswith("slave") and isinstance(value, dict)]
-    return [(str(replica["ip"]), int(replica["port"])) for replica in replicas]
+    return [(str(replica["ip"]), int(replica["port"])) for replica in _replicas(info)]
+
+
+def _replicas(info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [value for name, value in info.items() if name.startswith("slave") and isinstance(value, dict)]
 
 
 def check_version(version: str, url: str) -> None:
@@ -115,14 +118,13 @@ def read_settings(
         appendonly = bool(int(info["aof_enabled"]))
     rewriting = config.get("no-appendfsync-on-rewrite")
     policy = config.get("maxmemory-policy") or info.get("maxmemory_policy")
-    replicas = [value for name, value in info.items() if name.startswith("slave") and isinstance(value, dict)]
     return ServerSettings(
         appendonly=appendonly,
         appendfsync=config.get("appendfsync"),
         no_fsync_on_rewrite=None if rewriting is None else rewriting == "yes",
         policy=None if policy is None else str(policy),
         waitaof=waitaof,
-        replicas=sum(replica.get("state") == "online" for replica in replicas),
+        replicas=sum(replica.get("state") == "online" for replica in _replicas(info)),
         is_replica=info.get("role") == "slave",
         refusal=refusal,
         fails_over=fails_over,

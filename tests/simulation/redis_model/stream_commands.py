@@ -111,12 +111,12 @@ def read_new(values: Values, words: Words) -> dict[bytes, Any] | None:
         at += 2
     names = words[at + 1 :]
     half = len(names) // 2
-    found = {}
+    streams = {}
     for key, after in zip(names[:half], names[half:], strict=True):
         entries = _range(values, key, b"(" + after, b"+")[:count]
         if entries:
-            found[key] = _reply(entries)
-    return found or None
+            streams[key] = _reply(entries)
+    return streams or None
 
 
 STREAM_COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
