@@ -94,12 +94,14 @@ def test_a_long_text_keeps_its_ends_and_no_part_of_a_secret_at_any_cut(secret: s
 def test_a_text_of_many_megabytes_takes_as_long_as_a_small_one() -> None:
     """The event loop of a generator waits for it."""
 
-    def seconds(text: str) -> float:
-        began_s = time.perf_counter()
+    def least_s(text: str) -> float:
+        """Processor time of this thread, the best of several: others may use the machine."""
+        used_s = []
         for _ in range(5):
+            began_s = time.thread_time()
             describe_failure("reward_raised", text)
-        return time.perf_counter() - began_s
+            used_s.append(time.thread_time() - began_s)
+        return min(used_s)
 
     small, large = "é" * (3 * WINDOW_CHARS), "é" * 50_000_000
-    seconds(small)
-    assert seconds(large) < 20 * seconds(small)
+    assert least_s(large) < 20 * least_s(small)
