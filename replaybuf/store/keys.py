@@ -16,7 +16,7 @@
 | `rb:{run}:samples`           | hash   | newest 16 MiB              | step -> rollouts that stay readable            |
 | `rb:{run}:cursors`           | hash   | until forgotten            | name of a reader's cursor -> what is done      |
 | `rb:{run}:spill`             | hash   | until the groups are freed | `url`, `folder`, number of each spilled group  |
-| `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms; 0 = to issue again   |
+| `rb:{run}:tickets`           | zset   | while a ticket is out      | ticket -> deadline in ms of Redis; 0 = again   |
 | `rb:{run}:counts`            | hash   | the run's                  | counters; `entries`, `entry_key`, `stored`      |
 | `rb:{run}:fence`             | string | the run's                  | fencing token of the leader                    |
 | `rb:{run}:lead`              | string | lease                      | holder of the lease                            |

@@ -549,7 +549,8 @@ local function resign(keys, args)
 end
 
 -- Change tickets and counters. keys: tickets
--- args: number of tickets to drop, tickets, number to set, (deadline, ticket)..., (counter, increment)...
+-- args: number of tickets to drop, tickets, number to set, (ms left, ticket)..., (counter, increment)...
+-- A deadline is of the clock of Redis: each server may have another one. 0 ms left: to be issued again.
 local function tickets(keys, args, run)
   local drops = tonumber(args[1])
   for at = 2, drops + 1 do
@@ -558,11 +559,17 @@ local function tickets(keys, args, run)
   local counters = drops + 3 + 2 * tonumber(args[drops + 2])
   for at = drops + 3, #args, 2 do
     if at < counters then
-      redis.call('ZADD', keys[1], args[at], args[at + 1])
+      local left_ms = tonumber(args[at])
+      redis.call('ZADD', keys[1], left_ms > 0 and string.format('%d', now_ms() + left_ms) or 0, args[at + 1])
     else
       redis.call('HINCRBY', run.counts, args[at], args[at + 1])
     end
   end
+end
+
+-- Return the clock of Redis in ms, and the tickets with their deadlines. keys: tickets
+local function read_tickets(keys)
+  return {string.format('%d', now_ms()), redis.call('ZRANGE', keys[1], 0, -1, 'WITHSCORES')}
 end
 
 -- Raise counters. args: (counter, increment)...
@@ -759,6 +766,7 @@ register('rb_append', led(append))
 register('rb_columns', led(columns))
 register('rb_lead', guarded(lead))
 register('rb_tickets', led(tickets))
+register('rb_read_tickets', read_tickets)
 register('rb_count', writing(count))
 register('rb_free', led(free))
 register('rb_spill', led(spill))

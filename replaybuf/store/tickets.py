@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from replaybuf.errors import ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.redis.connection import Connection, text
+from replaybuf.store.redis.pipeline import FastPipeline
 
 WHOLE = re.compile(rb"-?[0-9]{1,18}")
 """A counter, as Redis writes it."""
@@ -20,10 +21,10 @@ WHOLE = re.compile(rb"-?[0-9]{1,18}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunTickets:
-    """The counters of a run, and its outstanding tickets with deadlines in s; 0 = the ticket is to be issued again."""
+    """The counters of a run, and its outstanding tickets with the seconds left; None = it is to be issued again."""
 
     counts: dict[str, int]
-    tickets: list[tuple[str, float]]
+    tickets: list[tuple[str, float | None]]
 
 
 class TicketStore:
@@ -40,7 +41,7 @@ class TicketStore:
         pipe = self._connection.pipeline()
         for run in runs:
             pipe.hgetall(keys.counts(run))
-            pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
+            _add_read(pipe, run)
         replies = await self._connection.run_each(pipe)
         return list(map(self._read_book, runs, replies[::2], replies[1::2]))
 
@@ -60,7 +61,7 @@ class TicketStore:
         """Read counters and tickets of a run to decide with them. Raises `DataLost` if Redis is older than known."""
         pipe = self._connection.pipeline()
         pipe.hgetall(keys.counts(run))
-        pipe.zrange(keys.tickets(run), 0, -1, withscores=True)
+        _add_read(pipe, run)
         return _read_tickets(*await self._connection.read(run, pipe))
 
     async def change(
@@ -69,16 +70,16 @@ class TicketStore:
         token: str,
         *,
         drop: Sequence[str] = (),
-        deadlines_s: Mapping[str, float] | None = None,
+        left_s: Mapping[str, float] | None = None,
         counts: Mapping[str, int] | None = None,
         durably: bool = True,
     ) -> None:
-        """Drop tickets, set deadlines of others and raise counters, all or nothing. Raises `NotLeader`.
+        """Drop tickets, set the seconds left of others and raise counters, all or nothing. Raises `NotLeader`.
 
-        Pass `durably=False` if a restart finds a lost change by itself.
+        0 seconds: the ticket is to be issued again. Pass `durably=False` if a restart finds a lost change by itself.
         """
-        deadlines = [part for ticket, at_s in (deadlines_s or {}).items() for part in (int(at_s * 1000), ticket)]
-        arguments = [len(drop), *drop, len(deadlines) // 2, *deadlines, *_flat(counts or {})]
+        left = [part for ticket, ticket_s in (left_s or {}).items() for part in (math.ceil(ticket_s * 1000), ticket)]
+        arguments = [len(drop), *drop, len(left) // 2, *left, *_flat(counts or {})]
         await self._connection.call(run, "rb_tickets", [keys.tickets(run)], arguments, token, durably=durably)
 
 
@@ -105,14 +106,20 @@ class CounterStore:
         await self._connection.call(run, "rb_count", (), _flat(increments), token)
 
 
-def _read_tickets(counts: Any, tickets: Any) -> RunTickets:
-    deadlines = [(text(ticket), float(deadline) / 1000) for ticket, deadline in tickets]
-    for ticket, deadline_s in deadlines:
-        if not math.isfinite(deadline_s):
+def _add_read(pipe: FastPipeline, run: str) -> None:
+    pipe.execute_command("FCALL", "rb_read_tickets", 1, keys.tickets(run))
+
+
+def _read_tickets(counts: Any, reply: Any) -> RunTickets:
+    now_ms, flat = reply
+    tickets: list[tuple[str, float | None]] = []
+    for ticket, deadline_ms in zip(map(text, flat[::2]), map(float, flat[1::2]), strict=True):
+        if not math.isfinite(deadline_ms):
             raise Unreadable(
-                f"the deadline of ticket {ticket[:80]!r} is {deadline_s}; a time is needed", name="tickets"
+                f"the deadline of ticket {ticket[:80]!r} is {deadline_ms}; a time is needed", name="tickets"
             )
-    return RunTickets(_integers(counts), deadlines)
+        tickets.append((ticket, (deadline_ms - int(now_ms)) / 1000 if deadline_ms else None))
+    return RunTickets(_integers(counts), tickets)
 
 
 def _flat(counts: Mapping[str, int]) -> list[str | int]:

@@ -328,7 +328,7 @@ def test_a_server_that_takes_over_rejects_no_group_by_the_tickets_of_before(
             await leader.tickets.issue("me", 1, "", 0.0)
         ticket = Ticket("", 0, 0, attempt=1, serial=1)
         counts = {"next:": 1, "issued": 1}
-        await store.tickets.change(leader.name, successor.journal.token, deadlines_s={str(ticket): 1e12}, counts=counts)
+        await store.tickets.change(leader.name, successor.journal.token, left_s={str(ticket): 600.0}, counts=counts)
         appending = asyncio.create_task(successor.appends.append(with_ticket(str(ticket))))
         await asyncio.wait({appending}, timeout=0.2)
         await go_on()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
+from replaybuf.kernel.state.tickets import TicketBook, parse_ticket
+from replaybuf.service.clock import Clock
 from replaybuf.service.run.append.admission import Incoming
 from replaybuf.service.run.served_run import Run
+from replaybuf.service.run.side_state import SideState
 from replaybuf.store import EmbeddedServer, Store
+from replaybuf.wire.config import TicketSpec
 from replaybuf.wire.group import group_from_json
 from tests.builders import arriving, rollout, wire_group
 from tests.led_run import on_a_run
+
+TTL_S = 600.0
 
 
 def test_a_removed_ticket_that_a_restart_of_redis_brings_back_is_removed_again(server: EmbeddedServer) -> None:
@@ -21,13 +30,29 @@ def test_a_removed_ticket_that_a_restart_of_redis_brings_back_is_removed_again(s
         await run.appends.append(arriving([Incoming(group)]))
         await run.tick()
         assert await texts(store, run) == [before[1].ticket]
-        await store.tickets.change(run.name, run.journal.token, deadlines_s=dict(stored.tickets))
+        await store.tickets.change(run.name, run.journal.token, left_s=dict.fromkeys(dict(stored.tickets), TTL_S))
         store.connection.process_id = "of the next process"
         await run.tick()
         await run.tick()
         assert await texts(store, run) == [before[1].ticket]
 
     on_a_run(server, work)
+
+
+def test_a_loaded_ticket_keeps_its_time_whatever_the_clock_of_the_server_says(server: EmbeddedServer) -> None:
+    """The next leader, or a former one again, may have a clock that jumped."""
+
+    async def work(store: Store, run: Run) -> None:
+        (issued,) = (await run.tickets.issue("p", 1, "", 0.0)).tickets
+        for wall_s in (0.0, 2.0 * time.time()):
+            run.journal.clock = Clock(wall=itertools.repeat(wall_s).__next__)
+            loaded = SideState(run.journal, TicketBook(TTL_S, 3, {}))
+            await loaded.reload()
+            deadline_s = loaded.book.oldest_deadline_s("")
+            assert deadline_s is not None and TTL_S / 2 < deadline_s - run.journal.clock.monotonic() <= TTL_S
+            assert loaded.book.holds(parse_ticket(issued.ticket))
+
+    on_a_run(server, work, tickets=TicketSpec(ttl_s=TTL_S))
 
 
 async def texts(store: Store, run: Run) -> list[str]:

@@ -40,7 +40,7 @@ def writes(store: Store, run: str, token: str) -> dict[str, Callable[[], Awaitab
         "direct append": lambda: store.groups.append(run, [to_append("new")], {"": 0}, time.time()),
         "free": lambda: store.groups.free_payloads(run, token, ["other"], 1),
         "ledger": lambda: store.ledger.append(run, token, 2, AckRecord(step=0, epoch=1)),
-        "tickets": lambda: store.tickets.change(run, token, deadlines_s={"t0-0-1-1": 9.0}, counts={"issued": 1}),
+        "tickets": lambda: store.tickets.change(run, token, left_s={"t0-0-1-1": 9.0}, counts={"issued": 1}),
         "counters": lambda: store.counters.add(run, {"x": 1}),
         "snapshot": lambda: store.snapshots.write(run, token, b"snap" + b"%020d" % 1, 1, 1, {}),
         "bits": lambda: store.snapshots.mark_prompts_done(run, token, [("", 0, 1)]),

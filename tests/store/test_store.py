@@ -272,7 +272,7 @@ def test_an_out_of_memory_server_refuses_groups_and_takes_control_writes(tmp_pat
             lease = await store.runs.take_lease("full", "one", 5.0)
             assert lease.token is not None
             await store.ledger.append("full", lease.token, 1, AckRecord(step=0, epoch=1))
-            await store.tickets.change("full", lease.token, deadlines_s={"t0-0-1": 1.0}, counts={"issued": 1})
+            await store.tickets.change("full", lease.token, left_s={"t0-0-1": 1.0}, counts={"issued": 1})
             counts = await store.counters.read("full")
             assert counts.pop("entry_key") > 0
             assert counts == {

@@ -10,8 +10,8 @@ reissue is due after its prompt was stored, by the ledger. `attempt` = 1 + faile
 A ticket belongs to the producer that took it. If that one had sent a heartbeat, storage has its name too, so that the
 next leader can take back the tickets of a producer that is gone.
 
-All times are of one clock that does not jump. Storage has the time of the wall clock instead, so the deadline of a
-ticket that was loaded is an estimate: when it expires, that is no failed attempt.
+All times are of one clock that does not jump. Storage has deadlines by the clock of Redis instead, which may jump, so
+the deadline of a ticket that was loaded is an estimate: when it expires, that is no failed attempt.
 """
 
 from __future__ import annotations

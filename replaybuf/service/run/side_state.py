@@ -54,13 +54,9 @@ class SideState:
 
     def restore(self, stored: RunTickets) -> None:
         """Replace tickets and counters with those that were read from Redis."""
-        counts = stored.counts
-        self.restore_appends(counts)
-        clock = self._journal.clock
-        wall_s = clock.wall()
-        left_s = ((ticket, at_s - wall_s if at_s else None) for ticket, at_s in stored.tickets)
-        self.book.restore(left_s, counts, clock.monotonic())
-        self._journal.mark_freed(counts.get("freed_through", 0))
+        self.restore_appends(stored.counts)
+        self.book.restore(stored.tickets, stored.counts, self._journal.clock.monotonic())
+        self._journal.mark_freed(stored.counts.get("freed_through", 0))
 
     def restore_appends(self, counts: Mapping[str, int]) -> None:
         """Replace the counts of appends, which each server adds to."""
@@ -103,7 +99,7 @@ class SideState:
                     journal.name,
                     journal.token,
                     drop=[*removed, *change.texts_to_drop],
-                    deadlines_s=dict.fromkeys(change.texts_to_add, journal.clock.wall() + self.book.ttl_s)
+                    left_s=dict.fromkeys(change.texts_to_add, self.book.ttl_s)
                     | dict.fromkeys(map(str, change.due), 0.0),
                     counts=change.counts,
                     durably=durably,

@@ -38,6 +38,8 @@ class _Bridge:
                 words = tuple([word if type(word) is bytes else _word(word) for word in words])
                 break
         reply = self.call(words)
+        if words[-1] == b"WITHSCORES":  # the replies that functions see are of the older protocol
+            reply = [part for member, score in reply for part in (member, _word(score))]
         return reply if type(reply) is bytes and reply != b"OK" else self._to_lua(reply)
 
     def _pcall(self, *words: Any) -> Any:
