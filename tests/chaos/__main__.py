@@ -29,10 +29,13 @@ def main() -> None:
     parser.add_argument(
         "--topology", choices=TOPOLOGIES, default="single", help="Valkey alone, or with replicas: it fails over"
     )
+    parser.add_argument("--replicas", type=int, default=1, help="of each primary of a cluster")
     parser.add_argument("--time-limit-s", type=float, help="end the faults after so many seconds")
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
     options = parser.parse_args()
+    if options.replicas < 1 or options.replicas > 1 and options.topology != "cluster":
+        parser.error(f"--replicas is {options.replicas}; only --topology cluster may have more than 1")
     logging.basicConfig(level=logging.ERROR)
     if options.folder and options.folder.exists():
         parser.error(f"--folder {options.folder} exists; a run wants a new one")
@@ -47,6 +50,7 @@ def main() -> None:
         options.adapters,
         options.fault,
         topology=options.topology,
+        replicas=options.replicas,
     )
     if options.report:
         options.report.write_bytes(msgspec.json.format(msgspec.json.encode(report)))

@@ -41,17 +41,18 @@ def chaos(
     kinds: Sequence[str] = tuple(WEIGHTS),
     *,
     topology: Topology = "single",
+    replicas: int = 1,
 ) -> Report:
     """Run the cluster for `kills` faults of these kinds or `time_limit_s`, let it come to rest, check the history.
 
-    `folder` keeps logs and history; without it they are kept only after a violation. With another
-    `topology` than `single` Valkey fails over.
+    `folder` keeps logs and history; without it they are kept only after a violation. With another `topology` than
+    `single` Valkey fails over; each primary of a cluster has so many `replicas`.
     """
     signal.signal(signal.SIGTERM, _interrupted)
     # A short path: a unix socket path has at most 108 bytes.
     place = folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     started_s = now_s()
-    cluster = Cluster(place, seed, runs, adapters, topology=topology)
+    cluster = Cluster(place, seed, runs, adapters, topology=topology, replicas=replicas)
     if topology != "single":
         kinds = [kind for kind in kinds if kind not in NOT_IN_FAILOVERS]
     try:

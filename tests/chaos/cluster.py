@@ -41,14 +41,21 @@ class Cluster:
 
     `runs` names those of `RUNS` that are trained; the generator feeds the last of them, the producers all, and besides,
     where `adapters` are asked for, the run that they share. `topology`: of Valkey, with replicas
-    that take over unless it is `single`.
+    that take over unless it is `single`; a primary of a cluster has `replicas`, and all of them have each group.
     """
 
     def __init__(
-        self, folder: Path, seed: int, runs: Sequence[str], adapters: int = 0, *, topology: Topology = "single"
+        self,
+        folder: Path,
+        seed: int,
+        runs: Sequence[str],
+        adapters: int = 0,
+        *,
+        topology: Topology = "single",
+        replicas: int = 1,
     ) -> None:
         self.runs = (*([ADAPTERS] if adapters else []), *runs)
-        self._adapters = adapters
+        self._adapters, self._replicas = adapters, replicas
         self.history = folder / "history"
         self.history.mkdir(parents=True)
         self.folder, self._seed = folder, seed
@@ -58,7 +65,7 @@ class Cluster:
         if topology == "sentinel":
             self.failover = Failover(folder)
         elif topology == "cluster":  # it takes no spill folder
-            self.failover, self._spill_folder = Spread(folder), None
+            self.failover, self._spill_folder = Spread(folder, replicas), None
         self.valkey = self.failover.valkeys[0] if self.failover else Valkey("valkey", folder / "valkey")
         self.redis_url = self.failover.url if self.failover else f"unix://{self._address}"
         self.point_to(self.valkey)
@@ -204,7 +211,7 @@ class Cluster:
         self.move_clock(url, 0.0)
         data_dir = str(self.folder / f"data-{number}")
         options = ("serve", "--port", port, "--redis-url", self.redis_url, "--data-dir", data_dir, *SHORT_HISTORY)
-        waits = ("--wait-replicas", "1") if self.failover else ()
+        waits = ("--wait-replicas", str(self._replicas)) if self.failover else ()
         command = python("tests.chaos.jumping_clock", str(self._clock_of(url)), *options, *waits)
         return Child(f"serve-{number}", "server", command, self.folder)
 

@@ -1,4 +1,4 @@
-"""A Valkey Cluster of three primaries with a replica each, for the chaos test."""
+"""A Valkey Cluster of three primaries with one or more replicas each, for the chaos test."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class Spread:
 
     sentinels: Sequence[Child] = ()
 
-    def __init__(self, folder: Path) -> None:
-        ports = free_ports(4 * PRIMARIES)
+    def __init__(self, folder: Path, replicas: int) -> None:
+        self._replicas = PRIMARIES * replicas
+        ports = free_ports(2 * (PRIMARIES + self._replicas))
         self._ports, self._buses = ports[::2], ports[1::2]
         self.valkeys = [
             Valkey(f"valkey-{number}", folder / f"valkey-{number}", port, _SETTINGS.format(bus=bus))
@@ -59,7 +60,7 @@ class Spread:
     def whole(self) -> bool:
         """Check that three nodes are primaries, the others follow them, and every slot is served."""
         roles = sorted(role_of(client) for client in self._clients)
-        return roles == ["connected"] * PRIMARIES + ["master"] * PRIMARIES and all(map(serves, self._clients))
+        return roles == ["connected"] * self._replicas + ["master"] * PRIMARIES and all(map(serves, self._clients))
 
     def choose(self, rng: random.Random) -> Valkey | None:
         """Choose a node to hurt."""
