@@ -31,14 +31,14 @@ export const runPath = (run, rest = "") => `/v1/runs/${encodeURIComponent(run)}$
 
 export async function call(method, path, options) {
   const text = await callText(method, path, options);
-  const found = text ? JSON.parse(text) : null;
-  if (found?.now_s) aheadS = Date.now() / 1000 - found.now_s;
-  return found;
+  const answer = text ? JSON.parse(text) : null;
+  if (answer?.now_s) aheadS = Date.now() / 1000 - answer.now_s;
+  return answer;
 }
 
 export async function callText(method, path, { query = {}, body } = {}) {
-  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  const parameters = new URLSearchParams(given).toString();
+  const pairs = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const parameters = new URLSearchParams(pairs).toString();
   const headers = {};
   if (token.get()) headers.Authorization = `Bearer ${token.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";

@@ -67,7 +67,7 @@ function openView() {
 
 // The view of a path and the names in it; none for an address that nothing made.
 function findView(path) {
-  const [match, open] = ROUTES.map(([pattern, one]) => [path.match(pattern), one]).find(([found]) => found) ?? [];
+  const [match, open] = ROUTES.map(([pattern, view]) => [path.match(pattern), view]).find(([match]) => match) ?? [];
   try {
     return [open, match?.slice(1).map(decodeURIComponent)];
   } catch {
@@ -148,7 +148,7 @@ function report(error) {
 async function login(why = "") {
   if (asking) return;
   asking = true;
-  const given = await dialog("Token", (close) => {
+  const entered = await dialog("Token", (close) => {
     const field = h("input", { type: "password", id: "token-field", autocomplete: "off", spellcheck: "false" });
     const submit = (event) => {
       event.preventDefault();
@@ -168,7 +168,7 @@ async function login(why = "") {
     ].filter(Boolean);
   });
   asking = false;
-  if (given !== null) token.set(given);
+  if (entered !== null) token.set(entered);
   refreshNow();
 }
 

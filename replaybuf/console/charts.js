@@ -9,7 +9,7 @@ const HEIGHT = 190;
 const SMOOTH_WIDTH = 2;
 const LAST_ROWS = 3;
 // Distances of marks on an axis of whole numbers.
-const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 9 }, (_, power) => first * 10 ** power)).sort((one, other) => one - other);
+const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 9 }, (_, power) => first * 10 ** power)).sort((first, second) => first - second);
 
 // Section of the page, title, unit, series as [name, column, place of its colour if another]; `band`: the first two series are the edges of a band.
 export const CHARTS = [

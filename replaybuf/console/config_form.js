@@ -139,7 +139,7 @@ export function configForm({ schemas, plugins }, parts, values, { id, label, cha
 
   // Show a problem of the service at the field that it names; elsewhere if there is none.
   function blame({ name, detail }) {
-    const place = fields.find((one) => one.name === name);
+    const place = fields.find((field) => field.name === name);
     if (place && !form.hidden) place.blame(detail);
     else wrong.textContent = detail;
   }

@@ -13,7 +13,7 @@ function rows(heading, about, starts, makeRow, chooser, changed) {
   const list = h("div", {});
   const append = (start) => {
     const row = makeRow(start, count++);
-    const remove = h("button", { type: "button", click: () => (row.node.remove(), (made = made.filter((one) => one !== row)), changed()) }, "Remove");
+    const remove = h("button", { type: "button", click: () => (row.node.remove(), (made = made.filter((other) => other !== row)), changed()) }, "Remove");
     row.node = h("div", { class: "card", role: "group", "aria-label": row.label }, row.nodes, h("div", { class: "buttons" }, remove));
     made.push(row);
     list.append(row.node);

@@ -36,7 +36,7 @@ const since = (row) => (row.idle_s === null ? "since the run began" : `for ${age
 
 const amounts = (waiting) => ["groups", "tokens"].filter((name) => waiting?.need[name]).map((name) => `${count(waiting.have[name])} of ${counted(waiting.need[name], name.slice(0, -1))}`);
 
-const missing = (waiting) => (waiting.missing ?? []).map((one) => `${one.name} was last seen ${age(one.last_seen_s)} ago`);
+const missing = (waiting) => (waiting.missing ?? []).map((process) => `${process.name} was last seen ${age(process.last_seen_s)} ago`);
 
 // Producers that a person has to look for: those of a finished run may leave.
 export const goneOf = (row) => (row.state === "finished" ? 0 : row.producers_gone);

@@ -7,9 +7,9 @@ const SVG_TAGS = new Set(["svg", "path", "polyline", "circle", "title"]);
 // Marks and joiners that languages need stay; CSS isolates the direction of each part.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069\ufff9-\ufffb]/g;
 
-export const visible = (text) => text.replace(HIDDEN, (one) => `⟨${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+export const visible = (text) => text.replace(HIDDEN, (character) => `⟨${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 
-const childrenOf = (given) => given.flat(2).filter((child) => child !== null && child !== undefined && child !== false).map((child) => (typeof child === "string" ? visible(child) : child));
+const childrenOf = (parts) => parts.flat(2).filter((child) => child !== null && child !== undefined && child !== false).map((child) => (typeof child === "string" ? visible(child) : child));
 
 // Make an element: `h("td", { class: "number", title: "..." }, child, ...)`. A function is an event listener.
 export function h(tag, attributes = {}, ...children) {

@@ -32,7 +32,7 @@ function versionOf({ what, version, until_version: until }) {
 
 // Whether the steps that used the group are trained and published, so that its line grows only with its state.
 export function isSettled({ life }) {
-  const last = (what) => life.findLastIndex((one) => one.what === what);
+  const last = (what) => life.findLastIndex((event) => event.what === what);
   return last("published") >= last("batch");
 }
 

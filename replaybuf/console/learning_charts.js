@@ -14,7 +14,7 @@ const COMPARED_STEPS = 50;
 
 export function orderMetrics(names) {
   const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
-  return [...names].sort((one, other) => rank(one) - rank(other) || (one < other ? -1 : 1));
+  return [...names].sort((first, second) => rank(first) - rank(second) || (first < second ? -1 : 1));
 }
 
 // The newest result of each version, by the name of the set: [[name, results by version], ...].
@@ -25,8 +25,8 @@ export function evaluationsBySet(evaluations) {
     if (!sets.has(name)) sets.set(name, new Map());
     sets.get(name).set(result.version, result);
   }
-  const inOrder = [...sets].sort(([one], [other]) => (one < other ? -1 : 1));
-  return inOrder.map(([name, results]) => [name, [...results.values()].sort((one, other) => one.version - other.version)]);
+  const inOrder = [...sets].sort(([first], [second]) => (first < second ? -1 : 1));
+  return inOrder.map(([name, results]) => [name, [...results.values()].sort((first, second) => first.version - second.version)]);
 }
 
 // Whether it learns, in a sentence per held-out set and one about the rewards.
@@ -47,7 +47,7 @@ function describeRewards(columns) {
 
 const edge = (sign) => (results) => results.map(({ reward_mean, standard_error }) => (standard_error === null ? null : reward_mean + sign * standard_error));
 
-const heldOut = (name) => ({ title: `Held-out: ${name}`, unit: "mean reward ± standard error, by version", x: "version", alone: true, band: true, series: [["mean + error", edge(1)], ["mean − error", edge(-1)], ["mean", (results) => results.map((one) => one.reward_mean)]] });
+const heldOut = (name) => ({ title: `Held-out: ${name}`, unit: "mean reward ± standard error, by version", x: "version", alone: true, band: true, series: [["mean + error", edge(1)], ["mean − error", edge(-1)], ["mean", (results) => results.map((result) => result.reward_mean)]] });
 
 const metric = (name) => ({ title: name, unit: "reported by the trainer", series: [["value", ({ metrics }) => metrics[name]]] });
 
@@ -76,7 +76,7 @@ export class LearningCharts {
     for (const [name, results] of this.sets) {
       if (!this.heldOut.has(name)) this.heldOut.set(name, new Chart(heldOut(name), () => null, () => null));
       this.place();
-      this.heldOut.get(name).show(results.map((one) => one.version), results);
+      this.heldOut.get(name).show(results.map((result) => result.version), results);
     }
   }
 

@@ -36,4 +36,4 @@ export function waysToKeepMore(run) {
   );
 }
 
-export const tokensOf = (one) => `${counted(one.prompt_tokens, "token")} → ${counted(one.completion_tokens, "token")}`;
+export const tokensOf = (rollout) => `${counted(rollout.prompt_tokens, "token")} → ${counted(rollout.completion_tokens, "token")}`;

@@ -137,8 +137,8 @@ export function openActions({ refreshNow }, run) {
 
   async function changesSince(revision) {
     const { changes } = await get(runPath(run, "/history"), { points: 1 });
-    const newer = changes.filter((one) => one.entry > revision);
-    return newer.map((one) => one.lines.join(", ") + (one.by ? ` by ${one.by}` : "")).join("; ") || "unknown";
+    const newer = changes.filter((change) => change.entry > revision);
+    return newer.map((change) => change.lines.join(", ") + (change.by ? ` by ${change.by}` : "")).join("; ") || "unknown";
   }
 
   async function purgeLetters() {

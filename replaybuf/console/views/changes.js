@@ -19,8 +19,8 @@ export function describeChanges(history, run) {
 
 function describeChange(history, changes, place, run) {
   const change = changes[place];
-  const first = Math.max(change.step - MOST_STEPS, ...changes.slice(0, place).filter((one) => one.step < change.step).map((one) => one.step));
-  const end = Math.min(change.step + MOST_STEPS, ...changes.slice(place + 1).filter((one) => one.step > change.step).map((one) => one.step));
+  const first = Math.max(change.step - MOST_STEPS, ...changes.slice(0, place).filter((other) => other.step < change.step).map((other) => other.step));
+  const end = Math.min(change.step + MOST_STEPS, ...changes.slice(place + 1).filter((other) => other.step > change.step).map((other) => other.step));
   const [before, after] = [between(history.columns, first, change.step), between(history.columns, change.step, end)];
   const compared = before.length && after.length;
   const rows = FIGURES.map(([name, column, digits]) => [name, mean(history.columns, column, before), mean(history.columns, column, after), digits]).filter(([, old, now]) => old !== null && now !== null);

@@ -72,71 +72,71 @@ export function openCompare({ query, refreshNow }) {
   const all = () => [...charts, ...heldOut.charts.values(), ...metrics.charts.values()];
 
   function zoom(low, high) {
-    for (const one of shown()) {
-      const { step, steps } = one.history.columns;
-      const inside = [...step.keys()].filter((place) => one.x[place] >= low && one.x[place] <= high);
-      one.range = inside.length ? [step[inside[0]], step[inside.at(-1)] + steps[inside.at(-1)] - 1] : null;
+    for (const run of shown()) {
+      const { step, steps } = run.history.columns;
+      const inside = [...step.keys()].filter((place) => run.x[place] >= low && run.x[place] <= high);
+      run.range = inside.length ? [step[inside[0]], step[inside.at(-1)] + steps[inside.at(-1)] - 1] : null;
     }
     readAgain(true);
   }
 
   function showAll() {
-    for (const one of runs) one.range = [null, null];
+    for (const run of runs) run.range = [null, null];
     readAgain(false);
   }
 
   function readAgain(bounded) {
-    for (const one of runs) one.step = null;
+    for (const run of runs) run.step = null;
     reset.hidden = !bounded;
     refreshNow();
   }
 
-  const shown = () => runs.filter((one) => one.history?.columns.step.length);
+  const shown = () => runs.filter((run) => run.history?.columns.step.length);
 
   async function refresh() {
     await Promise.all(runs.map(refreshRun));
-    const found = runs.filter((one) => one.status);
-    update(missing, runs.filter((one) => !one.status).map(({ name }) => h("p", { class: "bad" }, `There is no run ${name} that you may see.`)));
-    update(settings, found.length ? describeSettings(found) : "");
+    const known = runs.filter((run) => run.status);
+    update(missing, runs.filter((run) => !run.status).map(({ name }) => h("p", { class: "bad" }, `There is no run ${name} that you may see.`)));
+    update(settings, known.length ? describeSettings(known) : "");
     update(newest, shown().length ? describeNewest(shown()) : "");
     draw();
   }
 
-  async function refreshRun(one) {
-    one.status = await find(runPath(one.name));
-    if (!one.status || !one.range) one.history = null;
-    else if (one.status.step !== one.step) {
-      const [from_step, to_step] = one.range;
-      one.history = await find(runPath(one.name, "/history"), { from_step, to_step, points: POINTS });
-      one.step = one.status.step;
+  async function refreshRun(run) {
+    run.status = await find(runPath(run.name));
+    if (!run.status || !run.range) run.history = null;
+    else if (run.status.step !== run.step) {
+      const [from_step, to_step] = run.range;
+      run.history = await find(runPath(run.name, "/history"), { from_step, to_step, points: POINTS });
+      run.step = run.status.step;
     }
-    if (one.status) {
-      const answer = await find(runPath(one.name, "/evaluations"), { limit: MOST_EVALUATIONS });
-      one.sets = new Map(evaluationsBySet(answer?.evaluations ?? []));
+    if (run.status) {
+      const answer = await find(runPath(run.name, "/evaluations"), { limit: MOST_EVALUATIONS });
+      run.sets = new Map(evaluationsBySet(answer?.evaluations ?? []));
     }
   }
 
-  // A run has one colour in all charts, also in those that other runs are missing from.
-  const lineOf = (one, x, values) => [one.name, x, values, runs.indexOf(one)];
-  const unionOf = (runs, namesOf) => [...new Set(runs.flatMap((one) => [...namesOf(one)]))];
+  // A run has run colour in all charts, also in those that other runs are missing from.
+  const lineOf = (run, x, values) => [run.name, x, values, runs.indexOf(run)];
+  const unionOf = (runs, namesOf) => [...new Set(runs.flatMap((run) => [...namesOf(run)]))];
 
   function draw() {
-    const evaluated = runs.filter((one) => one.status && one.sets.size);
-    const resultsOf = (one, name) => one.sets.get(name) ?? [];
-    const lines = (name) => evaluated.map((one) => lineOf(one, resultsOf(one, name).map((each) => each.version), resultsOf(one, name).map((each) => each.reward_mean)));
-    heldOut.show(unionOf(evaluated, (one) => one.sets.keys()).sort(), lines, "version");
+    const evaluated = runs.filter((run) => run.status && run.sets.size);
+    const resultsOf = (run, name) => run.sets.get(name) ?? [];
+    const lines = (name) => evaluated.map((run) => lineOf(run, resultsOf(run, name).map((each) => each.version), resultsOf(run, name).map((each) => each.reward_mean)));
+    heldOut.show(unionOf(evaluated, (run) => run.sets.keys()).sort(), lines, "version");
     const drawn = shown();
     for (const part of [heading, bar, grid, metrics.grid]) part.hidden = !drawn.length;
     if (!drawn.length) return;
-    for (const one of drawn) {
-      const { step, at_s } = one.history.columns;
-      one.began_s ??= at_s[0];
-      one.x = axis.value === "step" ? step : at_s.map((value) => (value - one.began_s) / 3600);
+    for (const run of drawn) {
+      const { step, at_s } = run.history.columns;
+      run.began_s ??= at_s[0];
+      run.x = axis.value === "step" ? step : at_s.map((value) => (value - run.began_s) / 3600);
     }
-    for (const chart of charts) chart.showLines(drawn.map((one) => lineOf(one, one.x, chart.spec.read(one.history))), axis.value);
-    const column = (one, name) => one.history.metrics[name] ?? one.x.map(() => null);
-    const names = orderMetrics(unionOf(drawn, (one) => Object.keys(one.history.metrics)));
-    metrics.show(names, (name) => drawn.map((one) => lineOf(one, one.x, column(one, name))), axis.value);
+    for (const chart of charts) chart.showLines(drawn.map((run) => lineOf(run, run.x, chart.spec.read(run.history))), axis.value);
+    const column = (run, name) => run.history.metrics[name] ?? run.x.map(() => null);
+    const names = orderMetrics(unionOf(drawn, (run) => Object.keys(run.history.metrics)));
+    metrics.show(names, (name) => drawn.map((run) => lineOf(run, run.x, column(run, name))), axis.value);
   }
 
   const title = "Runs side by side";
@@ -147,17 +147,17 @@ export function openCompare({ query, refreshNow }) {
   return { title, crumbs: [["runs", "#/"], ["side by side", null]], node, refresh, period_ms: 5000, close, repaint };
 }
 
-const columnsOf = (first, runs) => [[first, "", (row) => row.name], ...runs.map((one, place) => [h("a", { href: runLink(one.name) }, one.name), "number", (row) => row.values[place]])];
+const columnsOf = (first, runs) => [[first, "", (row) => row.name], ...runs.map((run, place) => [h("a", { href: runLink(run.name) }, run.name), "number", (row) => row.values[place]])];
 
 function describeNewest(runs) {
   const places = runs.map(({ history }) => newestPlaces(history.columns, NEWEST_STEPS));
   const value = (column, place) => mean(runs[place].history.columns, column, places[place]);
   const reasons = (part, place) => meanOf(perStep(runs[place].history, part), runs[place].history.columns, places[place]);
-  const each = (name, read) => ({ name, values: runs.map((one, place) => read(one, place)) });
+  const each = (name, read) => ({ name, values: runs.map((run, place) => read(run, place)) });
   const rows = [
     each("state", ({ status }) => pill(status.state)),
     each("step", ({ status }) => count(status.step)),
-    ...heldOutNames(runs).flatMap((name) => [each(`held-out ${name}`, (one) => newestResult(one, name)), ...differenceOf(runs, name)]),
+    ...heldOutNames(runs).flatMap((name) => [each(`held-out ${name}`, (run) => newestResult(run, name)), ...differenceOf(runs, name)]),
     each("steps in the means below", ({ history }, place) => count(stepsOf(history.columns, places[place]))),
     ...FIGURES.map(([name, column, digits]) => each(name, (_, place) => decimal(value(column, place), digits))),
     each("seconds the trainer waited per step", (_, place) => decimal(reasons("waited", place), 2)),
@@ -186,8 +186,8 @@ const meanOf = (values, { steps }, places) => mean({ steps, values }, "values", 
 // Only what differs: two runs share most of their settings.
 function describeSettings(runs) {
   const flat = runs.map(({ status }) => flatten(status.config));
-  const names = [...new Set(flat.flatMap((one) => [...one.keys()]))].sort();
-  const rows = names.map((name) => ({ name, values: flat.map((one) => one.get(name) ?? NONE) })).filter(({ values }) => new Set(values).size > 1);
+  const names = [...new Set(flat.flatMap((run) => [...run.keys()]))].sort();
+  const rows = names.map((name) => ({ name, values: flat.map((run) => run.get(name) ?? NONE) })).filter(({ values }) => new Set(values).size > 1);
   return [h("h2", {}, "Settings that differ"), table("Settings that differ", columnsOf("Setting", runs), rows, "The runs have the same settings.")];
 }
 

@@ -33,9 +33,9 @@ export function openGroup({ query }, run, groupId) {
   // A group may have 64 MB: its metadata in a list of one says whether to read it again.
   async function hasChanged() {
     const page = await get(runPath(run, "/groups"), { after: group.number - 1, limit: 1 });
-    const summary = page.groups.find((one) => one.number === group.number);
+    const summary = page.groups.find((listed) => listed.number === group.number);
     if (!isSettled(group) && (await hasMoved())) return true;
-    const moving = (one) => JSON.stringify([one.state, one.batches, one.late_columns]);
+    const moving = (group) => JSON.stringify([group.state, group.batches, group.late_columns]);
     return summary !== undefined && moving(summary) !== moving(group);
   }
 
@@ -75,7 +75,7 @@ function describeLife(run, group) {
 function describeSamples(group, run) {
   const samples = group.samples ?? [];
   const freed = samples.length ? `The bytes of this group are freed; ${counted(samples.length, "rollout")} of ${count(group.group_size)} ${samples.length === 1 ? "stays" : "stay"} as a sample of its step.` : "The bytes of this group are freed, and none of its rollouts is a sample. Its metadata stays until the history is trimmed.";
-  const cards = samples.map((one) => card(one, [h("p", { class: "quiet" }, `${one.why}, step ${count(one.step)}`), h("h4", {}, `Prompt, ${counted(one.prompt_tokens, "token")}`), passage(joined(one.prompt)), h("h4", {}, "Completion"), passage(joined(one.completion))]));
+  const cards = samples.map((sample) => card(sample, [h("p", { class: "quiet" }, `${sample.why}, step ${count(sample.step)}`), h("h4", {}, `Prompt, ${counted(sample.prompt_tokens, "token")}`), passage(joined(sample.prompt)), h("h4", {}, "Completion"), passage(joined(sample.completion))]));
   return [h("p", { class: "empty" }, freed), answerOf(samples[0]?.answer), cards.length > 0 && [h("h2", {}, counted(cards.length, "sample")), h("div", { class: "rollouts" }, cards)], waysToKeepMore(run)].flat().filter(Boolean);
 }
 
@@ -83,15 +83,15 @@ const answerOf = (answer) => (["string", "number"].includes(typeof answer) ? h("
 
 // The worst rollout first: people look for what went wrong.
 function describeRollouts(group, mode) {
-  const ranked = group.rollouts.map((rollout, place) => ({ ...rollout, place })).sort((one, other) => one.reward - other.reward);
+  const ranked = group.rollouts.map((rollout, place) => ({ ...rollout, place })).sort((rollout, other) => rollout.reward - other.reward);
   const shown = ranked.slice(0, MOST_ROLLOUTS);
   const first = shown[0];
-  const samePrompt = shown.every((one) => one.prompt_ids.length === first.prompt_ids.length && one.prompt_ids.every((id, place) => id === first.prompt_ids[place]));
+  const samePrompt = shown.every((rollout) => rollout.prompt_ids.length === first.prompt_ids.length && rollout.prompt_ids.every((id, place) => id === first.prompt_ids[place]));
   const prompt = samePrompt && [h("h2", {}, `Prompt, ${counted(first.prompt_ids.length, "token")}`), block(first.prompt_text, first.prompt_ids)];
   const note = first.completion_text === undefined ? h("p", { class: "quiet" }, "Token ids are shown. Start the service with ", h("code", {}, "--tokenizer FOLDER"), " to see text.") : null;
   const left = group.rollouts.length - shown.length;
-  const body = (one) => [!samePrompt && block(one.prompt_text, one.prompt_ids), mode === "text" ? block(one.completion_text, one.completion_ids) : tokens(one, mode, group)];
-  const cards = h("div", { class: "rollouts" }, shown.map((one) => card(one, body(one))));
+  const body = (rollout) => [!samePrompt && block(rollout.prompt_text, rollout.prompt_ids), mode === "text" ? block(rollout.completion_text, rollout.completion_ids) : tokens(rollout, mode, group)];
+  const cards = h("div", { class: "rollouts" }, shown.map((rollout) => card(rollout, body(rollout))));
   const head = `${counted(group.rollouts.length, "rollout")}${group.rollouts.length > 1 ? ", worst first" : ""}`;
   return [note, prompt, answerOf(group.metadata?.answer), h("h2", {}, head), legend(mode), cards, left > 0 && h("p", { class: "quiet" }, `${counted(left, "more rollout")} not shown.`)].flat().filter(Boolean);
 }
@@ -139,8 +139,8 @@ function byLogprob(rollout) {
 function byVersion(rollout, group) {
   const spans = rollout.version_spans ?? [[group.policy_version, 0, rollout.completion_ids.length]];
   return (place) => {
-    const found = spans.findIndex(([, first, end]) => place >= first && place < end);
-    return [`v${Math.max(0, found) % 4}`, `version ${spans[found]?.[0] ?? "unknown"}`];
+    const span = spans.findIndex(([, first, end]) => place >= first && place < end);
+    return [`v${Math.max(0, span) % 4}`, `version ${spans[span]?.[0] ?? "unknown"}`];
   };
 }
 

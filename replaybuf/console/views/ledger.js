@@ -33,13 +33,13 @@ export function openLedger({ query }, run) {
 
   // Records behind `after` up to `newest`; a page of large batches ends early.
   async function read(after, newest) {
-    const found = [];
+    const records = [];
     for (let page = 0; page < MOST_PAGES; page++) {
-      const { records: some, next } = await get(runPath(run, "/ledger"), { after: found.at(-1)?.entry ?? after, limit: LIMIT });
-      found.push(...some.filter((record) => record.entry <= newest));
+      const { records: more, next } = await get(runPath(run, "/ledger"), { after: records.at(-1)?.entry ?? after, limit: LIMIT });
+      records.push(...more.filter((record) => record.entry <= newest));
       if (next === null || next >= newest) break;
     }
-    return found;
+    return records;
   }
 
   function paint() {

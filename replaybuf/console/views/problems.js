@@ -24,24 +24,24 @@ export function openProblems(_, run) {
 
 function describeProducers(producers) {
   const columns = [
-    ["Producer", "name", (one) => one.name],
-    ["State", "", (one) => pill(one.gone ? "gone" : one.heartbeats ? "live" : "no heartbeats")],
-    ["Last seen", "number", (one) => `${age(one.last_seen_s)} ago`],
-    ["Tickets out", "number", (one) => count(one.tickets_out)],
-    ["Groups/min", "number", (one) => decimal(one.groups_per_min, 1)],
-    ["Faults", "number", (one) => count(one.faults)],
-    ["In flight", "number", (one) => count(one.in_flight)],
-    ["Engines", "number", (one) => (one.engines === 0 ? h("span", { class: "bad" }, "0") : count(one.engines))],
-    ["Held back by", "", (one) => one.held_back_by ?? "–"],
+    ["Producer", "name", (producer) => producer.name],
+    ["State", "", (producer) => pill(producer.gone ? "gone" : producer.heartbeats ? "live" : "no heartbeats")],
+    ["Last seen", "number", (producer) => `${age(producer.last_seen_s)} ago`],
+    ["Tickets out", "number", (producer) => count(producer.tickets_out)],
+    ["Groups/min", "number", (producer) => decimal(producer.groups_per_min, 1)],
+    ["Faults", "number", (producer) => count(producer.faults)],
+    ["In flight", "number", (producer) => count(producer.in_flight)],
+    ["Engines", "number", (producer) => (producer.engines === 0 ? h("span", { class: "bad" }, "0") : count(producer.engines))],
+    ["Held back by", "", (producer) => producer.held_back_by ?? "–"],
   ];
-  const gone = producers.filter((one) => one.gone).length;
-  const idle = producers.filter((one) => one.engines === 0).length;
+  const gone = producers.filter((producer) => producer.gone).length;
+  const idle = producers.filter((producer) => producer.engines === 0).length;
   return [
     h("h2", {}, "Producers and their engines"),
     gone > 0 && h("p", { class: "bad" }, `${counted(gone, "producer")} stopped sending heartbeats. Other producers get the tickets. Look at the logs, then start each again.`),
     idle > 0 && h("p", { class: "bad" }, `${counted(idle, "producer")} ${idle === 1 ? "has" : "have"} no engine that takes requests. Check that the engines run and have the published weights.`),
-    table("Producers", columns, producers, "No producer called within the last hour. Start one: replaybuf generate."),
-    ...describeFailures(producers.filter((one) => one.failure)),
+    table("Producers", columns, producers, "No producer called within the last hour. Start producer: replaybuf generate."),
+    ...describeFailures(producers.filter((producer) => producer.failure)),
   ];
 }
 
@@ -69,11 +69,11 @@ function describeLetters(run, letters) {
 
 function describePrompts({ failed, failed_prompts: newest }) {
   const columns = [
-    ["Prompt", "number", (one) => count(one.prompt_index)],
-    ["Adapter", "", (one) => one.adapter || "–"],
-    ["Failed", "number", (one) => clockTime(one.at_s)],
-    ["Attempts", "number", (one) => count(one.attempts)],
-    ["Reason", "name", (one) => shorten(one.reason, 300)],
+    ["Prompt", "number", (prompt) => count(prompt.prompt_index)],
+    ["Adapter", "", (prompt) => prompt.adapter || "–"],
+    ["Failed", "number", (prompt) => clockTime(prompt.at_s)],
+    ["Attempts", "number", (prompt) => count(prompt.attempts)],
+    ["Reason", "name", (prompt) => shorten(prompt.reason, 300)],
   ];
   const help = failed > 0 && h("p", {}, `${counted(failed, "prompt")} failed tickets.max_attempts times and ${failed === 1 ? "has" : "have"} no group. The reason names the part that failed: engine, environment or reward.`);
   return [h("h2", {}, "Failed prompts"), help, table("Failed prompts", columns, [...newest].reverse(), "No prompt has failed.")];

@@ -27,16 +27,16 @@ const FIELDS = [
   ["min_staleness", "Staleness from", "number", "Lowest staleness at the next step to assemble. Values: 0 or more.", WHOLE],
   ["source", "Source", "text", "The source, or else the env, of the group's metadata."],
 ];
-const SAMPLE_ORDERS = { reward: (one) => one.reward, longest_tokens: (one) => one.completion_tokens };
+const SAMPLE_ORDERS = { reward: (sample) => sample.reward, longest_tokens: (sample) => sample.completion_tokens };
 
 export function openRollouts({ query, refreshNow }, run) {
   let all = false;
-  const [note, found, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
+  const [note, rows, pages] = [h("div", { role: "status" }), h("div", { class: "texts" }), h("div", { class: "buttons" })];
   const sampled = query.get("list") === "samples";
   const settled = query.get("after") || query.get("before") || query.get("text");
   const ends = query.get("list") === "ends";
   const refresh = () => (ends ? listEnds() : sampled ? listSamples() : listGroups());
-  const view = runView(run, "Rollouts", [lists(query, run), !ends && tabs(query, run, sampled), !ends && form(query, run), note, found, pages], { refresh, period_ms: settled ? 0 : 5000 });
+  const view = runView(run, "Rollouts", [lists(query, run), !ends && tabs(query, run, sampled), !ends && form(query, run), note, rows, pages], { refresh, period_ms: settled ? 0 : 5000 });
   pages.addEventListener("click", ({ target }) => target.closest("[data-all]") && ((all = true), refreshNow()));
 
   async function listGroups() {
@@ -49,25 +49,25 @@ export function openRollouts({ query, refreshNow }, run) {
     const freed = !page.groups.length && !text && query.get("step") ? await find(runPath(run, "/samples"), { step: query.get("step") }) : null;
     if (freed?.samples.length) {
       update(note, h("p", { class: "quiet" }, `The groups of step ${query.get("step")} are freed; these samples stay.`), waysToKeepMore(run));
-      update(found, sampleTable(run, sorted(freed.samples, query)));
+      update(rows, sampleTable(run, sorted(freed.samples, query)));
     } else if (text) {
       update(note, h("p", { class: "quiet" }, lookedAt(page, query), " Freed groups keep no text but that of ", h("a", { href: address(run, with_(query, { list: "samples", after: "" })) }, "their samples"), "."));
-      update(found, previewTable(run, page.groups, `None of them has the text "${text}".`));
+      update(rows, previewTable(run, page.groups, `None of them has the text "${text}".`));
     } else {
       update(note, query.get("order") && h("p", { class: "quiet" }, "Freed groups are missing in this order. Look at ", h("a", { href: address(run, with_(query, { list: "samples" })) }, "their samples"), " instead."));
-      update(found, previewTable(run, page.groups, whyEmpty(query, page.next)));
+      update(rows, previewTable(run, page.groups, whyEmpty(query, page.next)));
     }
     update(pages, links(query, run, "after", page.next, text ? "Search further" : "Next page"));
   }
 
   async function listSamples() {
     const page = await get(runPath(run, "/samples"), { contains: query.get("text"), step: query.get("step"), before: query.get("before"), limit: SAMPLED_STEPS });
-    const samples = sorted(page.samples.filter((one) => meets(one, query)), query);
+    const samples = sorted(page.samples.filter((sample) => meets(sample, query)), query);
     const total = `${counted(page.steps, "step")} ${page.steps === 1 ? "has" : "have"} samples, ${page.samples_per_step} of each.`;
     const shown = all ? samples : samples.slice(0, MOST_SAMPLES);
     const left = samples.length - shown.length;
     update(note, h("p", { class: "quiet" }, `${counted(shown.length, "sample")} shown; ${total}`), !samples.length && waysToKeepMore(run));
-    update(found, sampleTable(run, shown, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. The service takes samples after the trainer has acked a step."));
+    update(rows, sampleTable(run, shown, query.get("text") ? `No sample has the text "${query.get("text")}".` : "No sample matches. The service takes samples after the trainer has acked a step."));
     update(pages, left > 0 && h("button", { type: "button", "data-all": "" }, `Show ${count(left)} more`), links(query, run, "before", page.next, "Next page"));
   }
 
@@ -78,7 +78,7 @@ export function openRollouts({ query, refreshNow }, run) {
     const part = ({ samples }, when) => [h("h2", {}, `Step ${count(samples[0].step)}, ${when}`), sampleTable(run, samples, "", `Samples of step ${samples[0].step}`)];
     const both = newest.samples.length && oldest.samples.length && newest.samples[0].step > newest.oldest;
     update(note, h("p", { class: "quiet" }, both ? "The best and the worst rollout of two steps, and others by chance." : "This list needs samples of two trained steps. The service takes them after the trainer has acked a step."), !both && waysToKeepMore(run));
-    update(found, both && [part(oldest, newest.oldest ? "the oldest with samples" : "the first"), part(newest, "the newest")].flat());
+    update(rows, both && [part(oldest, newest.oldest ? "the oldest with samples" : "the first"), part(newest, "the newest")].flat());
   }
 
   return view;
@@ -104,19 +104,19 @@ function whyEmpty(query, next) {
 }
 
 // Whether a sample meets the conditions that the service does not compare.
-function meets(one, query) {
+function meets(sample, query) {
   const prefix = query.get("id_prefix") ?? "";
   const [least, most] = [query.get("min_reward"), query.get("max_reward")];
-  if (least && one.reward < Number(least)) return false;
-  if (most && one.reward > Number(most)) return false;
-  return one.group_id.startsWith(prefix) || one.prompt_id.startsWith(prefix);
+  if (least && sample.reward < Number(least)) return false;
+  if (most && sample.reward > Number(most)) return false;
+  return sample.group_id.startsWith(prefix) || sample.prompt_id.startsWith(prefix);
 }
 
 function sorted(samples, query) {
   const key = SAMPLE_ORDERS[query.get("order")];
   if (!key) return samples;
   const sign = query.get("desc") === "false" ? 1 : -1;
-  return [...samples].sort((one, other) => sign * (key(one) - key(other)));
+  return [...samples].sort((sample, other) => sign * (key(sample) - key(other)));
 }
 
 function links(query, run, name, next, further) {
@@ -140,7 +140,7 @@ function form(query, run) {
   const attributes = (name) => ({ id: `f-${name}`, name, "aria-describedby": `h-${name}` });
   const inputs = FIELDS.map(([name, label, type, hint, bounds]) => control(name, label, hint, h("input", { ...attributes(name), type, step: "any", ...bounds, maxlength: 250, autocomplete: "off", value: query.get(name) ?? "" })));
   const choice = (name, fallback, options) => h("select", attributes(name), options.map(([value, shown]) => h("option", { value, selected: (query.get(name) ?? fallback) === value }, shown)));
-  const state = control("state", "State", "Where the group is now.", choice("state", "", STATES.map((one) => [one, one.replaceAll("_", " ") || "any"])));
+  const state = control("state", "State", "Where the group is now.", choice("state", "", STATES.map((name) => [name, name.replaceAll("_", " ") || "any"])));
   const order = control("order", "Order", "Freed groups appear only in the order of arrival.", choice("order", "", ORDERS));
   const desc = control("desc", "Direction", "Of the order.", choice("desc", "true", [["true", "highest first"], ["false", "lowest first"]]));
   const submit = (event) => {
@@ -166,10 +166,10 @@ function address(run, query) {
   return `${runLink(run, "/rollouts")}${kept.size ? `?${kept}` : ""}`;
 }
 
-const groupLink = (run, one) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(one.group_id)}`) }, one.group_id);
+const groupLink = (run, group) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(group.group_id)}`) }, group.group_id);
 const small = (...parts) => h("small", {}, parts);
 const words = (text) => h("div", { class: "words" }, text);
-const prompt = (one, shown, match) => [match?.part === "prompt" && excerpt(match), words(shown ? shortened(joined(shown.prompt), 80, 240) : "–"), small(one.prompt_id)];
+const prompt = (group, shown, match) => [match?.part === "prompt" && excerpt(match), words(shown ? shortened(joined(shown.prompt), 80, 240) : "–"), small(group.prompt_id)];
 const completion = (shown, match) => [match?.part === "completion" && excerpt(match), words(shortened(joined(shown.completion), 260, 260)), small(tokensOf(shown), shown.finish_reason ? `, ${shown.finish_reason}` : "", shown.answer ? `; right answer: ${shown.answer}` : "")];
 // The place where a search found its text.
 const excerpt = ({ place, before, text, behind }) => h("div", {}, small(`Rollout ${place + 1} has it:`), h("div", { class: "words" }, "… ", before, h("mark", {}, text), behind, " …"));
@@ -177,24 +177,24 @@ const reward = (shown) => [score(shown.reward), small(describeParts(shown.reward
 
 // One rollout of each group, with the reward of this rollout and of the whole group.
 function previewTable(run, groups, empty) {
-  const missing = (one) => h("span", { class: "quiet" }, one.state === "retired" ? "Freed, without a sample." : "Too large for this list. Open the group to read it.");
+  const missing = (group) => h("span", { class: "quiet" }, group.state === "retired" ? "Freed, without a sample." : "Too large for this list. Open the group to read it.");
   const columns = [
-    ["Group", "name", (one) => [groupLink(run, one), " ", pill(one.reason ?? one.state), small(`version ${count(one.policy_version)}, ${counted(one.group_size, "rollout")}`)]],
-    ["Prompt", "", (one) => prompt(one, one.preview, one.match)],
-    ["Completion", "", (one) => (one.preview ? completion(one.preview, one.match) : missing(one))],
-    ["Reward", "", (one) => [one.preview ? reward(one.preview) : null, small(`group ${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)].flat()],
-    ["Steps", "", (one) => [steps(run, one.batches), small(`stored ${shortTime(one.arrival_s)}`)].flat(4)],
+    ["Group", "name", (group) => [groupLink(run, group), " ", pill(group.reason ?? group.state), small(`version ${count(group.policy_version)}, ${counted(group.group_size, "rollout")}`)]],
+    ["Prompt", "", (group) => prompt(group, group.preview, group.match)],
+    ["Completion", "", (group) => (group.preview ? completion(group.preview, group.match) : missing(group))],
+    ["Reward", "", (group) => [group.preview ? reward(group.preview) : null, small(`group ${decimal(group.reward_mean)} ± ${decimal(group.reward_std, 2)}`)].flat()],
+    ["Steps", "", (group) => [steps(run, group.batches), small(`stored ${shortTime(group.arrival_s)}`)].flat(4)],
   ];
   return table("Groups", columns, groups, empty);
 }
 
 function sampleTable(run, samples, empty, caption = "Samples") {
   const columns = [
-    ["Group", "name", (one) => [groupLink(run, one), " ", pill(WHY[one.why] ?? one.why), small(`version ${count(one.policy_version)}, rollout ${one.place + 1}`)]],
-    ["Prompt", "", (one) => prompt(one, one)],
+    ["Group", "name", (sample) => [groupLink(run, sample), " ", pill(WHY[sample.why] ?? sample.why), small(`version ${count(sample.policy_version)}, rollout ${sample.place + 1}`)]],
+    ["Prompt", "", (sample) => prompt(sample, sample)],
     ["Completion", "", completion],
     ["Reward", "", reward],
-    ["Steps", "", (one) => h("a", { href: runLink(run, `/steps/${one.step}`) }, String(one.step))],
+    ["Steps", "", (sample) => h("a", { href: runLink(run, `/steps/${sample.step}`) }, String(sample.step))],
   ];
   return table(caption, columns, samples, empty);
 }
@@ -202,16 +202,16 @@ function sampleTable(run, samples, empty, caption = "Samples") {
 // Groups with their state, scores and the steps that used them.
 export function groupTable(run, groups, empty) {
   const columns = [
-    ["Group", "name", (one) => groupLink(run, one)],
-    ["State", "", (one) => pill(one.reason ?? one.state)],
-    ["Prompt", "name", (one) => one.prompt_id],
-    ["Version", "number", (one) => count(one.policy_version)],
-    ["Reward", "number", (one) => h("span", { class: one.reward_mean > 0 ? "good" : one.reward_mean < 0 ? "bad" : "" }, `${decimal(one.reward_mean)} ± ${decimal(one.reward_std, 2)}`)],
-    ["|Advantage|", "number", (one) => decimal(one.advantage_abs_mean)],
-    ["Rollouts", "number", (one) => count(one.group_size)],
-    ["Tokens", "number", (one) => count(one.tokens)],
-    ["Steps", "number", (one) => steps(run, one.batches)],
-    ["Stored", "number", (one) => clockTime(one.arrival_s)],
+    ["Group", "name", (group) => groupLink(run, group)],
+    ["State", "", (group) => pill(group.reason ?? group.state)],
+    ["Prompt", "name", (group) => group.prompt_id],
+    ["Version", "number", (group) => count(group.policy_version)],
+    ["Reward", "number", (group) => h("span", { class: group.reward_mean > 0 ? "good" : group.reward_mean < 0 ? "bad" : "" }, `${decimal(group.reward_mean)} ± ${decimal(group.reward_std, 2)}`)],
+    ["|Advantage|", "number", (group) => decimal(group.advantage_abs_mean)],
+    ["Rollouts", "number", (group) => count(group.group_size)],
+    ["Tokens", "number", (group) => count(group.tokens)],
+    ["Steps", "number", (group) => steps(run, group.batches)],
+    ["Stored", "number", (group) => clockTime(group.arrival_s)],
   ];
   return table("Groups", columns, groups, empty);
 }

@@ -53,7 +53,7 @@ export function openRun(_, run) {
 
   function openStep(value) {
     const { step } = range.columns;
-    location.hash = runLink(run, `/steps/${step[Math.max(0, places().findLastIndex((one) => one <= value))]}`);
+    location.hash = runLink(run, `/steps/${step[Math.max(0, places().findLastIndex((place) => place <= value))]}`);
   }
 
   // Values of x, one per row.
@@ -150,12 +150,12 @@ function section(title, ...parts) {
 async function findIdle(row, run) {
   if (!row.producers_without_engine || !row.stands_still) return [];
   const known = await find(runPath(run, "/producers"));
-  return (known?.producers ?? []).filter((one) => !one.gone && (one.engines === 0 || one.held_back_by));
+  return (known?.producers ?? []).filter((producer) => !producer.gone && (producer.engines === 0 || producer.held_back_by));
 }
 
 function describeState(row, run, idle) {
   const { kind, what, details, todo, page } = diagnose(row);
-  const engines = idle.slice(0, 5).map((one) => `${one.name}: ${one.engines === 0 ? "no engine takes its requests" : `held back by ${one.held_back_by}`}`);
+  const engines = idle.slice(0, 5).map((producer) => `${producer.name}: ${producer.engines === 0 ? "no engine takes its requests" : `held back by ${producer.held_back_by}`}`);
   const problems = problemsOf(row);
   return h(
     "div",
@@ -196,12 +196,12 @@ function describeFlow(flow, run) {
 
 function versions(counted) {
   if (!counted.length) return h("p", { class: "quiet" }, "The buffer is empty.");
-  const most = Math.max(...counted.map((one) => one.live + one.in_batches));
+  const most = Math.max(...counted.map((version) => version.live + version.in_batches));
   const share = (value) => `${((100 * value) / most).toFixed(1)}%`;
-  const bars = counted.flatMap((one) => [
-    h("span", {}, one.version === null ? "older" : `v${one.version}`),
-    h("span", { class: "track" }, h("span", { class: "live", width: share(one.live) }), h("span", { class: "used", width: share(one.in_batches) })),
-    h("span", { class: "number" }, count(one.live + one.in_batches)),
+  const bars = counted.flatMap((version) => [
+    h("span", {}, version.version === null ? "older" : `v${version.version}`),
+    h("span", { class: "track" }, h("span", { class: "live", width: share(version.live) }), h("span", { class: "used", width: share(version.in_batches) })),
+    h("span", { class: "number" }, count(version.live + version.in_batches)),
   ]);
   return [h("div", { class: "bars" }, bars), h("div", { class: "legend" }, h("span", { class: "live" }, "live"), h("span", { class: "used" }, "in batches"))];
 }
@@ -217,10 +217,10 @@ function describePrompts({ coverage, reuse }) {
   const { lengths, sources } = coverage;
   const columns = [
     ["Source", "name", ([name]) => (name === "*" ? "others" : name)],
-    ["Stored", "number", ([, one]) => count(one.stored)],
-    ["Trained", "number", ([, one]) => count(one.trained)],
-    ["Dropped", "number", ([, one]) => count(one.dropped)],
-    ["Trained share", "number", ([, one]) => percent(one.share)],
+    ["Stored", "number", ([, source]) => count(source.stored)],
+    ["Trained", "number", ([, source]) => count(source.trained)],
+    ["Dropped", "number", ([, source]) => count(source.dropped)],
+    ["Trained share", "number", ([, source]) => percent(source.share)],
   ];
   const longer = lengths?.used > lengths?.stored;
   const rows = Object.entries(sources).sort(([, a], [, b]) => a.share - b.share);

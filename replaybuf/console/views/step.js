@@ -56,12 +56,12 @@ const spread = (counts) => Object.entries(counts).map(([value, number]) => `${va
 
 function describeWhy(answer) {
   if (!answer) return null;
-  const candidates = Object.entries(answer.candidates ?? {}).map(([name, one]) => [name ? `Candidates of ${name}` : "Candidates", `${count(one.usable)} usable of ${count(one.live)} live; left out: ${list(one.left_out)}`]);
+  const candidates = Object.entries(answer.candidates ?? {}).map(([name, figures]) => [name ? `Candidates of ${name}` : "Candidates", `${count(figures.usable)} usable of ${count(figures.live)} live; left out: ${list(figures.left_out)}`]);
   const before = answer.since_last_batch;
   const pairs = [
     ...candidates,
     before && ["Since the batch before", `${count(before.stored)} stored; dropped: ${list(before.dropped)}; rejected: ${list(before.rejected)}`],
-    ["Filters", answer.filters?.map((one) => one.name ?? one).join(", ") || "none"],
+    ["Filters", answer.filters?.map((filter) => filter.name ?? filter).join(", ") || "none"],
     answer.choice && ["Chosen by staleness", spread(answer.choice.staleness)],
     answer.choice && ["Chosen by use (1 = first use)", spread(answer.choice.times_sampled)],
   ].filter(Boolean);
@@ -80,12 +80,12 @@ function describePacking(packing) {
 function describeGroups(record, run) {
   const shown = record.groups.slice(0, MOST);
   const columns = [
-    ["Group", "name", (one) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(one.group_id)}`) }, one.group_id)],
-    ["Prompt", "name", (one) => one.prompt_id],
-    ["Version", "number", (one) => count(one.policy_version)],
-    ["Staleness", "number", (one) => count(one.staleness)],
-    ["Use", "number", (one) => count(one.times_sampled)],
-    ["Tokens", "number", (one) => count(one.tokens)],
+    ["Group", "name", (group) => h("a", { href: runLink(run, `/groups/${encodeURIComponent(group.group_id)}`) }, group.group_id)],
+    ["Prompt", "name", (group) => group.prompt_id],
+    ["Version", "number", (group) => count(group.policy_version)],
+    ["Staleness", "number", (group) => count(group.staleness)],
+    ["Use", "number", (group) => count(group.times_sampled)],
+    ["Tokens", "number", (group) => count(group.tokens)],
   ];
   const worst = h("a", { class: "button", href: runLink(run, `/rollouts?step=${record.step}&order=reward&desc=false`) }, "Worst rewards first");
   const left = record.groups.length - shown.length;
