@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="JSON file for the figures")
     parser.add_argument("--folder", type=Path, help="keep data, logs and history here")
     options = parser.parse_args()
-    if options.replicas < 1 or options.replicas > 1 and options.topology != "cluster":
+    if options.replicas < 1 or (options.replicas > 1 and options.topology != "cluster"):
         parser.error(f"--replicas is {options.replicas}; only --topology cluster may have more than 1")
     logging.basicConfig(level=logging.ERROR)
     if options.folder and options.folder.exists():
