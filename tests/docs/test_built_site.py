@@ -90,14 +90,15 @@ def test_the_python_pages_describe_every_public_name(site: Site, module: str) ->
     assert "put_run" in headings
 
 
-def test_pages_fit_the_window_and_are_not_too_high_to_be_read(browser: Any, site: Site) -> None:
+def test_pages_fit_the_window_are_not_too_high_to_be_read_and_ask_no_other_host(browser: Any, site: Site) -> None:
     """Tables scroll inside their own box; code fits a desktop and wraps on a phone; long lists and tables are folded.
 
     Parts that open fit the width, too.
     """
     page = browser.new_page()
     page.set_default_timeout(WAIT_MS)
-    page.route(re.compile("^https?:"), lambda route: route.abort())  # the theme asks GitHub for its stars
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     files = sorted(site.folder.rglob("*.html"))
     assert files
     wide, high = {}, {}
@@ -117,13 +118,13 @@ def test_pages_fit_the_window_and_are_not_too_high_to_be_read(browser: Any, site
                 wide[name, width] = (content, elements)
     page.close()
     assert (wide, high) == ({}, {})
+    assert {url.partition(":")[0] for url in asked} <= {"file", "data", "blob"}, asked
 
 
 def test_each_decision_has_its_number_and_opens_by_a_link(browser: Any, site: Site) -> None:
     """Code and pages cite decisions by number; a number that is not taken moves no other."""
     numbers = re.findall(r"^(\d+)\. ", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
     page = browser.new_page()
-    page.route(re.compile("^https?:"), lambda route: route.abort())
     page.goto((site.folder / "decisions" / "index.html").as_uri() + f"#{numbers[-1]}")
     titles = page.locator("details.decision > summary").all_inner_texts()
     assert [title.partition(".")[0] for title in titles] == numbers
