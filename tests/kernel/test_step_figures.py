@@ -14,7 +14,7 @@ from replaybuf.kernel.figures.changes import MOST_CHANGES
 from replaybuf.kernel.figures.step_figures import StepFigures, StepRow, merge, stands_still
 from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, recorded
-from replaybuf.wire.ledger import AckRecord, ConfigRecord
+from replaybuf.wire.ledger import AckRecord, ConfigRecord, DeadLetterRecord
 from tests.builders import batch_entry, batch_record, entries
 from tests.kernel.test_state import Run
 
@@ -51,6 +51,18 @@ def test_a_row_has_the_figures_of_the_groups_of_its_batch() -> None:
     assert (row.reward_mean, row.reward_std, row.reward_min, row.reward_max) == (0.5, 0.25, 0.0, 1.0)
     assert (row.age_s, row.longest, row.tokens_in, row.stored) == (8.0, 16, 40.0, 2)
     assert (row.uses, row.fill, row.dropped) == (1.0, 1.0, {"tail": 1})
+
+
+def test_a_group_that_a_batch_used_is_not_dropped() -> None:
+    """Replay evicts it when it is too stale for its next use. A dead letter is dropped once."""
+    run = Run(max_uses=4)
+    stored(run, *({"tokens": 10},) * 3)
+    run.train(1)
+    run.evict(1, 2, reason="too_stale")
+    run.apply(DeadLetterRecord(numbers={"missing_payload": [2, 3]}))
+    stored(run, {"tokens": 10})
+    batch(run, 4, at_s=20.0)
+    assert run.state.figures.rows[-1].dropped == {"too_stale": 1, "missing_payload": 1}
 
 
 def test_a_batch_counts_the_groups_that_were_stored_when_it_was_decided() -> None:

@@ -227,8 +227,11 @@ class GroupPool:
         self._drop_unused(rows[evicted])
         self.settle(rows[~evicted & (index["state"][rows] != DEAD)])
 
-    def evict(self, rows: Rows, reason: str, step: int, versions: Integers, at_s: float) -> None:
-        """Evict rows at `step`, when their adapters had these versions [rows]; used ones stay for their batches."""
+    def evict(self, rows: Rows, reason: str, step: int, versions: Integers, at_s: float) -> int:
+        """Evict rows at `step`, when their adapters had these versions [rows]; used ones stay for their batches.
+
+        Return how many are dropped: no batch used them.
+        """
         index = self.index
         states = index["state"][rows]
         evictable = ((states == LIVE) | (states == IN_BATCHES)) & (index["evicted_at"][rows] == NEVER)
@@ -241,13 +244,14 @@ class GroupPool:
         index["evicted_at"][rows] = step
         index["evicted_version"][rows] = versions
         index["evicted_age_ms"][rows] = ages_ms(index["arrival_s"][rows], at_s)
-        self._drop_unused(rows)
+        return self._drop_unused(rows)
 
-    def _drop_unused(self, rows: Rows) -> None:
-        """Count evicted rows as evicted that no batch of the surviving history used."""
+    def _drop_unused(self, rows: Rows) -> int:
+        """Count evicted rows as evicted that no batch of the surviving history used; return how many."""
         unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
         self.index["state"][unused] = EVICTED
         self._count_evicted(unused, 1)
+        return len(unused)
 
     def restore(self, rows: Rows) -> None:
         """Undo evictions."""
@@ -257,8 +261,11 @@ class GroupPool:
             self.index[column][rows] = NEVER
         self.settle(rows)
 
-    def dead_letter(self, rows: Rows, reason: str, versions: Integers | None, at_s: float) -> None:
-        """Drop rows for good, also those in batches; `versions` [rows] of their adapters, None = all 0."""
+    def dead_letter(self, rows: Rows, reason: str, versions: Integers | None, at_s: float) -> int:
+        """Drop rows for good, also those in batches; `versions` [rows] of their adapters, None = all 0.
+
+        Return how many were not dropped before.
+        """
         index = self.index
         droppable = np.isin(index["state"][rows], (LIVE, IN_BATCHES))
         versions = np.zeros(len(rows), np.int64) if versions is None else versions
@@ -269,6 +276,7 @@ class GroupPool:
             index[column][rows] = NEVER
         index["reason"][rows] = self._code_of(reason)
         self._count_dropped("dead_lettered", reason, rows, versions, ages_ms(index["arrival_s"][rows], at_s))
+        return len(rows)
 
     def freeable(self, oldest: int) -> npt.NDArray[np.bool_]:
         """Return which rows no resume at step `oldest` or later needs."""

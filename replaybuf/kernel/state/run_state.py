@@ -263,8 +263,8 @@ class RunState:
     def _dead_letter(self, record: DeadLetterRecord) -> None:
         for reason, numbers in record.numbers.items():
             rows = self.index.rows_of(numbers)
-            self.pool.dead_letter(rows, reason, self.versions_at(self.next_step, rows), record.at_s)
-            self.figures.drop(reason, len(rows))
+            versions = self.versions_at(self.next_step, rows)
+            self.figures.drop(reason, self.pool.dead_letter(rows, reason, versions, record.at_s))
 
     def _configure(self, record: ConfigRecord) -> None:
         before = Configured(self.config, self.config_state)
@@ -316,8 +316,8 @@ class RunState:
             self.rewinds[name] = add_rewind(self.rewinds.get(name, []), self.generation, version)
 
     def _evict(self, rows: npt.NDArray[np.int64], reason: str, record: EvictRecord | RewindRecord) -> None:
-        self.pool.evict(rows, reason, record.step, self.versions_at(record.step, rows), record.at_s)
-        self.figures.drop(reason, len(rows))
+        versions = self.versions_at(record.step, rows)
+        self.figures.drop(reason, self.pool.evict(rows, reason, record.step, versions, record.at_s))
 
     def _rewind(self, record: RewindRecord) -> None:
         lost = sorted(step for step in self.batches if step >= record.step)
