@@ -21,7 +21,7 @@ import numpy.ma  # noqa: F401 - numpy imports it in the first `isin` or `unique`
 
 from replaybuf.errors import DataLost, Gone, LedgerGap, NoRoom, NotLeader, ServiceUnavailable, Unreadable
 from replaybuf.kernel.decide.config import decide_create
-from replaybuf.kernel.state.retention import KEPT_GROUPS
+from replaybuf.kernel.decide.trimming import KEPT_GROUPS
 from replaybuf.missing_run import no_run
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.durability import log_durability

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, Port, PositiveFloat, PositiveInt
 
-from replaybuf.kernel.state.retention import KEPT_GROUPS
+from replaybuf.kernel.decide.trimming import KEPT_GROUPS
 from replaybuf.store.redis.durability import Level
 from replaybuf.wire.config import RUN_NAME
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from replaybuf.errors import Invalid, StrategyFault, first_error
+from replaybuf.kernel.strategy.answer_checks import are_rows
 from replaybuf.kernel.strategy.contract import (
     MAX_DETAIL,
     STRATEGY_REASONS,
@@ -24,7 +25,6 @@ from replaybuf.kernel.strategy.contract import (
     Strategy,
     Waiting,
 )
-from replaybuf.kernel.strategy.rules import are_rows
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, TookTooLong, call_limited, call_twice_limited
 from replaybuf.testing.loop import BUDGETS, ClosedLoop, Progress
 from replaybuf.testing.scenes import Scene, scenes

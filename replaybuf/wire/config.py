@@ -1,7 +1,7 @@
 """Configuration of a run: the JSON of `PUT /v1/runs/{run}`.
 
-A field is described here and nowhere else: the JSON Schema, the changes that `PATCH` takes, the table in
-docs/http/runs.md and the forms of the console come from these structs.
+A field is described here and nowhere else: the JSON Schema, the table in docs/http/runs.md, the forms of the
+console and the changes of `batch`, `limits` and adapters by `PATCH` come from these structs.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class RewindRecord(Record, frozen=True, kw_only=True, tag="REWIND"):
 
     `redeliver`: the batches from `step` on are served again; `resample`: they are voided, and their groups may be
     sampled again. `version` = version(step) becomes the published version, `versions` those of named adapters.
-    Groups up to number `until` with tokens of a later, lost version are evicted as `lost_lineage`, unless a batch holds
-    them.
+    Groups up to number `until` with tokens of a later, lost version are evicted as `lost_lineage`; a batch that is
+    served again keeps its own.
     """
 
     step: int

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.rows.column_bits import UNKNOWN_BIT, bits_of, have_all, names_of
 from replaybuf.kernel.rows.index import ENTRY, Index
+from replaybuf.kernel.strategy.answer_checks import check_selection
 from replaybuf.kernel.strategy.contract import Budget, Selection
-from replaybuf.kernel.strategy.inputs import UsabilityRule
-from replaybuf.kernel.strategy.rules import check_selection
+from replaybuf.kernel.strategy.usability import UsabilityRule
 from replaybuf.wire.late_columns import FIXED_NAMES, MOST_PARTS
 from tests.builders import entries
 

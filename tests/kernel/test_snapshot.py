@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from replaybuf.errors import Gone, ReplaybufError
+from replaybuf.kernel.decide.trimming import decide_trim
 from replaybuf.kernel.rows.index import ENTRY, FREED
 from replaybuf.kernel.state.queries import check_record_kept, find_batch_entry, find_group_state
-from replaybuf.kernel.state.retention import trim_point
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, restore, take
 from replaybuf.wire.ledger import TrimRecord, decode_record
@@ -105,7 +105,7 @@ class SnapshotMachine(RunStateMachine):
     @precondition(lambda self: self.state.step > 0)
     @rule(kept=st.integers(0, 4))
     def trim(self, kept: int) -> None:
-        record = trim_point(self.state, kept, kept_entries=1)
+        record = decide_trim(self.state, kept, kept_entries=1)
         if record is not None:
             held = {s: b.entry for s, b in self.state.batches.items()}
             assert all(entry > record.entries for entry in held.values())
@@ -214,16 +214,16 @@ def test_an_invalid_index_entry_becomes_a_dead_letter(spoiled: str) -> None:
 def test_trimming_keeps_the_history_of_the_newest_freed_groups() -> None:
     """Ten groups keep their history; trimming starts when a quarter more are freed."""
     run = trained(11)
-    assert trim_point(run.state, 10) is None
+    assert decide_trim(run.state, 10) is None
     run.store(0)
     run.train(12)
     run.checkpoint(12)
-    point = trim_point(run.state, 10)
+    point = decide_trim(run.state, 10)
     assert point == TrimRecord(groups=2, entries=0), "the newest ledger entries stay"
     run.apply(point)
     assert len(run.state.pool.freed_as) == run.state.stored - 2 + 1
     assert find_group_state(run.state, 3) == ("retired", None)
-    assert trim_point(run.state, 10) is None
+    assert decide_trim(run.state, 10) is None
 
 
 def test_many_old_live_groups_delay_trimming_and_few_do_not() -> None:
@@ -234,14 +234,14 @@ def test_many_old_live_groups_delay_trimming_and_few_do_not() -> None:
         run.train(first)
         run.train(first)
     run.checkpoint(run.state.step)
-    assert trim_point(run.state, 2) is None or trim_point(run.state, 2).groups == 0  # type: ignore[union-attr]
+    assert decide_trim(run.state, 2) is None or decide_trim(run.state, 2).groups == 0  # type: ignore[union-attr]
     sparse = Run(max_uses=2)
     sparse.store(*[0] * 40)
     for first in range(2, 40):
         sparse.train(first)
         sparse.train(first)
     sparse.checkpoint(sparse.state.step)
-    point = trim_point(sparse.state, 2)
+    point = decide_trim(sparse.state, 2)
     assert point is not None and point.groups == 37
 
 
@@ -256,7 +256,7 @@ def test_the_record_of_a_current_or_voided_batch_is_never_trimmed() -> None:
     run.rewind(150, "resample")
     for number in range(152, 300):
         run.train(number)
-    run.apply(trim_point(run.state, 0) or TrimRecord(groups=0, entries=0))
+    run.apply(decide_trim(run.state, 0) or TrimRecord(groups=0, entries=0))
     assert run.state.trimmed_entries == voided - 1
     assert find_batch_entry(run.state, 150, 0) == voided
 

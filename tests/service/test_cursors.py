@@ -15,9 +15,9 @@ import pytest
 from replaybuf import Client
 from replaybuf.client.exports import export
 from replaybuf.errors import Conflict, Gone, NoRoom, NotFound
+from replaybuf.kernel.decide.trimming import decide_trim
 from replaybuf.kernel.state import cursors
 from replaybuf.kernel.state.cursors import Cursor, Position, find_kept, find_page
-from replaybuf.kernel.state.retention import trim_point
 from replaybuf.service.clock import Clock
 from replaybuf.service.run.cursors import LONGEST_TICK_S
 from replaybuf.service.run.served_run import Run
@@ -180,7 +180,7 @@ def test_a_cursor_that_fell_behind_gets_a_gap_and_the_metric_counts_it(server: E
             await run.session.checkpoint(4, epoch, 1)
         assert run.state.index["number"][run.state.index["state"] == 1].tolist() == [3, 4]
         async with run.journal.decision():
-            trim = trim_point(run.state, kept_groups=1, kept_entries=1)
+            trim = decide_trim(run.state, kept_groups=1, kept_entries=1)
             assert trim is not None
             await run.journal.append(trim)
         stored, trained = await run.cursors.page("s", 100, 0.0), await run.cursors.page("t", 100, 0.0)

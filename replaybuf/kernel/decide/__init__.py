@@ -1,1 +1,1 @@
-"""Decisions on the state: one function per ledger record, and what may be done at once."""
+"""Decisions on the state: a function per ledger record, admission of groups and tickets, choices without a record."""

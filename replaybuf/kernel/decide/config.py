@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from replaybuf.errors import Conflict, Invalid, NotFound, counted
 from replaybuf.kernel.decide.adapter_changes import change_adapters
 from replaybuf.kernel.decide.eviction import PIECE
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
-from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.stale_policies import bounded_versions
@@ -20,9 +20,10 @@ from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, recorded
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
-RunStatus = Literal["running", "paused", "finished"]
+_MERGED = {"strategy", "limits", "batch", "adapters", "state"}
+"""Fields of a PATCH that change a part of theirs; the others replace the field of the configuration."""
 TAIL = "tail"
-"""Reason of groups that are left when no prompt is: too few for a batch, or not to be trained."""
+"""Reason of groups left after the last prompt: too few for a batch, or `batch.tail` is `drop`."""
 
 
 def config_of(state: RunState) -> RunConfig:
@@ -41,7 +42,7 @@ def decide_create(config: RunConfig, now_s: float) -> ConfigRecord:
     return ConfigRecord(config=recorded(resolved), max_uses=bounds.max_uses, at_s=now_s)
 
 
-def decide_status(state: RunState, status: RunStatus, reason: str | None, now_s: float) -> ConfigRecord:
+def decide_status(state: RunState, status: RunPhase, reason: str | None, now_s: float) -> ConfigRecord:
     """Decide that the run is running, paused or finished from here on."""
     config = recorded(config_of(state))
     return ConfigRecord(config=config, max_uses=state.max_uses, state=status, reason=reason, at_s=now_s)
@@ -115,7 +116,7 @@ def check_deletable(state: RunState, run: str) -> None:
 
 def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
     fields: dict[str, Any] = {}
-    for name in ("filters", "admissions", "on_stale", "max_reissues"):
+    for name in {*ConfigPatch.__struct_fields__} - _MERGED:
         value = getattr(patch, name)
         if value is not None:
             fields[name] = value

@@ -17,8 +17,8 @@ from replaybuf.kernel.decide.reissues import list_reissued
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
 from replaybuf.kernel.rows.index import LIVE, Index, Numbers
 from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.strategy.answer_checks import check_evictions
 from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups, Rows, Strategy
-from replaybuf.kernel.strategy.rules import check_evictions
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.config import LARGEST_INTEGER
 from replaybuf.wire.group import hash_name

@@ -1,8 +1,8 @@
 """Decide each ledger record: from the state and a request to the record, or to the contract's error.
 
 Pure: time comes in as `now_s`, groups as a selection. The service writes the record and then applies it; the simulator
-only applies it. None means that nothing changes, so there is no record. `decide_config` has the CONFIG records,
-`decide_admission` tickets and room for groups.
+only applies it. None means that nothing changes, so there is no record. Records of their own files: CONFIG in
+`config`, failed prompts in `failed_prompts`, TRIM in `trimming`, COLUMNS in `late_columns`.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> Atta
 
 
 def decide_rewind(state: RunState, step: int, on_resume: OnResume, now_s: float) -> RewindRecord:
-    """Decide to go back to a step. Where it is stored, `until` becomes the newest group of that moment."""
+    """Decide to go back to a step. Redis raises `until` to its newest group when it appends the record."""
     config = config_of(state)
     return RewindRecord(
         step=step,
@@ -326,8 +326,8 @@ def decide_policy(
 ) -> PolicyRecord | None:
     """Decide that the engines have loaded a version. Raises `Conflict` for a lower one and for one too far ahead.
 
-    The published version is announced again if a rewind has forgotten where its weights are. Engines start with version
-    0, so it has no place.
+    The published version is announced again to give its `weights_uri` after a rewind. Engines start with version 0,
+    which has no `weights_uri`.
     """
     check_adapter(adapter, config_of(state))
     published, newest = state.published[adapter], state.version_at(state.step, adapter)

@@ -13,7 +13,7 @@ from replaybuf.wire.config import RunConfig
 
 
 def list_reissued(state: RunState, selector: Selector, numbers: Sequence[int]) -> list[int]:
-    """List those of these groups, which are too stale, whose prompts are issued again.
+    """List the too stale groups among `numbers` whose prompts are issued again.
 
     A group that a batch used was trained. A prompt without a ticket is not ours to issue, and one with a later group
     needs none.

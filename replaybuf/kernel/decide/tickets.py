@@ -17,8 +17,8 @@ from replaybuf.kernel.decide.reissues import may_reissue
 from replaybuf.kernel.state.limits import Load, count_fitting
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange
+from replaybuf.kernel.strategy.answer_checks import hold
 from replaybuf.kernel.strategy.inputs import SAMPLED_GROUPS
-from replaybuf.kernel.strategy.rules import hold
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.waiting import waiting, waits_for_groups
 from replaybuf.wire.config import LARGEST_INTEGER, Limits

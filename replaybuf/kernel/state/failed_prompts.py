@@ -4,9 +4,9 @@ A prompt ends with a stored group or as failed. The window holds the newest `WIN
 
     share = failed / ended,  ended = min(WINDOW, groups stored + prompts failed since the last restart of the window)
 
-The rule (`failed_rule`) acts where ended >= `LEAST_ENDED` and share > `tickets.max_failed_share`. Each failure is
-recorded with the number of groups stored before it, so the window is the same after a restart. It starts anew when a
-run that the rule stopped runs again; else that run would stop at once.
+The rule (`decide.failed_prompts`) acts where ended >= `LEAST_ENDED` and share > `tickets.max_failed_share`. Each
+failure is recorded with the number of groups stored before it, so the window is the same after a restart. It starts
+anew when a run that the rule stopped runs again; else that run would stop at once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class FailedShare(NamedTuple):
         """Failed prompts among the ended ones; 0 before the first."""
         return self.failed / self.ended if self.ended else 0.0
 
-    def exceeds(self, max_share: float) -> bool:
+    def exceeds(self, max_failed_share: float) -> bool:
         """Return whether enough prompts have ended, and more than this share of them failed."""
-        return self.ended >= LEAST_ENDED and self.share > max_share
+        return self.ended >= LEAST_ENDED and self.share > max_failed_share
 
 
 @dataclasses.dataclass(slots=True)

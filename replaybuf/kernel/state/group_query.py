@@ -81,8 +81,8 @@ class GroupQuery:
 class Window(NamedTuple):
     """Groups with numbers from `low` to `high`, both ascending int64.
 
-    `matching`: rows that match; `freed`: freed groups of the state asked for, whose columns are not compared yet.
-    No ids were compared, which only the entries have.
+    `matching`: numbers of groups that match; `freed`: freed groups of the state asked for, whose columns are not
+    compared yet. No ids were compared, which only the entries have.
     """
 
     low: int

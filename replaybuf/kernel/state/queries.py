@@ -1,4 +1,4 @@
-"""Questions to the state of a run that no decision asks: where groups are, which steps used them, ledger entries."""
+"""Queries on the state of a run: where a group is, which steps used it, its ledger entries, its failed prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from replaybuf.errors import Gone, NotFound
 from replaybuf.kernel.rows.index import DEAD, EVICTED
+from replaybuf.kernel.state.failed_prompts import FAILED_SHARE, FailedShare
 from replaybuf.kernel.state.pool import PURGED, RETIRED
 from replaybuf.kernel.state.run_state import RunState
 
@@ -112,3 +113,25 @@ def check_record_kept(state: RunState, step: int) -> None:
             value=step,
             bound=oldest,
         )
+
+
+def read_failed_share(state: RunState) -> FailedShare | None:
+    """Return the failed share of the newest prompts; None = the run has no such rule."""
+    return None if max_failed_share(state) is None else state.failed.window.read(state.stored)
+
+
+def explain_failed_share(state: RunState) -> str | None:
+    """Describe an exceeded share; None = it is not exceeded, or the run has no such rule."""
+    share, most = read_failed_share(state), max_failed_share(state)
+    if share is None or most is None or not share.exceeds(most):
+        return None
+    last = next(reversed(state.failed.newest.values()), None)
+    return (
+        f"{FAILED_SHARE}: {share.failed} of the last {share.ended} prompts failed; tickets.max_failed_share is "
+        f"{most:g}; the last one failed for: {last.reason if last and last.reason else 'no reason given'}"
+    )
+
+
+def max_failed_share(state: RunState) -> float | None:
+    """Return the bound of the share; None = the run has no such rule."""
+    return state.config.tickets.max_failed_share if state.config else None

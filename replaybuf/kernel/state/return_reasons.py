@@ -6,7 +6,8 @@ _SERVERS_AWAY = (
     *("engine_away", "engine_stale", "ref_engine_away", "teacher_engine_away"),
     *("old_engine_away", "old_engine_stale"),
 )
-FORGIVEN_REASONS = frozenset({"shutdown", "superseded", "lost_lineage", "run_paused", "run_finished", *_SERVERS_AWAY})
+_NOT_WANTED = frozenset({"shutdown", "superseded", "lost_lineage", "run_paused", "run_finished"})
+FORGIVEN_REASONS = _NOT_WANTED | {*_SERVERS_AWAY}
 """Reasons of a return that count as no failed attempt, because the prompt is not the cause.
 
 `engine_timeout` and `engine_lost` count: else a prompt that is too slow or crashes engines would come again for ever.
@@ -22,7 +23,7 @@ def _word(reason: str) -> str:
     return reason.partition(":")[0].strip()
 
 
-NOBODY_FAILED = frozenset({"", "shutdown", "superseded", "lost_lineage", "run_paused", "run_finished"})
+NOBODY_FAILED = _NOT_WANTED | {""}
 """Reasons of a return without any failure: the group is not wanted any more, or its producer ends."""
 
 

@@ -62,7 +62,7 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterShare:
-    """Groups of one adapter in a batch: rows int64 [n], weights float32 [n] or None, sum of tokens."""
+    """Groups of one adapter in a batch: their numbers int64 [n], weights float32 [n] or None, sum of tokens."""
 
     rows: npt.NDArray[np.int64]
     weights: npt.NDArray[np.float32] | None

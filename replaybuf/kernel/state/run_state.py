@@ -1,8 +1,8 @@
 """State of a run: the fold of its index stream and its ledger.
 
 `RunState.store` folds index entries, `RunState.apply` one ledger record. Neither reads a clock, draws a random number
-or does I/O, so the same streams give the same state at a start, at a takeover and in a checker. The order between the
-two streams does not matter: records name groups by number.
+or does I/O, so the same streams give the same state at a start, at a takeover and in a checker. A record is
+folded after the groups that it names by number; otherwise the order between the two streams does not matter.
 
 `pool` holds what happens to groups; the rest is what happens to the run: configuration, steps, batches, checkpoints.
 """
@@ -51,7 +51,7 @@ LOST_LINEAGE = "lost_lineage"
 FEEDBACK_STEPS = 16
 """A strategy observes the feedback of this many newest steps."""
 _KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, TicketRecord)
-"""Records that change neither which groups are live nor their uses, or count what they change themselves."""
+"""Records after which the sums of `pool.live` still hold; COLUMNS updates them itself."""
 RunPhase = Literal["running", "paused", "finished"]
 _NO_NUMBERS, _NOT_MALFORMED = np.empty(0, np.int64), np.empty(0, bool)
 
@@ -59,7 +59,7 @@ _NO_NUMBERS, _NOT_MALFORMED = np.empty(0, np.int64), np.empty(0, bool)
 class RunState:
     """State of one run. A run without LoRA has the one adapter `""`.
 
-    - `step`: next unacked step; `next_step`: next step to assemble; `generation`: rewinds so far, and that may be lost
+    - `step`: next unacked step; `next_step`: next step to assemble; `generation`: rewinds, also lost ones
     - `batches`: batches of the current history that a resume may need, by step; `records`: all of them whose ledger
       record is kept; `voided`: by step, those that a resample took back
     - `published`, `weights_uri`, `rewinds` (`history.add_rewind`): by adapter

@@ -4,9 +4,8 @@
 
     b"RBS4"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
 
-state = `restore`(`take`(state)) after the index stream behind `trimmed` and the entries set aside were folded, and
-before the ledger behind `entries` is. Groups that did not change since they were stored are not in it, so a million
-live groups cost nothing.
+To load one, fold the entries set aside and the index stream behind `trimmed`, call `restore`, then fold the ledger
+behind `entries`. Groups that did not change since they were stored are not in it: a million live ones cost nothing.
 """
 
 from __future__ import annotations

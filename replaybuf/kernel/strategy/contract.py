@@ -108,6 +108,7 @@ class Flow:
 class Selection:
     """Groups of the next batch, in training order, and a weight per group, or None.
 
+    A row is a value of `Groups.row`: the number of a group, not a position.
     `rows` may be any sequence of whole numbers, `weights` any sequence of numbers.
     """
 

@@ -1,6 +1,6 @@
 """Inputs of a strategy: buffer view, usable groups, rates, budget, random generator.
 
-The core's own bounds (staleness, uses, `seq_len`) are applied here: a strategy never sees a group that breaks them.
+The core's own bounds (`usability`) are applied here: a strategy never sees a group that breaks them.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from replaybuf.errors import NotFound
 from replaybuf.kernel.rows.column_bits import have_all
-from replaybuf.kernel.rows.index import LIVE, Index
 from replaybuf.kernel.rows.live_groups import LiveTotals
-from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups
 from replaybuf.kernel.strategy.plugin_set import Ask, PluginSet, build_plugins
 from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
-from replaybuf.kernel.strategy.stale_policies import BOUNDED_COLUMNS, StalePolicies
+from replaybuf.kernel.strategy.usability import UsabilityRule, usability_rules
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import Amount
 from replaybuf.wire.group import hash_name
@@ -31,25 +29,7 @@ from replaybuf.wire.group import hash_name
 SAMPLED_GROUPS = 256
 """Means per group are taken over this many newest groups."""
 _HISTORY_BATCHES = 16
-_ALL = slice(None)
 _MEASURED = tuple(field.name for field in dataclasses.fields(MeasuredRates))
-
-
-class UsabilityRule(NamedTuple):
-    """A rule for usable groups: its text, columns, the test of their values, and one word for groups that break it.
-
-    `when`: `select` leaves such groups out of a batch, `evict` evicts them, because no later step may use them either.
-    """
-
-    rule: str
-    columns: tuple[str, ...]
-    kept: Callable[..., npt.NDArray[np.bool_]]
-    reason: str
-    when: Literal["select", "evict", "both"] = "select"
-
-    def holds(self, index: Index, rows: npt.NDArray[np.int64] | slice = _ALL) -> npt.NDArray[np.bool_]:
-        """Return which of these rows keep the rule."""
-        return self.kept(*(index[name][rows] for name in self.columns))
 
 
 class StrategyInputs:
@@ -183,7 +163,7 @@ class StrategyInputs:
 
     def usability_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         """Yield the rules for usable groups of an adapter at `step`."""
-        yield from (rule for rule in self._rules(step, adapter) if rule.when != "evict")
+        yield from (rule for rule in self._core_rules(step, adapter) if rule.when != "evict")
         if required := self.plugins.all_required:
             bits = self._state.pool.columns.bits_of(required)
             rule = f"selects only groups with the columns {', '.join(required)}"
@@ -196,7 +176,7 @@ class StrategyInputs:
         """
         since, rules = self._evicting.get(adapter, (-1, ()))
         if since != self._state.entries:
-            rules = tuple(rule for rule in self._rules(self._state.next_step, adapter) if rule.when != "select")
+            rules = tuple(rule for rule in self._core_rules(self._state.next_step, adapter) if rule.when != "select")
             self._evicting[adapter] = self._state.entries, rules
         return rules
 
@@ -224,40 +204,8 @@ class StrategyInputs:
         full = full or (budget.tokens is not None and tokens >= budget.tokens)
         return lacking if full or supplied else None
 
-    def _rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
-        version, bounds = self._state.version_at(step, adapter), self.plugins.bounds
-        rule = "selects no group of a later version"
-        yield UsabilityRule(rule, ("policy_version",), lambda values: values <= version, "later_version")
-        if bounds.max_staleness is not None:
-            yield self._staleness_rule(version - bounds.max_staleness, bounds.max_staleness)
-        # Such a group was checked before a rewind, and stored after it by a direct writer or a leader that died.
-        published = self._state.published[adapter]
-        rule = "has no token of a version that is not published"
-        yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, LOST_LINEAGE, "evict")
-        if bounds.max_uses is not None:
-            most = bounds.max_uses
-            rule = f"keeps the max_uses of {most}"
-            yield UsabilityRule(rule, ("times_sampled",), lambda values: values < most, "used_up")
-        yield UsabilityRule("selects only live groups", ("state",), lambda values: values == LIVE, "not_live")
-        if adapter:  # without adapters all groups have the same one
-            code = hash_name(adapter)
-            rule = "selects only groups it was given"
-            yield UsabilityRule(rule, ("adapter",), lambda values: values == code, "other_adapter")
-        if self.config.batch.overlong == "reject":
-            longest = self.seq_len
-            rule = f"keeps the seq_len of {longest}"
-            yield UsabilityRule(rule, ("longest_tokens",), lambda values: values <= longest, "overlong", "both")
-
-    def _staleness_rule(self, oldest: int, max_staleness: int) -> UsabilityRule:
-        rule, policies = f"keeps the max_staleness of {max_staleness}", StalePolicies.of(self.config)
-        if "mask" not in policies.used:
-            return UsabilityRule(rule, ("policy_version",), lambda values: values >= oldest, "too_stale", "both")
-
-        def kept(*columns: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-            fits: npt.NDArray[np.bool_] = policies.bounded_versions(*columns) >= oldest
-            return fits
-
-        return UsabilityRule(rule, BOUNDED_COLUMNS, kept, "too_stale", "both")
+    def _core_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
+        return usability_rules(self._state, self.config, self.plugins.bounds, self.seq_len, step, adapter)
 
     def usable(self, step: int, adapter: str) -> Groups:
         """Return the live groups, of an adapter, that keep all `usability_rules` at `step`."""

@@ -19,11 +19,11 @@ from replaybuf.errors import StrategyFault
 from replaybuf.kernel.state.rotation import AdapterShare, share_batch
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
+from replaybuf.kernel.strategy.answer_checks import check_selection
 from replaybuf.kernel.strategy.contract import Budget, Groups, Selection, Strategy, Waiting
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.plugin_set import Bounds
 from replaybuf.kernel.strategy.rates import Rates
-from replaybuf.kernel.strategy.rules import check_selection
 from replaybuf.kernel.strategy.waiting import name_columns, nearest, waiting, waits_for_groups
 from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.wire.config import MOST_GROUPS, RunConfig
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PRODUCER_SILENCE_S = 60.0
+"""Time without a request for tickets after which an adapter counts as one without producers."""
 
 
 SHORT_TRIES = 4

@@ -1,7 +1,7 @@
 """What happens to groups that are too stale, by their source: `on_stale` of the configuration, on columns of the index.
 
 `mask` applies the bound to the newest token of a group instead of its oldest. The batch leaves older tokens out of the
-loss, by the same mask as `stale_token_mask`. So a group is of use as long as one of its tokens may be trained.
+loss, by the same mask as `stale_token_mask`. So a group stays usable while one of its tokens may be trained.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from replaybuf.kernel.state.queries import explain_failed_share
 from replaybuf.kernel.state.run_state import RunState
-from replaybuf.kernel.strategy.failed_rule import explain_exceeded
 from replaybuf.wire.contract import REASONS, RETRY_AFTER_S, Amount, WaitingAnswer
 
 BLOCKED_ON = dict.fromkeys(REASONS, "producers") | {
@@ -54,7 +54,7 @@ def waiting(
     if detail is None and reason == state.config_state:
         detail = None if state.config_reason in ("operator", "prompts") else state.config_reason
     elif detail is None and blocked_on == "producers":
-        detail = explain_exceeded(state)
+        detail = explain_failed_share(state)
     groups = missing if adapter or state.config is None else state.config.batch.groups_per_batch
     return WaitingAnswer(
         reason=reason,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from replaybuf.errors import Invalid
 from replaybuf.kernel.decide.config import decide_create, decide_end
 from replaybuf.kernel.decide.eviction import decide_removals
+from replaybuf.kernel.decide.failed_prompts import decide_failed
 from replaybuf.kernel.decide.records import (
     GroupLabel,
     decide_ack,
@@ -28,7 +29,6 @@ from replaybuf.kernel.rows.index import Numbers
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import Ticket, TicketBook, TicketChange, prompt_key
-from replaybuf.kernel.strategy.failed_rule import decide_failed
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.waiting import StepWait

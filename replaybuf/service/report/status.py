@@ -11,9 +11,9 @@ import numpy as np
 from replaybuf.kernel.figures.adapter_counts import AdapterCounts
 from replaybuf.kernel.figures.histograms import KINDS, GroupHistograms, Histogram
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE
+from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
-from replaybuf.kernel.strategy.failed_rule import explain_exceeded, read_share
 from replaybuf.service.presence import Presence
 from replaybuf.wire.answer.run_status import (
     AdapterStatus,
@@ -191,7 +191,7 @@ def render_run_state(
 
 
 def _failed_prompts(state: RunState) -> FailedRule | None:
-    share = read_share(state)
+    share = read_failed_share(state)
     if share is None or state.config is None or state.config.tickets.max_failed_share is None:
         return None
     return FailedRule(
@@ -199,7 +199,7 @@ def _failed_prompts(state: RunState) -> FailedRule | None:
         ended=share.ended,
         share=round(share.share, 4),
         max_share=state.config.tickets.max_failed_share,
-        alarm=explain_exceeded(state),
+        alarm=explain_failed_share(state),
     )
 
 

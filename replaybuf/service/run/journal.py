@@ -26,9 +26,9 @@ from replaybuf.errors import (
     ServiceUnavailable,
     StrategyFault,
 )
-from replaybuf.kernel.decide.config import RunStatus, decide_status
+from replaybuf.kernel.decide.config import decide_status
 from replaybuf.kernel.rows.index import Numbers
-from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.kernel.state.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
@@ -331,7 +331,7 @@ class Journal:
             raise
         self._apply(*entry)
 
-    async def set_status(self, status: RunStatus, reason: str | None) -> None:
+    async def set_status(self, status: RunPhase, reason: str | None) -> None:
         """Record that the run is running, paused or finished. Called within a decision."""
         await self.append(decide_status(self.state, status, reason, self.clock.wall()))
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from replaybuf.kernel.state.retention import KEPT_GROUPS, trim_point
+from replaybuf.kernel.decide.trimming import KEPT_GROUPS, decide_trim
 from replaybuf.kernel.state.snapshot import Snapshot, encode_snapshot, freeze, thaw
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
@@ -61,7 +61,7 @@ class Trimming:
         journal = self._journal
         async with journal.decision():
             # A payload is found by its index entry, so it is deleted first.
-            record = None if journal.owes_payloads else trim_point(journal.state, self.kept_groups)
+            record = None if journal.owes_payloads else decide_trim(journal.state, self.kept_groups)
             if record:
                 await journal.append(msgspec.structs.replace(record, at_s=journal.clock.wall()))
                 logger.info("trimmed run=%s groups=%d entries=%d", journal.name, record.groups, record.entries)

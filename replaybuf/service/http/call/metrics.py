@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from replaybuf.kernel.figures.histograms import Histogram
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import IN_BATCHES
-from replaybuf.kernel.strategy.failed_rule import explain_exceeded, read_share
+from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
 from replaybuf.metric_push import Identity, Pusher
 from replaybuf.service.host import Service
 from replaybuf.service.http.call.metric_text import MetricText
@@ -80,9 +80,9 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
         text.add("waiting_seconds", run.batches.waits.total_s.get(reason, 0.0), name, reason)
     for outcome in OUTCOMES:
         text.add("batches_prepared", run.batches.next_batch.outcomes[outcome], name, outcome)
-    if (failed := read_share(state)) is not None:
+    if (failed := read_failed_share(state)) is not None:
         text.add("prompts_failed_share", failed.share, name)
-        text.add("prompts_failed_alarm", float(explain_exceeded(state) is not None), name)
+        text.add("prompts_failed_alarm", float(explain_failed_share(state) is not None), name)
     _read_newest_batch(text, name, state.figures)
     _read_limits(text, name, run)
     _read_presence(text, name, run)

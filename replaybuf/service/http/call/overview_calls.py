@@ -16,7 +16,7 @@ from starlette.responses import Response
 from replaybuf import report
 from replaybuf.kernel.figures.step_figures import StepRow, stands_still
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
-from replaybuf.kernel.strategy.failed_rule import explain_exceeded
+from replaybuf.kernel.state.queries import explain_failed_share
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import Number, number, optional_number
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
@@ -110,7 +110,7 @@ def describe_row(run: Run) -> RunRow:
         producers_known=presence.producers_known,
         producers_gone=len(presence.producers.list_gone()),
         producers_without_engine=presence.producers.count_without_engine(),
-        alarm=explain_exceeded(state),
+        alarm=explain_failed_share(state),
         stands_still=still,
         leader=run.journal.leader_url,
     )

@@ -7,8 +7,8 @@ import pytest
 
 from replaybuf.errors import StrategyFault
 from replaybuf.kernel.rows.index import Index
+from replaybuf.kernel.strategy.answer_checks import check_selection
 from replaybuf.kernel.strategy.contract import MAX_DETAIL, Budget, Selection, Waiting
-from replaybuf.kernel.strategy.rules import check_selection
 from tests.builders import entries
 
 

@@ -22,7 +22,7 @@ from replaybuf.kernel.strategy.contract import (
     Selection,
     Waiting,
 )
-from replaybuf.kernel.strategy.inputs import UsabilityRule
+from replaybuf.kernel.strategy.usability import UsabilityRule
 from replaybuf.wire.names import REASON_WORD
 
 Rule = tuple[str, bool, Any]

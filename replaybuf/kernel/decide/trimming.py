@@ -1,6 +1,6 @@
 """Retention of a run's history: keep the newest freed groups and the records of their batches, trim the rest.
 
-`trim_point` reads a state and returns what may go. It never trims what the state needs: index entries of groups that
+`decide_trim` reads a state and returns what may go. It never trims what the state needs: index entries of groups that
 are not freed (few old ones are set aside) and batch records that a resume may read.
 """
 
@@ -22,7 +22,7 @@ SPARSE = 4
 """Set groups aside only if at least this many times as many entries are trimmed."""
 
 
-def trim_point(state: RunState, kept_groups: int = KEPT_GROUPS, kept_entries: int = KEPT_ENTRIES) -> TrimRecord | None:
+def decide_trim(state: RunState, kept_groups: int = KEPT_GROUPS, kept_entries: int = KEPT_ENTRIES) -> TrimRecord | None:
     """Return the history to trim once there is a quarter more than `kept_groups`; None before.
 
     `kept_entries` >= 1: the next entry's number follows from the newest entry.

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.kernel.decide.config import decide_patch
+from replaybuf.kernel.decide.failed_prompts import decide_failed, decide_failed_share
 from replaybuf.kernel.state.failed_prompts import LEAST_ENDED, WINDOW, FailedShare, FailedWindow
+from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
 from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, take
 from replaybuf.kernel.state.tickets import Ticket
-from replaybuf.kernel.strategy.failed_rule import decide_failed, decide_failed_share, explain_exceeded, read_share
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.ledger import ConfigRecord
 from tests.builders import entries
@@ -53,10 +54,10 @@ def test_the_rule_acts_above_its_share_once_enough_prompts_have_ended() -> None:
     run = ruled(0.25)
     store(run, *range(LEAST_ENDED - 6))
     fail(run, *range(100, 105))
-    assert read_share(run.state) == FailedShare(5, LEAST_ENDED - 1)
+    assert read_failed_share(run.state) == FailedShare(5, LEAST_ENDED - 1)
     assert decide_failed_share(run.state, 1.0) is None, "19 prompts are not enough"
     store(run, 50)
-    assert read_share(run.state) == FailedShare(5, LEAST_ENDED)
+    assert read_failed_share(run.state) == FailedShare(5, LEAST_ENDED)
     assert decide_failed_share(run.state, 1.0) is None, "a quarter is allowed"
     fail(run, 105)
     record = decide_failed_share(run.state, 7.0)
@@ -71,7 +72,7 @@ def test_the_rule_acts_above_its_share_once_enough_prompts_have_ended() -> None:
 def test_the_rule_does_what_the_configuration_says(then: str, state: str | None) -> None:
     run = ruled(0.0, then)
     fail(run, *range(LEAST_ENDED))
-    assert explain_exceeded(run.state)
+    assert explain_failed_share(run.state)
     record = decide_failed_share(run.state, 1.0)
     assert (record and record.state) == state
     if record:
@@ -82,7 +83,7 @@ def test_the_rule_does_what_the_configuration_says(then: str, state: str | None)
 def test_a_run_without_the_rule_records_failures_as_before() -> None:
     run = Run()
     fail(run, *range(LEAST_ENDED))
-    assert read_share(run.state) is None and explain_exceeded(run.state) is None
+    assert read_failed_share(run.state) is None and explain_failed_share(run.state) is None
     assert decide_failed_share(run.state, 1.0) is None
     assert all(failed.stored is None for failed in run.state.failed.newest.values())
 
@@ -92,9 +93,9 @@ def test_a_prompt_whose_group_comes_late_after_all_is_no_failure() -> None:
     store(run, *range(LEAST_ENDED))
     fail(run, 100, 101)
     store(run, 100)
-    assert read_share(run.state) == FailedShare(1, LEAST_ENDED + 2)
+    assert read_failed_share(run.state) == FailedShare(1, LEAST_ENDED + 2)
     store(run, 101)
-    assert read_share(run.state) == FailedShare(0, LEAST_ENDED + 2)
+    assert read_failed_share(run.state) == FailedShare(0, LEAST_ENDED + 2)
 
 
 def test_a_resume_starts_the_window_anew() -> None:
@@ -108,11 +109,11 @@ def test_a_resume_starts_the_window_anew() -> None:
     resumed = decide_patch(run.state, ConfigPatch(state="running"), 1.0)
     assert isinstance(resumed, ConfigRecord)
     run.apply(resumed)
-    assert read_share(run.state) == FailedShare(0, 2)
+    assert read_failed_share(run.state) == FailedShare(0, 2)
     fail(run, *range(120, 125))
     assert decide_failed_share(run.state, 1.0) is None
     store(run, *range(20, 33))
-    assert read_share(run.state) == FailedShare(5, LEAST_ENDED)
+    assert read_failed_share(run.state) == FailedShare(5, LEAST_ENDED)
     fail(run, 130)
     assert decide_failed_share(run.state, 1.0) is not None
 
@@ -135,5 +136,9 @@ def test_a_restart_neither_forgets_nor_counts_twice(resumed: bool) -> None:
     store(run, 31, 100 if not resumed else 110)
     stream = entries(*({"prompt_index": prompt} for prompt in [*prompts, 31, 100 if not resumed else 110]))
     again = restarted(run.state, stream, raw)
-    assert read_share(again) == read_share(run.state) == (FailedShare(1, 3) if resumed else FailedShare(9, 41))
+    assert (
+        read_failed_share(again)
+        == read_failed_share(run.state)
+        == (FailedShare(1, 3) if resumed else FailedShare(9, 41))
+    )
     assert decode_snapshot(raw).failed_start == (30 if resumed else 0)

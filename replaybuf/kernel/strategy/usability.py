@@ -1,0 +1,75 @@
+"""Rules for usable groups: version, staleness, uses, adapter, length. Batches and evictions follow the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from replaybuf.kernel.rows.index import LIVE, Index
+from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.strategy.plugin_set import Bounds
+from replaybuf.kernel.strategy.stale_policies import BOUNDED_COLUMNS, StalePolicies
+from replaybuf.wire.config import RunConfig
+from replaybuf.wire.group import hash_name
+
+_ALL = slice(None)
+
+
+class UsabilityRule(NamedTuple):
+    """A rule for usable groups: its text, columns, the test of their values, and one word for groups that break it.
+
+    `when`: `select` leaves such groups out of a batch, `evict` evicts them, because no later step may use them either.
+    """
+
+    rule: str
+    columns: tuple[str, ...]
+    kept: Callable[..., npt.NDArray[np.bool_]]
+    reason: str
+    when: Literal["select", "evict", "both"] = "select"
+
+    def holds(self, index: Index, rows: npt.NDArray[np.int64] | slice = _ALL) -> npt.NDArray[np.bool_]:
+        """Return which of these rows keep the rule."""
+        return self.kept(*(index[name][rows] for name in self.columns))
+
+
+def usability_rules(
+    state: RunState, config: RunConfig, bounds: Bounds, seq_len: int, step: int, adapter: str
+) -> Iterator[UsabilityRule]:
+    """Yield the core's own rules for the groups that a batch of an adapter may have at `step`."""
+    version = state.version_at(step, adapter)
+    rule = "selects no group of a later version"
+    yield UsabilityRule(rule, ("policy_version",), lambda values: values <= version, "later_version")
+    if bounds.max_staleness is not None:
+        yield _staleness_rule(config, version - bounds.max_staleness, bounds.max_staleness)
+    # Checked before a rewind, then stored after it by a direct writer or a leader that died.
+    published = state.published[adapter]
+    rule = "has no token of a version that is not published"
+    yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, LOST_LINEAGE, "evict")
+    if bounds.max_uses is not None:
+        most = bounds.max_uses
+        rule = f"keeps the max_uses of {most}"
+        yield UsabilityRule(rule, ("times_sampled",), lambda values: values < most, "used_up")
+    yield UsabilityRule("selects only live groups", ("state",), lambda values: values == LIVE, "not_live")
+    if adapter:  # without adapters all groups have the same one
+        code = hash_name(adapter)
+        rule = "selects only groups it was given"
+        yield UsabilityRule(rule, ("adapter",), lambda values: values == code, "other_adapter")
+    if config.batch.overlong == "reject":
+        longest = seq_len
+        rule = f"keeps the seq_len of {longest}"
+        yield UsabilityRule(rule, ("longest_tokens",), lambda values: values <= longest, "overlong", "both")
+
+
+def _staleness_rule(config: RunConfig, oldest: int, max_staleness: int) -> UsabilityRule:
+    rule, policies = f"keeps the max_staleness of {max_staleness}", StalePolicies.of(config)
+    if "mask" not in policies.used:
+        return UsabilityRule(rule, ("policy_version",), lambda values: values >= oldest, "too_stale", "both")
+
+    def kept(*columns: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        fits: npt.NDArray[np.bool_] = policies.bounded_versions(*columns) >= oldest
+        return fits
+
+    return UsabilityRule(rule, BOUNDED_COLUMNS, kept, "too_stale", "both")
