@@ -10,7 +10,7 @@ from replaybuf.errors import Invalid
 from replaybuf.service.host import Service
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.tasks import cancel_all
-from replaybuf.store import EmbeddedServer, Store, WritePolicy
+from replaybuf.store import EmbeddedServer, Store, WritePolicy, lock_folder
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 
@@ -33,7 +33,7 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
     server = None if options.redis_url else EmbeddedServer(options.data_dir, options.durability)
     if server:
         await server.start()
-    store = None
+    store = lock = None
     try:
         if server:
             store = await Store.open(server.url, policy, private=True, explain_outage=lambda: server.outage)
@@ -41,7 +41,11 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
             store = await Store.open(str(options.redis_url), policy)
             await store.servers.claim(options.deployment)
         if policy.level == "strict":
-            store.connection.known.load(options.data_dir / "acknowledged")
+            ends = options.data_dir / "acknowledged"
+            with contextlib.suppress(OSError):  # of a folder that cannot be used: `load` logs it
+                ends.mkdir(parents=True, exist_ok=True)
+                lock = lock_folder(ends)
+            store.connection.known.load(ends)
         service = Service(
             store,
             url=options.advertise_url or url,
@@ -65,3 +69,5 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
             await store.close()
         if server:
             await server.stop()
+        if lock:
+            lock.close()

@@ -3,7 +3,7 @@
 from replaybuf.store.entries import AppendResult, IndexChunk, IndexEntry, PendingGroup
 from replaybuf.store.loss.ends import Ends
 from replaybuf.store.redis.durability import WritePolicy
-from replaybuf.store.redis.embedded import EmbeddedServer
+from replaybuf.store.redis.embedded import EmbeddedServer, lock_folder
 from replaybuf.store.redis.server import ServerReport
 from replaybuf.store.runs import HeldLease, Lease
 from replaybuf.store.servers import AnnouncedServer
@@ -24,4 +24,5 @@ __all__ = [
     "ServerReport",
     "Store",
     "WritePolicy",
+    "lock_folder",
 ]

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,8 +86,16 @@ class SpillFiles:
         """Delete files, if they are there."""
         await self._do(self._writers, [lambda: self._opened().delete(paths)])
 
-    async def delete_some(self, folder: str, choose: Callable[[Sequence[str]], Sequence[str]]) -> int:
-        """Delete those files of a run's folder that `choose` returns, one subfolder at a time; return how many."""
+    async def delete_some(
+        self,
+        folder: str,
+        choose: Callable[[Sequence[str]], Sequence[str]],
+        confirm: Callable[[], Awaitable[None]],
+    ) -> int:
+        """Delete those files of a run's folder that `choose` returns, one subfolder at a time; return how many.
+
+        `confirm` is asked before each deletion, and raises if nothing may be deleted any more.
+        """
         (listed,) = await self._do(self._writers, [lambda: self._opened().list_paths(folder)])
         deleted = 0
         while True:
@@ -96,6 +104,7 @@ class SpillFiles:
                 return deleted
             chosen = choose(paths)
             if chosen:
+                await confirm()
                 await self.delete(chosen)
             deleted += len(chosen)
 

@@ -227,3 +227,26 @@ def test_a_lost_answer_to_the_first_move_leaves_one_folder(server: EmbeddedServe
         assert awaits.passed and run.spill.failing is None
 
     on_a_spilling_run(server, tmp_path, work, groups=0)
+
+
+@pytest.mark.parametrize("most_doomed", [spill.MOST_DOOMED, 1])
+def test_a_leader_that_was_replaced_meanwhile_deletes_no_file(
+    server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_doomed: int
+) -> None:
+    """What it knows to be freed may be another group by now: an accepted loss gives numbers again."""
+    monkeypatch.setattr(spill, "MOST_DOOMED", most_doomed)
+
+    async def work(run: Run, epoch: int) -> None:
+        await use(run, epoch, range(8))
+        await free(run)
+        before = files(tmp_path)
+        store = run.journal.store
+        await store.runs.take_lease(run.name, "another server", 60.0, force=True)
+        await do(run)
+        assert files(tmp_path) == before
+        lease = await store.runs.take_lease(run.name, "here", 60.0, force=True)
+        await run.lead(str(lease.token))
+        await do(run)
+        assert len(files(tmp_path)) < len(before)
+
+    on_a_spilling_run(server, tmp_path, work)

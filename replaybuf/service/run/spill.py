@@ -205,16 +205,22 @@ class Spill:
         """Delete doomed files, and sweep if that is due. A checkpoint may add paths or ask for a sweep meanwhile."""
         while doomed := self._doomed:
             paths = doomed[:DELETED_AT_ONCE]
+            await self._confirm_lead()
             await files.delete(paths)
             del doomed[: len(paths)]  # not `self._doomed`: a sweep may have replaced the list
         if self._sweep and self._folder:
             self._sweep = False
             try:
-                deleted = await files.delete_some(self._folder, self._list_freed)
+                deleted = await files.delete_some(self._folder, self._list_freed, self._confirm_lead)
             except BaseException:
                 self._sweep = True
                 raise
             logger.info("files of freed groups deleted run=%s files=%d", self._journal.name, deleted)
+
+    async def _confirm_lead(self) -> None:
+        """Ask Redis before files go: an accepted loss gives their numbers to other groups. Raises `NotLeader`."""
+        journal = self._journal
+        await journal.store.counters.add(journal.name, {}, journal.check_leading())
 
     def _list_freed(self, paths: Sequence[str]) -> list[str]:
         """List the files of freed groups; remember those that nothing names until their groups are freed.

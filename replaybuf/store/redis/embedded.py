@@ -84,7 +84,7 @@ class EmbeddedServer:
         """Lock the data folder and start or adopt the server. Raises `ServiceUnavailable` if that fails."""
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.data_dir)
+            self._lock = lock_folder(self.data_dir)
         except OSError as error:
             raise ServiceUnavailable(
                 f"data folder {self.data_dir} cannot be written: {error}", name="data_dir", value=str(self.data_dir)
@@ -281,8 +281,9 @@ def _socket_path(data_dir: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"replaybuf-{os.getuid()}-{name}.sock"
 
 
-def _lock(data_dir: Path) -> IO[str]:
-    handle = (data_dir / "serve.lock").open("a+")
+def lock_folder(folder: Path) -> IO[str]:
+    """Lock a folder for this process until the returned file is closed. Raises `Conflict` if another one has it."""
+    handle = (folder / "serve.lock").open("a+")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -290,9 +291,10 @@ def _lock(data_dir: Path) -> IO[str]:
         holder = handle.read(20).strip() or "unknown"
         handle.close()
         raise Conflict(
-            f"data folder {data_dir} is in use by another replaybuf serve (process {holder})",
+            f"data folder {folder} is in use by another replaybuf serve (process {holder}); "
+            "give each its own with --data-dir",
             name="data_dir",
-            value=str(data_dir),
+            value=str(folder),
         ) from None
     handle.truncate(0)
     handle.write(str(os.getpid()))
