@@ -108,20 +108,22 @@ class LedgerStore:
         """Write the frames where they belong, then append the entry, which makes them count.
 
         A frame that is there already is kept if it is the same: it is from a call that was cut. Another one is
-        replaced, unless this server does not lead any more.
+        replaced, unless this server does not lead any more, or another leader has replaced it meanwhile.
         """
         connection = self._connection
         flags = [part for name in dict.fromkeys(column.name for column in frames) for part in (f"column:{name}", 1)]
         await connection.call(run, "rb_count", (), flags, token, durably=True)  # a deletion then deletes them too
         pipe = connection.pipeline()
         for column in frames:
-            pipe.execute_command("SET", keys.late_column(column.payload_key, column.name), column.frame, "NX", "GET")
+            key = keys.late_column(column.payload_key, column.name)
+            pipe.execute_command("SET", key, column.frame, "NX", "GET", get=True)  # else the reply is whether it is OK
         held = await connection.run_durably(pipe)
-        if other := [column for column, frame in zip(frames, held, strict=True) if frame not in (None, column.frame)]:
+        if other := [pair for pair in zip(frames, held, strict=True) if pair[1] not in (None, pair[0].frame)]:
             await connection.call(run, "rb_count", (), (), token)
             pipe = connection.pipeline()
-            for column in other:
-                pipe.execute_command("SET", keys.late_column(column.payload_key, column.name), column.frame)
+            for column, frame in other:
+                key = keys.late_column(column.payload_key, column.name)
+                pipe.execute_command("FCALL", "rb_replace_column", 1, key, frame, column.frame)
             await connection.run_durably(pipe)
         words = [number, encode_record(record), keys.new_entry()]
         outcome, detail = await connection.call(run, "rb_append", [keys.candidates(run)], words, token, durably=True)

@@ -567,6 +567,15 @@ local function tickets(keys, args, run)
   end
 end
 
+-- Replace the frame of a late column, unless it is another one by now. keys: column; args: frame that was read, frame
+local function replace_column(keys, args)
+  if redis.call('GET', keys[1]) == args[1] then
+    redis.call('SET', keys[1], args[2])
+    return 1
+  end
+  return 0
+end
+
 -- Return the clock of Redis in ms, and the tickets with their deadlines. keys: tickets
 local function read_tickets(keys)
   return {string.format('%d', now_ms()), redis.call('ZRANGE', keys[1], 0, -1, 'WITHSCORES')}
@@ -764,6 +773,7 @@ register('rb_ends', guarded(ends))
 register('rb_confirm', guarded(confirm))
 register('rb_append', led(append))
 register('rb_columns', led(columns))
+register('rb_replace_column', replace_column)
 register('rb_lead', guarded(lead))
 register('rb_tickets', led(tickets))
 register('rb_read_tickets', read_tickets)

@@ -205,6 +205,8 @@ CALLS: list[list[object]] = [
     function("rb_columns", [ATTEMPT, LATE], 3, b"columns", 103, "late"),
     function("rb_columns", [ATTEMPT, LATE], 3, b"columns", 103, "late"),
     function("rb_columns", [ATTEMPT, LATE], 4, b"columns", 104, "late"),
+    plain("rb_replace_column", [LATE], b"other", b"never"),
+    plain("rb_replace_column", [LATE], b"late", b"later"),
     plain("rb_read_tickets", [TICKETS]),
     function("rb_tickets", [TICKETS], 1, "gone", 2, LONG_MS, "t0", 0, "t1", "issued", 2, "next:", 2),
     plain("rb_read_tickets", [TICKETS]),

@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from replaybuf.errors import DataLost, Invalid, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import DataLost, Invalid, NotLeader, ServiceUnavailable, UnsupportedServer
 from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, keys
 from replaybuf.store.buckets import Attempt, BucketStore
-from replaybuf.wire.ledger import LossRecord, encode_record
+from replaybuf.store.ledger import NewColumn
+from replaybuf.wire.ledger import ColumnsRecord, LossRecord, encode_record
 from tests.clusters import ValkeyCluster
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
@@ -284,3 +286,35 @@ def test_a_restarted_primary_waits_for_its_replicas_before_it_is_written_to(tmp_
                     pass
 
         on_cluster(nodes.url, work, WritePolicy(replicas=1))
+
+
+def test_a_former_leader_replaces_no_late_column_of_the_next_one(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended after it had seen the frame of a cut call; the next leader published another frame."""
+
+    async def work(store: Store) -> None:
+        run, record = "column", ColumnsRecord(groups=[])
+        assert await append(store, run, to_append("a")) == [True]
+        (entry,) = await store.groups.read_entries(run, [1])
+        payload_key = entry.strings.payload_key
+        cut, former, newest = (NewColumn(payload_key, "judge", frame) for frame in (b"cut", b"former", b"newest"))
+        token = (await store.runs.take_lease(run, "former", LEASE_S)).token or ""
+        await store.connection.client.set(keys.late_column(payload_key, "judge"), cut.frame)
+        second = await Store.open(cluster.url)
+        call = store.connection.call
+
+        async def suspended(*words: Any, **options: Any) -> tuple[str, Any]:
+            answer = await call(*words, **options)
+            if words[1] == "rb_count" and not options:  # the last question before frames are replaced
+                newer = (await second.runs.take_lease(run, "next", LEASE_S, force=True)).token or ""
+                await second.ledger.append_columns(run, newer, 1, record, [newest])
+            return answer
+
+        monkeypatch.setattr(store.connection, "call", suspended)
+        with pytest.raises(NotLeader):
+            await store.ledger.append_columns(run, token, 1, record, [former])
+        await second.close()
+        assert await store.connection.client.get(keys.late_column(payload_key, "judge")) == newest.frame
+
+    on_cluster(cluster.url, work)
