@@ -200,7 +200,7 @@ def test_a_waiting_producer_is_woken_by_the_publication(run: RunClient) -> None:
     poll = threading.Thread(target=lambda: got.append(take(run, 1, wait_ms=20000)))
     poll.start()
     run.publish(1, epoch)
-    poll.join(10)
+    poll.join()
     assert len(got[0]) == 1
 
 
