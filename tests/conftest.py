@@ -308,12 +308,13 @@ def group(
 
 @pytest.fixture(autouse=True)
 def _remove_new_log_handlers() -> Iterator[None]:
-    """A command in this process adds a handler for stderr, which pytest closes after the test."""
+    """A command in this process adds a handler for a file, or for stderr, which pytest closes after the test."""
     root = logging.getLogger()
     before = list(root.handlers)
     yield
     for handler in [handler for handler in root.handlers if handler not in before]:
         root.removeHandler(handler)
+        handler.close()
 
 
 MOST_RUNS = 30

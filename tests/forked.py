@@ -185,6 +185,13 @@ async def fork_replaybuf(*arguments: str, trainer: bool = False) -> AwaitedProce
     return await AwaitedProcess(process).connect()
 
 
+def fork_program(program: str, folder: Path, **variables: str) -> ForkedProcess:
+    """Start a program that needs torch, with `folder` as working folder; its lines come as they are printed."""
+    name = f"program_{len(list(folder.glob('program_*.py')))}"
+    (folder / f"{name}.py").write_text(f"import sys\nsys.stdout.reconfigure(line_buffering=True)\n{program}")
+    return ForkedProcess(name, [], os.environ | variables, None, folder=folder, trainer=True)
+
+
 def run_forked(
     module: str,
     arguments: Sequence[str],

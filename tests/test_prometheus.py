@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,17 +18,16 @@ import httpx
 import pytest
 import yaml
 
-from replaybuf.lab.demo.folder import DemoOptions, open_folder
-from replaybuf.lab.demo.run_file import TASK
-from tests.conftest import ClockedServe, RunClient, group
+from tests.conftest import STOP_TIMEOUT_S, ClockedServe, RunClient, ServeProcess, group
+from tests.forked import ForkedProcess
 from tests.metric_push.receiver import Pushed, Receiver
 from tests.ports import free_port
 from tests.service.test_evaluations import post, result
 from tests.test_docker import ALERTS, COMPOSE, DASHBOARDS, DOCKER, SERVICES, words
+from tests.waiting import eventually
 
 START_TIMEOUT_S = 60.0
 DATA_TIMEOUT_S = 120.0
-DEMO_TIMEOUT_S = 600.0
 ONLY_WHEN = {'replaybuf_requests_total{status="500"}': "a call failed inside the service"}
 """Selectors of alerts that find nothing on a healthy service."""
 
@@ -125,61 +123,58 @@ def start_run(run: RunClient) -> int:
     return epoch
 
 
-def stopped_demo(root: Path) -> None:
-    """Write the folder of a demo that was stopped after a warm start of ten steps; a whole one takes a minute."""
-    warm_start = pytest.importorskip("replaybuf_trainer.warm_start")
-    problems = pytest.importorskip("replaybuf_trainer.problems")
-    folder, _, lock = open_folder(DemoOptions(data_dir=root, steps=1000))
-    os.close(lock)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(problems, "SCANNED_ENTRIES", 6000)
-        warm_start.make(folder.model, TASK, 0, target_accuracy=0.0)
-
-
 @contextlib.contextmanager
-def demo(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Resume a demo as a person does; give the addresses of the metrics of its service, generator and trainer."""
-    stopped_demo(folder / "demo")
-    served, generated, trained = free_address(), free_address(), free_address()
-    environment = os.environ | {
-        "REPLAYBUF_GENERATE_METRICS_PORT": generated.rpartition(":")[2],
-        "REPLAYBUF_TRAIN_METRICS_PORT": trained.rpartition(":")[2],
+def training(folder: Path, url: str) -> Iterator[list[str]]:
+    """Train the run `main` with a real engine, generator and trainer; give the addresses of the metrics of both."""
+    pytest.importorskip("torch")
+    from tests.trainer.engine_process import engine_process
+    from tests.trainer.served import write_model
+
+    model, prompts = write_model(folder / "model", 0), folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": word, "answer": word[::-1]}) + "\n" for word in ("abc", "bcd")))
+    ports = {"generate": free_port(), "train": free_port()}
+    commands: dict[str, dict[str, Any]] = {
+        "generate": {"environment": "exact-match", "prompts": prompts, "tokenizer": model, "max-tokens": 8},
+        "train": {"model": model, "weights-dir": folder / "weights", "checkpoint-dir": folder / "checkpoints"},
     }
-    command = [sys.executable, "-m", "replaybuf", "demo", "--data-dir", str(folder / "demo"), "--resume"]
-    command += ["--port", served.rpartition(":")[2]]
-    with (folder / "demo.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    try:
-        yield served, generated, trained
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(DEMO_TIMEOUT_S)
+    with contextlib.ExitStack() as ends, (folder / "training.log").open("w") as log, engine_process(model) as engine:
+        for command, options in commands.items():
+            named = {"url": url, "run": "main", "engine": engine.url, "metrics-port": ports[command], **options}
+            words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+            process = ForkedProcess("replaybuf", [command, *words], os.environ, log, trainer=command == "train")
+            ends.enter_context(process)
+            ends.callback(process.wait, STOP_TIMEOUT_S)
+            ends.callback(process.kill)
+        yield [f"127.0.0.1:{port}" for port in ports.values()]
 
 
-@pytest.mark.timeout(2 * DEMO_TIMEOUT_S)  # four processes with torch start: 20 s on two idle cores
-def test_every_query_finds_data_of_a_demo_and_a_run_with_all_rules(
-    tmp_path: Path, connect: Callable[[str, str], RunClient]
+def test_every_query_finds_data_of_a_training_and_a_run_with_all_rules(
+    tmp_path: Path, own_service: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> None:
-    """A healthy demo drops nothing and has no limits, so a second run on its service does; the test ends the demo."""
+    """A healthy training drops nothing and has no limits, so a second run on its service does."""
     find("prometheus")
-    with demo(tmp_path) as targets, scraping(tmp_path, *targets) as prometheus:
-        log, until_s = tmp_path / "demo.log", time.monotonic() + DEMO_TIMEOUT_S
-        while without_data(prometheus, {'replaybuf_trainer_step{run="demo"} > 0'}):
-            assert time.monotonic() < until_s, log.read_text()
-            time.sleep(0.5)
-        rules = connect(f"http://{targets[0]}", "rules")
+    main, rules = (connect(own_service.url, name) for name in ("main", "rules"))
+    batch = {"groups_per_batch": 2, "seq_len": 64}
+    assert main.put(batch=batch, group_size=4, strategy={"name": "one-step-off-policy"}).status_code == 201
+    address = own_service.url.removeprefix("http://")
+    with training(tmp_path, own_service.url) as targets, scraping(tmp_path, address, *targets) as prometheus:
+        within_s, first_step = DATA_TIMEOUT_S, {'replaybuf_trainer_step{run="main"} > 0'}
+        eventually(lambda: without_data(prometheus, first_step), within_s, operator.not_)
         epoch, missing = start_run(rules), expressions()
         assert len(missing) > 90
         seldom = {query for query in missing if "replaybuf_generator_waiting" in query}
         assert len(seldom) == 1
-        paused = False
-        while missing and time.monotonic() < until_s:
+
+        def still_missing() -> set[str]:
+            nonlocal missing
             assert rules.batch(1, epoch, wait_ms=500).status_code == 202
             missing = without_data(prometheus, missing)
-            if missing <= seldom and not paused:  # a scrape rarely meets a healthy generator that waits
-                assert rules.http.patch("/v1/runs/demo", json={"state": "paused"}).status_code == 200
-                paused = True
-        assert not missing, log.read_text()
+            return missing
+
+        eventually(still_missing, within_s, seldom.issuperset)
+        # A scrape rarely meets a healthy generator that waits.
+        assert main.http.patch("/v1/runs/main", json={"state": "paused"}).status_code == 200
+        eventually(still_missing, within_s, operator.not_)
         of_steps: dict[str, str | float] = {"query": "replaybuf_trainer_step_seconds_bucket", "start": 0}
         of_steps["end"] = time.time() + 60
         buckets = prometheus.get("/api/v1/query_exemplars", params=of_steps).json()["data"]

@@ -294,7 +294,7 @@ def test_without_the_suite_the_error_names_its_extra(
     assert captured.out.startswith("ok") and "replaybuf[testing]" in captured.err
 
 
-@pytest.mark.parametrize("target", ["on-policy", "replaybuf_strategies.one_step_off_policy:OneStepOffPolicy", "replay"])
+@pytest.mark.parametrize("target", ["on-policy", "replaybuf_strategies.one_step_off_policy:OneStepOffPolicy"])
 def test_built_in_strategies_pass_the_real_suite_by_name_and_by_class(
     target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

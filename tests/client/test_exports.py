@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import pandas
 import pytest
 from safetensors.numpy import load
 
@@ -61,6 +60,8 @@ def used(run: RunClient) -> list[list[str]]:
 def test_duckdb_and_pandas_read_what_was_stored(
     service: ServeProcess, trained: RunClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import pandas  # 0.4 s, which each worker that collects this file would take
+
     folder = tmp_path / "out"
     counts = command(capsys, "export", trained.run, "--to", folder, "--url", service.url)
     assert (counts["groups"], counts["rollouts"], counts["without_rollouts"]) == (6, 12, 0)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from replaybuf.client import Client, group_builder
 from tests.conftest import ServeProcess
+from tests.forked import ForkedProcess, fork_program
 
 torch = pytest.importorskip("torch")
 
@@ -21,13 +19,10 @@ STEPS = 3
 TIMEOUT_S = 150.0
 
 
-def start(url: str, folder: Path) -> subprocess.Popen[str]:
+def start(url: str, folder: Path) -> ForkedProcess:
     """Start the program of the page in `folder`."""
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    model = {"REPLAYBUF_URL": url, "MODEL": str(folder / "model"), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", program], cwd=folder, env=os.environ | model, stdout=subprocess.PIPE, text=True
-    )
+    return fork_program(program, folder, REPLAYBUF_URL=url, MODEL=str(folder / "model"), HF_HUB_OFFLINE="1")
 
 
 def preference(folder: Path) -> float:
@@ -61,12 +56,12 @@ def test_the_program_learns_resumes_and_sends_its_loss(own_service: ServeProcess
         assert first.stdout is not None
         assert first.stdout.readline().startswith("step 0: loss")
         first.kill()
-        first.communicate(timeout=TIMEOUT_S)
+        first.communicate(TIMEOUT_S)
         for step in range(1, STEPS):
             fill(client, step)
         second = start(own_service.url, tmp_path)
-        output, _ = second.communicate(timeout=TIMEOUT_S)
-        assert second.returncode == 0
+        output, errors = second.communicate(TIMEOUT_S)
+        assert second.returncode == 0, errors
         assert [line.partition(":")[0] for line in output.splitlines()] == ["step 1", "step 2"]
         assert client.get_run().checkpoints[-1] == STEPS
     before, *after = map(preference, (tmp_path / "model", *(tmp_path / "weights" / str(n + 1) for n in range(STEPS))))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 from replaybuf.client.client import Client
 from replaybuf_trainer.weight_download.local_weights import LocalWeights
 from tests.conftest import RunClient, ServeProcess, group
+from tests.forked import fork_program
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "trainers.md").read_text() + (DOCS / "publish-weights.md").read_text()
@@ -96,19 +94,15 @@ def test_a_data_set_of_batches_trains_the_run_to_its_end(main: RunClient) -> Non
     assert main.state()["state"] == "finished"
 
 
-def test_the_example_of_several_ranks_trains_on_each_of_them(main: RunClient) -> None:
+def test_the_example_of_several_ranks_trains_on_each_of_them(main: RunClient, tmp_path: Path) -> None:
     """Two processes, started as torchrun does, get their part of every step and end with the run."""
     pytest.importorskip("torch")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    torchrun = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-c", example("Several ranks")]
-    ranks = [
-        subprocess.Popen(command, env=torchrun | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [fork_program(example("Several ranks"), tmp_path, RANK=str(rank), **torchrun) for rank in range(2)]
     try:
-        printed = [rank.communicate(timeout=TIMEOUT_S)[0].splitlines() for rank in ranks]
+        printed = [rank.communicate(TIMEOUT_S)[0].splitlines() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -50,9 +50,13 @@ def example(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.timeout(600)  # 40 s alone: four processes import torch
-def test_the_example_survives_kill_9_of_generator_and_engine(example: Path) -> None:
-    """Both are restarted; the run completes all its steps, and is evaluated before and after."""
+@pytest.mark.timeout(600)  # 30 s alone: two processes import torch
+def test_the_example_survives_kill_9_of_its_generator(example: Path) -> None:
+    """It is restarted; the run completes all its steps, and is evaluated before and after.
+
+    A restarted engine takes 5 s to import torch: `test_up.py` has its restart, `trainer/test_restarted_engine.py` what
+    trainer and generator do meanwhile.
+    """
     data = example.parent / ".replaybuf" / "spell"
     session = subprocess.Popen(
         [sys.executable, "-m", "replaybuf", "up", str(example)],
@@ -71,15 +75,13 @@ def test_the_example_survives_kill_9_of_generator_and_engine(example: Path) -> N
         eventually(first_step, WITHIN_S)
         children = psutil.Process(session.pid).children(recursive=True)
         log = (data / "logs" / "up.log").read_text()
-        for name in ("generator", "small"):
-            os.kill(int(re.findall(rf"started name={name} pid=(\d+)", log)[-1]), signal.SIGKILL)
+        os.kill(int(re.findall(r"started name=generator pid=(\d+)", log)[-1]), signal.SIGKILL)
         output, _ = session.communicate(timeout=WITHIN_S)
     finally:
         session.terminate()
         session.wait(timeout=WITHIN_S)
     assert session.returncode == 0, output
-    for name in ("generator", "small"):
-        assert re.search(rf"{name} \(pid \d+\) was killed by SIGKILL; restart 1 of 5 in 1 s", output)
+    assert re.search(r"generator \(pid \d+\) was killed by SIGKILL; restart 1 of 5 in 1 s", output)
     assert f"training is done at step {STEPS}" in output
     assert len(re.findall(r"evaluation held_out of version \d+: reward", output)) == 2
     steps = {json.loads(line)["step"] for line in metrics.read_text().splitlines()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -93,43 +94,69 @@ def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
+@contextlib.contextmanager
+def run_in(folder: Path) -> Iterator[Run]:
+    """Write the file of a run with six steps; its sessions end with the block."""
+    made = Run(folder)
+    try:
+        yield made
+    finally:
+        for session in made.sessions:
+            if session.poll() is None:
+                session.send_signal(signal.SIGTERM)
+                session.communicate(WITHIN_S)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """A file of a run with six steps; its sessions end with the test."""
-    made = Run(tmp_path)
-    yield made
-    for session in made.sessions:
-        if session.poll() is None:
-            session.send_signal(signal.SIGTERM)
-            session.communicate(WITHIN_S)
+    """A run of one test."""
+    with run_in(tmp_path) as made:
+        yield made
 
 
-def test_a_run_goes_to_its_end_and_leaves_no_process(run: Run) -> None:
+class Finished(NamedTuple):
+    """A run that a script started, and that went to its end; `again`: the second `up`."""
+
+    run: Run
+    left: list[psutil.Process]
+    code: int | None
+    output: str
+    lines: str
+    again: tuple[int | None, str]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """One session with `--json` and no fault."""
+    with run_in(tmp_path_factory.mktemp("finished")) as run:
+        session = run.start("--json")
+        processes = run.reached(1, session)
+        output, lines = session.communicate(WITHIN_S)
+        yield Finished(run, left(processes), session.returncode, output, lines, ended(run.start()))
+
+
+def test_a_run_goes_to_its_end_and_leaves_no_process(finished: Finished) -> None:
     """Plain lines name the service, the engine and the end; the second `up` has nothing to start."""
-    session = run.start()
-    processes = run.reached(1, session)
-    code, output = ended(session)
-    assert code == 0, output
+    run, lines = finished.run, finished.lines
+    assert finished.code == 0, lines
     for line in (f"service at http://127.0.0.1:{run.port}, run up at step 0", "small at http://", "training is done"):
-        assert line in output
-    assert f"run up is done; data and logs are in {run.folder / 'data'}" in output
-    assert re.search(rf"open its console again: .* serve .*{run.folder / 'data' / 'service'}", output)
+        assert line in lines
+    assert f"run up is done; data and logs are in {run.folder / 'data'}" in lines
+    assert re.search(rf"open its console again: .* serve .*{run.folder / 'data' / 'service'}", lines)
     report = run.folder / "data" / "report.html"
-    assert f"report of this run: {report}" in output
+    assert f"report of this run: {report}" in lines
     assert f"up: finished, {counted(STEPS, 'trained step')}" in report.read_text()
-    assert left(processes) == []
-    code, output = ended(run.start())
+    assert finished.left == []
+    code, output = finished.again
     assert (code, "run up is finished; there is nothing to start" in output) == (0, True), output
     assert run.state.read_text() == str(STEPS)
 
 
-def test_a_run_that_a_script_starts_prints_one_json_object(run: Run) -> None:
-    """How it ended, on standard output; the progress is on the other stream. A session that stops says why."""
-    output, errors = (session := run.start("--json")).communicate(timeout_s=WITHIN_S)
-    summary = json.loads(output)
-    assert (session.returncode, summary["run"], summary["stopped"]) == (0, "up", None), errors
-    assert summary["data_dir"] == str(run.folder / "data") and " serve " in summary["console"]
-    assert "training is done" in errors
+def test_a_run_that_a_script_starts_prints_one_json_object(finished: Finished) -> None:
+    """How it ended, on standard output; the progress is on the other stream."""
+    summary = json.loads(finished.output)
+    assert (summary["run"], summary["stopped"]) == ("up", None)
+    assert summary["data_dir"] == str(finished.run.folder / "data") and " serve " in summary["console"]
 
 
 def test_every_killed_child_is_restarted_and_the_run_completes(run: Run) -> None:
@@ -153,24 +180,61 @@ def test_every_killed_child_is_restarted_and_the_run_completes(run: Run) -> None
     assert steps == list(range(1, STEPS + 1))
 
 
-def test_a_signal_stops_all_in_order_and_up_again_continues(run: Run) -> None:
-    """Trainer, engine and service end in this order; the next session starts at the step of the first."""
-    run.fault.write_text("hold")
-    session = run.start()
-    processes = run.reached(1, session)
-    session.send_signal(signal.SIGINT)
-    code, output = ended(session)
-    assert (code, left(processes)) == (130, [])
+class Interrupted(NamedTuple):
+    """A session that Ctrl-C stopped, another `up` beside it, and the session that went on with a changed file."""
+
+    run: Run
+    left: list[psutil.Process]
+    stopped: tuple[int | None, str]
+    exits: list[str]
+    beside: tuple[int | None, str]
+    resumed: tuple[int | None, str]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupted]:
+    """Three sessions in one folder."""
+    with run_in(tmp_path_factory.mktemp("interrupted")) as run:
+        run.fault.write_text("hold")
+        session = run.start()
+        processes = run.reached(1, session)
+        beside = ended(run.start())
+        assert session.poll() is None, "the second session disturbed the first"
+        session.send_signal(signal.SIGINT)
+        stopped = ended(session)
+        exits = re.findall(r"exited name=(\w+)", (run.logs / "up.log").read_text())
+        run.fault.unlink()
+        run.file.write_text(run.file.read_text().replace("groups_per_batch = 2", "groups_per_batch = 3"))
+        yield Interrupted(run, left(processes), stopped, exits, beside, ended(run.start()))
+
+
+def test_a_signal_stops_all_in_order(interrupted: Interrupted) -> None:
+    """Trainer, engine and service end in this order."""
+    code, output = interrupted.stopped
+    assert (code, interrupted.left) == (130, [])
     assert "stopped: stopped by Ctrl-C" in output
-    assert f"continue with: {sys.executable} -m replaybuf up {run.file}" in output
-    assert f"console of this run: http://127.0.0.1:{run.port}/#/runs/up" in output
-    exits = re.findall(r"exited name=(\w+)", (run.logs / "up.log").read_text())
-    assert exits == ["trainer", "small", "service", "guard"]
-    run.fault.unlink()
-    code, output = ended(run.start())
+    assert f"continue with: {sys.executable} -m replaybuf up {interrupted.run.file}" in output
+    assert f"console of this run: http://127.0.0.1:{interrupted.run.port}/#/runs/up" in output
+    assert interrupted.exits == ["trainer", "small", "service", "guard"]
+
+
+def test_up_again_continues_at_the_step_of_the_stopped_session(interrupted: Interrupted) -> None:
+    code, output = interrupted.resumed
     assert (code, "run up at step 1" in output) == (0, True), output
-    steps = [int(line.split()[1]) for line in (run.logs / "trainer.log").read_text().splitlines()]
+    steps = [int(line.split()[1]) for line in (interrupted.run.logs / "trainer.log").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
+
+
+def test_one_folder_has_one_session(interrupted: Interrupted) -> None:
+    """The second session says what to do, and does not disturb the first."""
+    code, output = interrupted.beside
+    assert (code, "is in use by another `replaybuf up`" in output) == (1, True), output
+
+
+def test_changed_keys_of_an_existing_run_are_named(interrupted: Interrupted) -> None:
+    """The service keeps the configuration of a run; the file cannot change it in silence."""
+    _, output = interrupted.resumed
+    assert "run.batch.groups_per_batch differs in the service, which keeps its value; change it with PATCH" in output
 
 
 def test_no_process_survives_kill_9_of_up_and_up_again_continues(run: Run) -> None:
@@ -211,25 +275,14 @@ def test_the_service_and_its_valkey_end_when_up_is_killed_together_with_its_guar
 def test_a_child_that_keeps_failing_ends_the_session_with_its_last_lines(run: Run) -> None:
     """After three restarts: its name, its exit code, the last lines of its log, exit code 1, nothing left."""
     run.fault.write_text("die")
-    session = run.start()
+    session = run.start("--json")
     processes = run.reached(1, session)
-    code, output = ended(session)
-    assert (code, left(processes)) == (1, [])
-    assert "restart 3 of 3 in 0.01 s" in output
-    assert re.search(r"stopped: trainer \(pid \d+\) exited with code 7 after 3 restarts", output)
-    assert "  weights are not finite" in output
-    output, _ = run.start("--json").communicate(timeout_s=WITHIN_S)
+    output, lines = session.communicate(WITHIN_S)
+    assert (session.returncode, left(processes)) == (1, [])
+    assert "restart 3 of 3 in 0.01 s" in lines
+    assert re.search(r"stopped: trainer \(pid \d+\) exited with code 7 after 3 restarts", lines)
+    assert "  weights are not finite" in lines
     assert "exited with code 7 after 3 restarts" in json.loads(output)["stopped"]
-
-
-def test_one_folder_has_one_session(run: Run) -> None:
-    """The second session says what to do, and does not disturb the first."""
-    run.fault.write_text("hold")
-    first = run.start()
-    run.reached(1, first)
-    code, output = ended(run.start())
-    assert (code, "is in use by another `replaybuf up`" in output) == (1, True), output
-    assert first.poll() is None
 
 
 def test_a_wrong_file_starts_nothing(run: Run) -> None:
@@ -288,17 +341,3 @@ def test_the_lines_for_a_trainer_of_your_own_are_enough_to_run_it(run: Run) -> N
     code, output = ended(session)
     assert code == 0, output
     assert f"training is done at step {STEPS}" in output
-
-
-def test_changed_keys_of_an_existing_run_are_named(run: Run) -> None:
-    """The service keeps the configuration of a run; the file cannot change it in silence."""
-    run.fault.write_text("hold")
-    first = run.start()
-    run.reached(1, first)
-    first.send_signal(signal.SIGTERM)
-    assert ended(first)[0] == 143
-    run.fault.unlink()
-    run.file.write_text(run.file.read_text().replace("groups_per_batch = 2", "groups_per_batch = 3"))
-    code, output = ended(run.start())
-    assert code == 0, output
-    assert "run.batch.groups_per_batch differs in the service, which keeps its value; change it with PATCH" in output

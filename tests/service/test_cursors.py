@@ -108,7 +108,7 @@ def test_a_reader_waits_for_the_first_group(service: ServeProcess, run: RunClien
     reader = threading.Thread(target=read)
     reader.start()
     run.append(group("late"))
-    reader.join(25)
+    reader.join()
     assert group_ids == ["late"]
 
 

@@ -217,7 +217,7 @@ def test_a_full_redis_rejects_groups_until_the_trainer_frees_memory(
             late = threading.Thread(target=lambda: appended.extend(producer.append([late_group])))
             late.start()
             assert run.post("checkpoints", epoch=epoch, step=2).status_code == 200
-            late.join(30)
+            late.join()
         assert [result.status for result in appended] == ["stored"]
         assert client.info("memory")["used_memory"] < before
         states = {name: run.get(f"groups/{name}").json() for name in [*stored, "late"]}
@@ -326,6 +326,6 @@ def test_the_service_waits_while_a_killed_redis_loads_its_data(
             lambda answer: "loading" in answer.json().get("detail", ""),
         )
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:replaybuf:problem:unavailable")
-        starting.join(30)
+        starting.join()
         eventually(lambda: run.post("groups", **group("a")).status_code == 200, WITHIN_S)
         assert run.state()["groups"]["stored"] == 51

@@ -277,7 +277,7 @@ def test_a_waiting_trainer_gets_its_batch_when_the_column_arrives(service: Serve
     trainer.start()
     other = RunClient(service.url, run.run)
     add(other, "a")
-    trainer.join(25)
+    trainer.join()
     other.http.close()
     assert read_batch(bodies[0]).meta.group_ids == ["a"]
 

@@ -80,28 +80,6 @@ def test_a_token_budget_has_a_tail_too(run: RunClient) -> None:
     assert run.batch(2, epoch).status_code == 410
 
 
-def test_no_tail_is_made_while_a_ticket_is_out(run: RunClient) -> None:
-    run.put(batch=TWO, tickets={"prompts": 2}, strategy=DEEP)
-    epoch = run.attach()
-    first, second = take(run)
-    deliver(run, first)
-    assert run.batch(0, epoch).json()["reason"] == "too_few_groups"
-    deliver(run, second)
-    run.train(epoch, range(1))
-    assert "short" not in record(run, 0)
-
-
-def test_a_failed_prompt_leaves_a_tail(run: RunClient) -> None:
-    run.put(batch=TWO, tickets={"prompts": 2, "max_attempts": 1}, strategy=DEEP)
-    epoch = run.attach()
-    first, second = take(run)
-    deliver(run, first)
-    assert run.http.delete(f"{run.path}/tickets/{second}", params={"reason": "engine_error"}).status_code == 200
-    run.train(epoch, range(1))
-    assert record(run, 0)["short"] == "tail"
-    assert run.batch(1, epoch).status_code == 410
-
-
 def test_groups_that_are_too_stale_for_the_tail_are_evicted_as_ever(run: RunClient) -> None:
     epoch = finite(run, prompts=2, strategy={"name": "on-policy"})
     run.append(group("without a ticket"))

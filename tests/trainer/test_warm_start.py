@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -23,7 +24,8 @@ from replaybuf_trainer.options import InitModelOptions
 from replaybuf_trainer.problems import TASKS, Problems, collect_problems
 from replaybuf_trainer.warm_start import make, sampled_accuracy
 
-pytest.importorskip("reasoning_gym")
+# Imported by the tests that need it: every worker collects every test, and the import takes 2 s.
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs the extra `demo`")
 
 SCANNED_ENTRIES = 6000
 """A tenth of what the command looks through: some 5,500 problems."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from replaybuf.errors import Invalid, MissingExtra
 from replaybuf.generator.environments import ExactMatch, ReasoningGym, check_prompts, load_environment, load_rewards
 from tests.generator.doubles import make_prompt
 
-pytest.importorskip("reasoning_gym")
+# Imported by the tests that need it: every worker collects every test, and the import takes 2 s.
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs the extra `demo`")
 
 HERE = "tests.generator.reward_functions"
 ENTRY = {"question": "Spell: sun", "answer": "nus", "metadata": {"word": "sun", "word_len": 3}}

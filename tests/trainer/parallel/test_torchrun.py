@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.conftest import RunClient
+from tests.forked import ForkedFunction
 from tests.trainer.scripted import STEPS, fill_numbers, put_run
 from tests.waiting import eventually
 
 WITHIN_S = 200.0
 
 
-def rank_of(process: psutil.Process) -> str:
+def launch(words: list[str], folder: Path) -> None:
+    """Start two ranks as `torchrun --nproc-per-node 2 --max-restarts 2 --standalone` does.
+
+    The ranks are forked from this process, which has imported torch: as programs, the four would take 20 s to do so.
+    """
+    logging.basicConfig(filename=folder / "log", level=logging.INFO)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="ranks",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=2,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    elastic_launch(config, run_rank)(words, folder)
+
+
+def run_rank(words: list[str], folder: Path) -> None:
+    """Become the command `replaybuf` in a process of the launcher; write its pid into a file named by its rank."""
+    (folder / f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+    sys.argv = ["replaybuf", *words]
     try:
-        return process.environ().get("RANK", "")
-    except psutil.Error:  # it ends
-        return ""
+        runpy.run_module("replaybuf", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 @pytest.mark.timeout(300)
@@ -44,26 +71,20 @@ def test_a_killed_rank_is_started_again_and_the_run_is_trained_to_its_end(
         "checkpoint-every-steps": 1,
         "rank-timeout-s": 60,
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = ["--nproc-per-node", "2", "--max-restarts", "2", "--standalone", "-m", "--", "replaybuf", "train"]
-    with (tmp_path / "log").open("w") as log:
-        torchrun = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *command, "--fsdp", *words],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        try:
-            # The ack comes first: a rank that dies before the checkpoint is whole repeats the step, as it should.
-            eventually((tmp_path / "checkpoints" / f"step-{STEPS - 1:06d}").is_dir, WITHIN_S)
-            (victim,) = [child for child in psutil.Process(torchrun.pid).children(True) if rank_of(child) == "1"]
-            victim.send_signal(signal.SIGKILL)
-            eventually(lambda: run.state()["epoch"] > 1, WITHIN_S)
-            fill_numbers(run, range(STEPS - 1, STEPS))
-            assert torchrun.wait(WITHIN_S) == 0, (tmp_path / "log").read_text()
-        finally:
-            torchrun.terminate()
-            torchrun.wait(WITHIN_S)
+    words = ["train", "--fsdp", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    torchrun = ForkedFunction(target=launch, args=(words, tmp_path), trainer=True)
+    torchrun.start()
+    try:
+        # The ack comes first: a rank that dies before the checkpoint is whole repeats the step, as it should.
+        eventually((tmp_path / "checkpoints" / f"step-{STEPS - 1:06d}").is_dir, WITHIN_S)
+        os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGKILL)
+        eventually(lambda: run.state()["epoch"] > 1, WITHIN_S)
+        fill_numbers(run, range(STEPS - 1, STEPS))
+        torchrun.join(WITHIN_S)
+        assert torchrun.exitcode == 0, (tmp_path / "log").read_text()
+    finally:
+        torchrun.terminate()
+        torchrun.join(WITHIN_S)
     assert run.state()["state"] == "finished"
     steps = [msgspec.json.decode(line)["step"] for line in metrics.read_bytes().splitlines()]
     assert steps == list(range(STEPS)), "a step of which a checkpoint was written is not repeated"
