@@ -161,9 +161,6 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(piece) - self._read_bytes
         elif was_idle and self._is_idle():  # blank lines between two requests
             self._begin_head(len(piece))
-        self._check_head()
-
-    def _check_head(self) -> None:
         size, bound = max(self._head_bytes, self._framing_bytes), self._limits.max_head_bytes
         if self._phase is not Phase.DONE and size >= bound:
             detail = f"the request head has at least {size} bytes; the maximum is {bound} (serve --max-head-bytes)"
@@ -191,8 +188,11 @@ class Connection(HttpToolsProtocol):
             detail = f"{MAX_PIPELINED} requests wait for the one in progress; wait for answers before you send more"
             self._break(Malformed(detail, name="pipeline", bound=MAX_PIPELINED), "pipelined")
         super().on_headers_complete()
-        declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        self._declared_bytes = int(declared) if declared.isdigit() else 0
+        self._declared_bytes = 0
+        for name, value in self.headers:
+            if name == b"content-length":
+                self._declared_bytes = int(value) if value.isdigit() else 0
+                break
         self.headers = []  # of trailers, which are ignored
         self._phase, self._waited_s, self._window_s = Phase.BODY, 0.0, 0.0
         self._head_bytes = self._window_bytes = self._framing_bytes = 0
