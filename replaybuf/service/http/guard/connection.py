@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaybuf.errors import HeadTooLarge, Malformed, ReplaybufError, RequestTimeout, ServiceUnavailable
 from replaybuf.service.http.guard.connection_table import Client, ConnectionTable
+from replaybuf.service.http.guard.request_body import RequestBody
 from replaybuf.service.http.reply.problems import MEDIA_TYPE
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,8 @@ class Connection(HttpToolsProtocol):
         if self._chunks > MAX_CHUNKS:
             detail = f"the body has more than {MAX_CHUNKS} chunks in 256 kB; send larger chunks"
             self._break(Malformed(detail, name="chunks", bound=MAX_CHUNKS), "malformed")
+        if not self.cycle.body:  # uvicorn's own, of which a copy is made
+            self.cycle.body = RequestBody()  # type: ignore[assignment]
         super().on_body(body)
 
     def on_message_complete(self) -> None:
