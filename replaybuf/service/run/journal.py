@@ -262,9 +262,8 @@ class Journal:
             async with self._reading:
                 if before > self.state.stored:
                     await self._read_groups(before)
-        stored = self.state.stored
-        if arrived and arrived[0].number <= stored:
-            arrived = [result for result in arrived if result.number > stored]
+        if arrived and arrived[0].number <= self.state.stored:
+            arrived = [result for result in arrived if result.number > self.state.stored]
         if arrived:
             self._store(build_chunk([r.number for r in arrived], [r.entry for r in arrived if r.entry]))
             self._record_ends()
