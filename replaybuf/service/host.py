@@ -91,9 +91,9 @@ class Service:
 
     async def run(self, name: str) -> Run:
         """Return a run to read. Raises `NotFound`, `DataLost` if Redis lost its data, and what `_open` raises."""
-        check_run_name(name)
         run = self.runs.get(name)
         if run is None:
+            check_run_name(name)
             async with self._opening:
                 run = await self._open(name)
         if run is None:
@@ -118,7 +118,7 @@ class Service:
     async def storing(self, name: str) -> Run:
         """Return a run to store groups in: any server may whose leader knows it. Raises what `led` raises."""
         run = await self.serving(name)
-        if not (run.takes_groups_anywhere and self._servers.lives(run.lease.holder)):
+        if not run.journal.leading and not (run.takes_groups_anywhere and self._servers.lives(run.lease.holder)):
             run.journal.check_leading()
         return run
 

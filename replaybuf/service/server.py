@@ -31,6 +31,7 @@ from replaybuf.service.http.guard.connection import Connection
 from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit
 from replaybuf.service.http.guard.handshake import Handshake
 from replaybuf.service.http.guard.origins import HostNames, OwnPagesOnly
+from replaybuf.service.http.guard.start_gate import StartGate
 from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
@@ -72,7 +73,7 @@ async def serve(options: ServeOptions, shared: Mapping[str, socket.socket] | Non
         ):
             app = application(service, tokens, options.body_budget_bytes, forwarding)
             table = ConnectionTable(limits, service.traffic)
-            server = _Server(service, OwnPagesOnly(app, hosts, service.traffic), table, certificate)
+            server = _Server(service, OwnPagesOnly(StartGate(app), hosts, service.traffic), table, certificate)
             report = service.report
             durability = report.summary if report else "unknown"
             announce("durability %s on %s", durability, report.name if report else "an unknown server")

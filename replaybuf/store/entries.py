@@ -211,7 +211,8 @@ def publish_words(
     unmarked = prompts_done(run, "")
     for item, entry in zip(groups, entries, strict=True):
         own = default_prompt(item.group_id)
-        of_ticket = own if item.prompt_key == item.group_id else default_prompt(item.prompt_key)
+        key = item.prompt_key
+        of_ticket = own if key == item.group_id else default_prompt(key) if key else None
         marks.append(
             (
                 prompts_done(run, own[0]) if own else unmarked,

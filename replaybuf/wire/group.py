@@ -158,8 +158,9 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     @property
     def tokens(self) -> int:
         """Tokens of all rollouts, prompts and completions."""
-        # `array.sum()` and the like call Python, which takes longer than the sum of a group's few lengths.
-        return int(np.add.reduce(self.prompt_lengths)) + int(np.add.reduce(self.completion_lengths))
+        # In lists: numpy takes longer for a group's few lengths.
+        tokens: int = sum(self.prompt_lengths.tolist()) + sum(self.completion_lengths.tolist())
+        return tokens
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +173,8 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
         """The newest version that sampled a token of this group."""
         if not len(self.version_spans):
             return self.policy_version
-        return int(np.maximum.reduce(self.version_spans[:, 1]))
+        newest: int = max(self.version_spans[:, 1].tolist())
+        return newest
 
 
 def _count(mask: Bools, lengths: Int32s) -> Int32s:

@@ -105,9 +105,9 @@ def _check_rollouts(group: Group, limits: GroupLimits) -> Rejection | None:
     if most is not None and least is not None and not least <= rollouts <= most:
         and_least = "" if least == most else f" and min_group_size is {least}"
         return Rejection("wrong_group_size", f"rollouts is {rollouts}; group_size is {most}{and_least}")
-    if _least(group.prompt_lengths) < 1:
+    if min(group.prompt_lengths.tolist()) < 1:
         return Rejection("empty_prompt", "a rollout has 0 prompt tokens; the minimum is 1")
-    if _least(group.completion_lengths) < 1:
+    if min(group.completion_lengths.tolist()) < 1:
         return Rejection("empty_completion", "a rollout has 0 completion tokens; the minimum is 1")
     return None
 
@@ -153,16 +153,19 @@ def _check_scores(group: Group, _: GroupLimits) -> Rejection | None:
             return Rejection("non_finite_rewards", _BEYOND_FLOAT32.format(f"rewards.{name}"))
     if group.advantages is not None and not _fits_float32(group.advantages):
         return Rejection("non_finite_advantages", _BEYOND_FLOAT32.format("advantage"))
-    if group.token_advantages is not None and not _fits_float32(group.token_advantages):
+    if group.token_advantages is not None and not _most(np.abs(group.token_advantages)) <= LARGEST_SCORE:  # or NaN
         return Rejection("non_finite_advantages", _BEYOND_FLOAT32.format("token_advantages"))
-    # A comparison with NaN is false.
-    if not (_least(group.temperatures) >= 0 and _most(group.temperatures) < np.inf):
+    temperatures = group.temperatures.tolist()
+    if not (min(temperatures) >= 0 and math.isfinite(sum(temperatures))):
         return Rejection("bad_temperature", "temperature holds a negative or non-finite value; the minimum is 0")
     return None
 
 
 def _fits_float32(values: npt.NDArray[np.floating]) -> bool:
-    return bool(_most(np.abs(values)) <= LARGEST_SCORE)  # NaN is not
+    """Check a value per rollout, in a list: numpy takes longer for a few."""
+    listed = values.tolist()
+    # A sum with NaN is NaN, which `min` and `max` may miss.
+    return max(listed) <= LARGEST_SCORE and min(listed) >= -LARGEST_SCORE and math.isfinite(sum(listed))
 
 
 def _check_versions(group: Group, limits: GroupLimits) -> Rejection | None:
@@ -181,15 +184,15 @@ def _wrong_spans(group: Group) -> str | None:
         return "version_spans is empty; they must cover each completion once"
     if not spans_cover(group):
         return "version_spans do not cover each completion once, from token 0 to its end"
-    oldest = _least(spans[:, 1])
+    oldest = min(spans[:, 1].tolist())
     if oldest < 0 or oldest != group.policy_version:
         return f"policy_version is {group.policy_version}; the oldest version in version_spans is {oldest}"
     return None
 
 
 def _check_sizes(group: Group, limits: GroupLimits) -> Rejection | None:
-    lengths = group.lengths
-    if rejection := check_token_limits(int(np.add.reduce(lengths, dtype=np.int64)), int(_most(lengths)), limits):
+    lengths = group.lengths.tolist()
+    if rejection := check_token_limits(sum(lengths), max(lengths), limits):
         return rejection
     if group.proofs is not None and len(group.proofs) > LARGEST_PROOFS_BYTES:
         detail = f"the proofs of the group have {len(group.proofs)} bytes; the maximum is {LARGEST_PROOFS_BYTES}"

@@ -80,7 +80,7 @@ def check_string(name: str, value: str, most_bytes: int = LONGEST_NAME_BYTES, *,
 
 def fit_together(values: Iterable[str | None], most_bytes: int = LONGEST_NAME_BYTES) -> bool:
     """Return whether `check_string` accepts all of them joined, and so each: most groups need no more calls."""
-    text = "".join([value for value in values if value])
+    text = "".join(filter(None, values))
     return text.isprintable() and len(text) <= (
         most_bytes if text.isascii() else most_bytes // _LARGEST_CHARACTER_BYTES
     )

@@ -110,7 +110,7 @@ def test_a_full_server_refuses_only_the_callers_whose_groups_do_not_fit() -> Non
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
 def test_a_caller_that_is_cancelled_or_fails_leaves_the_next_ones_alone(ending: str) -> None:
-    """Its write goes on, because others share it; the error of a write reaches all of its callers."""
+    """Those who came during its write are written; the error of a write reaches all of its callers."""
 
     async def work(disk: Disk, commit: GroupCommit) -> None:
         callers = [start(commit, "first"), start(commit, "second")]

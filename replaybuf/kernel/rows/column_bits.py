@@ -25,7 +25,11 @@ _OWN_BITS = tuple((name, 1 << place) for place, name in enumerate(FIXED_NAMES) i
 
 def bits_of_group(group: Group) -> int:
     """Return the bits of the optional columns in the frame of a group."""
-    return sum([bit for name, bit in _OWN_BITS if getattr(group, name) is not None])
+    bits = 0
+    for name, bit in _OWN_BITS:
+        if getattr(group, name) is not None:
+            bits |= bit
+    return bits
 
 
 def bits_of(names: Iterable[str], parts: Sequence[str]) -> int:

@@ -32,8 +32,7 @@ from replaybuf.service.http.call.openapi import describe
 from replaybuf.service.http.call.plugin_options import describe_plugins
 from replaybuf.service.http.call.visible_runs import hide_others
 from replaybuf.service.http.forwarding import RECORD_ONLY, Forwarding
-from replaybuf.service.http.guard.auth import Caller, Tokens
-from replaybuf.service.http.guard.start_gate import StartGate
+from replaybuf.service.http.guard.auth import ANYONE, Tokens
 from replaybuf.service.http.reply.problems import document_response, error_response
 from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.run.journal import Journal
@@ -43,6 +42,7 @@ from replaybuf.tracing import spans
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+"""Ids that callers may give their requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ class Application:
         self._request_ids = RequestIds()
         self._bodies = bodies
         self._forwarding = forwarding
-        self._gate = StartGate(self._answer)
         self._routes: defaultdict[tuple[str, str], list[_Route]] = defaultdict(list)
         for call in (*CALLS, *OPEN_CALLS):
             route = _Route(call, compile_path(call.path)[0], open=call in OPEN_CALLS)
@@ -80,13 +79,17 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        await self._gate(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
         request = Request(scope, receive, send)
         try:
-            response = await self._respond(request)
+            route = self._find_route(scope)
+            if route is None:
+                response = self._refuse(scope["method"], scope["path"])
+            elif route.open:
+                request.state.caller = self._guard.recognise(request)
+                response = await route.call.handler(request)
+            else:
+                response = await self._call(route.call, request)
         except ReplaybufError as error:
             response = error_response(hide_others(request, error), request_id.get())
         except Exception as error:
@@ -94,33 +97,34 @@ class Application:
             response = error_response(ReplaybufError(f"{type(error).__name__}: {error}"), request_id.get())
         await response(scope, receive, send)
 
-    async def _respond(self, request: Request) -> Response:
-        scope = request.scope
+    def _find_route(self, scope: Scope) -> _Route | None:
+        """Return the route of a request, and put the parameters of its path into the scope."""
         path: str = scope["path"]
         for asked_path in (path, path.removesuffix("/")):  # clients with a base URL send a last slash
             for route in self._routes.get((scope["method"], _section(asked_path)), ()):
                 if parameters := route.path.match(asked_path):
                     scope["path_params"] = parameters.groupdict()
-                    if not route.open:
-                        return await self._call(route.call, request)
-                    request.state.caller = self._guard.recognise(request)
-                    return await route.call.handler(request)
-        return self._refuse(scope["method"], path)
+                    return route
+        return None
 
     async def _call(self, call: Call, request: Request) -> Response:
         """Authorise, handle and count a call."""
         watch, status, scope = started(), 500, request.scope
         run = scope["path_params"].get("run")
-        request_id.set(_request_id(header(request, b"x-request-id")) or self._request_ids.new())
+        sent_id = header(request, b"x-request-id")
+        request_id.set(sent_id if _REQUEST_ID.fullmatch(sent_id) else self._request_ids.new())
         share = self._bodies.share(*_holders(scope.get("client"), run))
         permission = self._guard.permission(header(request, b"authorization") or None, run, call)
         state = scope.setdefault("state", {})  # what `request.state` shows
-        state |= {"body_share": share, "permission": permission, "caller": Caller()}
+        state |= {"body_share": share, "permission": permission, "caller": ANYONE}
         try:
             state["caller"] = self._guard.check(request, permission)
             if call.query is not None:
                 check_query(request, call.query)
-            with share, spans.answer(call.method, call.path, request.headers, run or ""):
+            if spans.enabled():
+                with spans.answer(call.method, call.path, request.headers, run or ""):
+                    response = await self._handle(call, request, share)
+            else:
                 response = await self._handle(call, request, share)
             if call.method == "GET":
                 permission.check()  # the answer may be of the turn in which the permission ended
@@ -136,11 +140,12 @@ class Application:
         else:
             return response
         finally:
+            share.end()
             self._guard.settle(request, call, share.read_bytes, status)
             service, seconds = self.state.service, watch.seconds
             # Without the name of an unknown run: callers could make the number of series grow without bound.
             known = run if run in service.runs else None
-            service.traffic.count(known or "", f"{call.method} {call.template}", status, seconds)
+            service.traffic.count(known or "", call.name, status, seconds)
             logger.debug("%s %s status=%d seconds=%.4f", call.method, scope["path"], status, seconds)
 
     async def _handle(self, call: Call, request: Request, share: BodyShare) -> Response:
@@ -203,11 +208,6 @@ def _section(path: str) -> str:
 def _holders(client: tuple[str, int] | None, run: str | None) -> list[str]:
     """Name who holds the memory of a body: the address and the run. No name of a run has a dot or a colon."""
     return [*([client[0]] if client else []), run or ""]
-
-
-def _request_id(sent: str) -> str:
-    """Return the id that the caller gave its request; "" for none, or one that is no plain word."""
-    return sent if _REQUEST_ID.fullmatch(sent) else ""
 
 
 def _methods(call: Call) -> tuple[str, ...]:

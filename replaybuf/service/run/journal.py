@@ -254,18 +254,19 @@ class Journal:
 
     async def ingest(self, published: Sequence[AppendResult]) -> None:
         """Fold groups that an append published; read those that others published before them."""
-        async with self._reading:
-            arrived = [result for result in published if result.entry]
-            before = arrived[0].number - 1 if arrived else 0
-            if len(arrived) < len(published):
-                before = max(before, *[result.number for result in published if not result.entry])
-            if before > self.state.stored:
-                await self._read_groups(before)
-            if arrived and arrived[0].number <= self.state.stored:
-                arrived = [result for result in arrived if result.number > self.state.stored]
-            if arrived:
-                self._store(build_chunk([r.number for r in arrived], [r.entry for r in arrived if r.entry]))
-                self._record_ends()
+        arrived = [result for result in published if result.entry]
+        before = arrived[0].number - 1 if arrived else 0
+        if len(arrived) < len(published):
+            before = max(before, *[result.number for result in published if not result.entry])
+        if before > self.state.stored or self._reading.locked():  # else no await lies between here and the fold
+            async with self._reading:
+                if before > self.state.stored:
+                    await self._read_groups(before)
+        if arrived and arrived[0].number <= self.state.stored:
+            arrived = [result for result in arrived if result.number > self.state.stored]
+        if arrived:
+            self._store(build_chunk([r.number for r in arrived], [r.entry for r in arrived if r.entry]))
+            self._record_ends()
 
     async def _read_groups(self, through: int | None) -> None:
         async for chunk in self.store.groups.read_index(self.name, self.state.stored, through):

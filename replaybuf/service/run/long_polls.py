@@ -103,10 +103,19 @@ class Question(Generic[R, T]):
 
     - `serve`: asks once, for the requests in the order of their arrival; only this task calls it
     - `moment`: the same moment, the same answer; compared after each change
+    - `asked`: questions of this kind that somebody waits for
     """
 
-    def __init__(self, journal: Journal, pace: Pace, serve: Serve[R, T], moment: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        pace: Pace,
+        serve: Serve[R, T],
+        moment: Callable[[], object],
+        asked: dict[Question[Any, Any], None],
+    ) -> None:
         self._journal = journal
+        self._asked = asked
         self._pace = pace
         self._serve = serve
         self._moment = moment
@@ -124,7 +133,7 @@ class Question(Generic[R, T]):
 
     def wake(self) -> None:
         """Ask again if a change may have changed the answer."""
-        if self._task and (self._kept is None or self._kept[0] != self._moment() or self._journal.closed):
+        if self._kept is None or self._kept[0] != self._moment() or self._journal.closed:
             self._awake.set()
 
     async def answer(self, request: R, wait_s: float, gone: Gone | None = None) -> T:
@@ -146,6 +155,7 @@ class Question(Generic[R, T]):
         self._awake.set()
         if self._task is None:
             self._task = asyncio.create_task(self._work())
+            self._asked[self] = None
         try:
             answer, asked_s = await waiter.answer
             if waiter.parked_s is not None:
@@ -189,6 +199,7 @@ class Question(Generic[R, T]):
                     await self._answer([(waiter, error) for waiter in self._waiters])
         finally:
             self._task = None
+            del self._asked[self]
             self._expecting.clear()
 
     async def _round(self) -> None:
@@ -242,11 +253,12 @@ class LongPolls:
         self.pace = Pace()
         self._journal = journal
         self._questions: dict[Hashable, Question[Any, Any]] = {}
+        self._asked: dict[Question[Any, Any], None] = {}
         journal.listeners.append(self.wake)
 
     def wake(self) -> None:
-        """Ask again each question whose answer may have changed."""
-        for question in self._questions.values():
+        """Ask again each question that somebody waits for and whose answer may have changed."""
+        for question in self._asked:
             question.wake()
 
     def question(self, key: Hashable, serve: Serve[R, T], moment: Callable[[], object]) -> Question[R, T]:
@@ -255,5 +267,5 @@ class LongPolls:
         if question is None:
             if len(self._questions) >= KEPT_QUESTIONS:
                 self._questions = {other: asked for other, asked in self._questions.items() if not asked.idle}
-            question = self._questions[key] = Question(self._journal, self.pace, serve, moment)
+            question = self._questions[key] = Question(self._journal, self.pace, serve, moment, self._asked)
         return question

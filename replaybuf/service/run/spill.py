@@ -109,8 +109,10 @@ class Spill:
 
     async def make_room(self, nbytes: int) -> None:
         """Start to move frames when they come near the limit; wait a moment for it if `nbytes` more would exceed it."""
+        if self.files is None:
+            return
         limit = self._journal.config.limits.max_bytes_in_memory
-        if self.files is None or limit is None or self.state.use.in_memory + nbytes <= limit * START:
+        if limit is None or self.state.use.in_memory + nbytes <= limit * START:
             return
         self.start()
         with contextlib.suppress(TimeoutError):

@@ -110,13 +110,10 @@ def _too_large(length: int, max_bytes: int) -> Incoming:
 async def _from_frame(frame: memoryview, max_bytes: int) -> Incoming:
     if len(frame) <= LARGE_GROUP_BYTES:
         incoming = decode_incoming(frame, min(max_bytes, LARGE_GROUP_BYTES))
-        if not _is_too_large(incoming) or max_bytes <= LARGE_GROUP_BYTES:
+        rejection = incoming.rejection
+        if rejection is None or rejection.reason != "too_large" or max_bytes <= LARGE_GROUP_BYTES:
             return incoming  # else it is large when it is decompressed
     return await asyncio.to_thread(decode_incoming, frame, max_bytes)
-
-
-def _is_too_large(incoming: Incoming) -> bool:
-    return incoming.rejection is not None and incoming.rejection.reason == "too_large"
 
 
 def decode_incoming(frame: memoryview, max_bytes: int) -> Incoming:

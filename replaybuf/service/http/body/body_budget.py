@@ -40,7 +40,7 @@ class BodyBudget:
         self._waiting: list[tuple[BodyShare, int, asyncio.Future[None]]] = []
 
     def share(self, *holders: str) -> BodyShare:
-        """Return the share of one call; it is empty. Use it in `with`: its end frees the bytes."""
+        """Return the share of one call; it is empty. Use it in `with`, or call `end`, which frees the bytes."""
         return BodyShare(self, holders)
 
     def check(self, nbytes: int) -> None:
@@ -55,9 +55,10 @@ class BodyBudget:
             )
 
     async def take(self, share: BodyShare, nbytes: int) -> None:
-        """Take bytes. Raises `ServiceUnavailable` if no room comes in time."""
+        """Take bytes. Raises `ServiceUnavailable` if no room comes in time, and what `check` raises."""
         if self._take(share, nbytes):
             return
+        self.check(share.held_bytes + nbytes - SMALL_BYTES)
         granted = asyncio.get_running_loop().create_future()
         entry = (share, nbytes, granted)
         self._waiting.append(entry)
@@ -149,9 +150,8 @@ class BodyShare:
         self._budget.check(total_bytes - SMALL_BYTES)
 
     async def hold(self, total_bytes: int) -> None:
-        """Grow to `total_bytes`; do nothing if that much is held. Raises what `check` and `BodyBudget.take` raise."""
+        """Grow to `total_bytes`; do nothing if that much is held. Raises what `BodyBudget.take` raises."""
         if (missing := total_bytes - self.held_bytes) > 0:
-            self.check(total_bytes)
             await self._budget.take(self, missing)
             self.held_bytes = total_bytes
 
@@ -160,5 +160,9 @@ class BodyShare:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        """Free all bytes."""
+        self.end()
+
+    def end(self) -> None:
         """Free all bytes."""
         self._budget.end(self, self.held_bytes - SMALL_BYTES)

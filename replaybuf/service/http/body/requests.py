@@ -95,7 +95,8 @@ class BodyParts:
         self._held_bytes = held_bytes
         state = request.scope["state"]
         self._share: BodyShare = state["body_share"]
-        self._permission: Permission = state["permission"]
+        permission: Permission = state["permission"]
+        self._permission = None if permission.tokens.open else permission
         self._declared_bytes = declared_bytes(request)
         self._most_bytes = min(self._declared_bytes or limit_bytes, held_bytes)
         self._size_bytes = 0
@@ -121,7 +122,8 @@ class BodyParts:
                 self._share.read_bytes = self._size_bytes
                 if self._share.held_bytes < self._most_bytes:
                     await self._hold()
-                self._permission.check()
+                if self._permission:
+                    self._permission.check()
                 return part
         raise StopAsyncIteration
 

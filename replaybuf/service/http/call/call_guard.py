@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from replaybuf.service.http.body.requests import declared_bytes
 from replaybuf.service.http.call.calls import Call
-from replaybuf.service.http.guard.auth import Caller, Permission, Tokens
+from replaybuf.service.http.guard.auth import ANYONE, Caller, Permission, Tokens
 
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("replaybuf.audit")
@@ -33,7 +33,7 @@ class Guard:
     def check(self, request: Request, permission: Permission) -> Caller:
         """Return who makes the call. Raises what `Tokens.check` raises."""
         if self._tokens.open:
-            return Caller()
+            return ANYONE
         authorization, roles, run = permission.authorization, permission.roles, permission.run
         declared = declared_bytes(request)
         return self._tokens.check(authorization, roles, run, declared, lists_runs=permission.lists_runs)

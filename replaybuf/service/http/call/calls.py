@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 from replaybuf.wire.plan import Plan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Call:
     """One call of the contract.
 
@@ -81,6 +82,11 @@ class Call:
     def template(self) -> str:
         """The path as the pages in docs/http/ have it."""
         return self.path.replace(":path}", "}")
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Method and template, as metrics have them."""
+        return f"{self.method} {self.template}"
 
 
 _R = "/v1/runs/{run}"

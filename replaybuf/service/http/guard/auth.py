@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from replaybuf.errors import Forbidden, Invalid, Unauthorized
 from replaybuf.service.http.guard.rate import TokenRate
@@ -35,11 +36,15 @@ class Caller(NamedTuple):
         return self.runs is None or run in self.runs
 
 
+ANYONE = Caller()
 STRANGER = Caller(runs=())
 
 
 class Tokens:
-    """The tokens of a service. Without a file every caller is authorised, and the service binds loopback only."""
+    """The tokens of a service. Without a file every caller is authorised, and the service binds loopback only.
+
+    `open`: whether calls need no token.
+    """
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class Tokens:
         path: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.open = stored is None
         self._by_hash = None if stored is None else {token.sha256: token for token in stored}
         self._path = path
         self._clock = clock
@@ -58,11 +64,6 @@ class Tokens:
     def read(cls, path: Path | None, clock: Callable[[], float] = time.time) -> Tokens:
         """Read a tokens file. Raises `Invalid` naming a line that does not decode."""
         return cls(None) if path is None else cls(read_tokens(path), path, clock)
-
-    @property
-    def open(self) -> bool:
-        """Whether calls need no token."""
-        return self._by_hash is None
 
     def reload(self) -> None:
         """Read the file again; one that cannot be read changes nothing and is logged."""
@@ -110,8 +111,8 @@ class Tokens:
         `run` is None for a call for all runs. A limited token may make it only if it `lists_runs`: the answer then has
         those that the caller may see. Raises `Unauthorized`, `Forbidden` or `RateLimited`.
         """
-        if self._by_hash is None:
-            return Caller()
+        if self.open:
+            return ANYONE
         now_s = self._clock()
         token = self._find_valid(authorization, now_s)
         self._uses[token.sha256] = now_s
@@ -124,7 +125,7 @@ class Tokens:
 
     def check_again(self, permission: Permission) -> None:
         """Raise what `check` raises now; count neither a use nor a call."""
-        if self._by_hash is None:
+        if self.open:
             return
         token = self._find_valid(permission.authorization, self._clock())
         _check_role(token, permission.roles)
@@ -150,7 +151,7 @@ class Tokens:
     def recognise(self, authorization: str | None) -> Caller:
         """Return who makes a call that needs no token; where there are tokens, one without a valid one sees no run."""
         if self.open:
-            return Caller()
+            return ANYONE
         token = self._find(authorization)
         return _caller(token) if token and not token.expired(self._clock()) else STRANGER
 
@@ -187,8 +188,7 @@ class Tokens:
         return rate
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Permission:
+class Permission(msgspec.Struct, frozen=True):
     """Why a call was let through. It may end while the call waits or sends its body."""
 
     tokens: Tokens

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaybuf.errors import HeadTooLarge, Malformed, ReplaybufError, RequestTimeout, ServiceUnavailable
 from replaybuf.service.http.guard.connection_table import Client, ConnectionTable
+from replaybuf.service.http.guard.request_body import RequestBody
 from replaybuf.service.http.reply.problems import MEDIA_TYPE
 
 logger = logging.getLogger(__name__)
@@ -161,9 +162,6 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(piece) - self._read_bytes
         elif was_idle and self._is_idle():  # blank lines between two requests
             self._begin_head(len(piece))
-        self._check_head()
-
-    def _check_head(self) -> None:
         size, bound = max(self._head_bytes, self._framing_bytes), self._limits.max_head_bytes
         if self._phase is not Phase.DONE and size >= bound:
             detail = f"the request head has at least {size} bytes; the maximum is {bound} (serve --max-head-bytes)"
@@ -191,8 +189,11 @@ class Connection(HttpToolsProtocol):
             detail = f"{MAX_PIPELINED} requests wait for the one in progress; wait for answers before you send more"
             self._break(Malformed(detail, name="pipeline", bound=MAX_PIPELINED), "pipelined")
         super().on_headers_complete()
-        declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        self._declared_bytes = int(declared) if declared.isdigit() else 0
+        self._declared_bytes = 0
+        for name, value in self.headers:
+            if name == b"content-length":
+                self._declared_bytes = int(value) if value.isdigit() else 0
+                break
         self.headers = []  # of trailers, which are ignored
         self._phase, self._waited_s, self._window_s = Phase.BODY, 0.0, 0.0
         self._head_bytes = self._window_bytes = self._framing_bytes = 0
@@ -207,6 +208,8 @@ class Connection(HttpToolsProtocol):
         if self._chunks > MAX_CHUNKS:
             detail = f"the body has more than {MAX_CHUNKS} chunks in 256 kB; send larger chunks"
             self._break(Malformed(detail, name="chunks", bound=MAX_CHUNKS), "malformed")
+        if not self.cycle.body:  # uvicorn's own, of which a copy is made
+            self.cycle.body = RequestBody()  # type: ignore[assignment]
         super().on_body(body)
 
     def on_message_complete(self) -> None:

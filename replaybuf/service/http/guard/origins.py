@@ -77,6 +77,8 @@ class OwnPagesOnly:
         self._app = app
         self._hosts = hosts
         self._traffic = traffic
+        self._last_host = ""
+        """The name that was accepted last: one client, or one proxy, always sends the same."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -104,8 +106,13 @@ class OwnPagesOnly:
                 f"the request has {len(hosts)} Host headers; it must have one", name="host", value=hosts, bound=1
             )
         host = hosts[0] if hosts else ""
+        if host and host == self._last_host:
+            return host
         # No browser connects to a unix socket, and none sends a request without the name.
-        if not hosts or scope["server"] is None or scope["server"][1] is None or self._hosts.accept(host):
+        if not hosts or scope["server"] is None or scope["server"][1] is None:
+            return host
+        if self._hosts.accept(host):
+            self._last_host = host
             return host
         self._traffic.refused["foreign_host"] += 1
         raise Forbidden(

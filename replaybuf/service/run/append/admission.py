@@ -12,6 +12,7 @@ from replaybuf.kernel.state.tickets import TicketBook, parse_ticket
 from replaybuf.kernel.strategy.advantages import group_advantages
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import PendingGroup
+from replaybuf.wire.config import RunConfig
 from replaybuf.wire.frame import encode_frame, is_compressed, stored_checksum
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import GroupLimits, check_group, truncate
@@ -70,7 +71,7 @@ class AdmissionCheck:
             cut = truncate(group, config.batch.seq_len)
             if cut is not group:
                 group, frame = cut, None
-        rejection = check_group(group, self._limits_of(group.adapter))
+        rejection = check_group(group, self._limits_of(group.adapter, config))
         if rejection:
             raise GroupRejected(rejection.reason, rejection.detail)
         if group.advantages is None:
@@ -90,14 +91,13 @@ class AdmissionCheck:
                 value=len(frame),
                 bound=largest,
             )
-        return PendingGroup(group, group_id, key, frame, stored_checksum(frame), self._ticket_s(group))
+        ticket_s = None if group.ticket is None else self._ticket_s(group.ticket)
+        return PendingGroup(group, group_id, key, frame, stored_checksum(frame), ticket_s)
 
-    def _ticket_s(self, group: Group) -> float | None:
-        """Return when the ticket of a group was issued, by the wall clock; None if it is no longer out."""
-        if group.ticket is None:
-            return None
+    def _ticket_s(self, ticket: str) -> float | None:
+        """Return when a ticket was issued, by the wall clock; None if it is no longer out."""
         clock = self._journal.clock
-        age_s = self._book.age_s(parse_ticket(group.ticket), clock.monotonic())
+        age_s = self._book.age_s(parse_ticket(ticket), clock.monotonic())
         return None if age_s is None else clock.wall() - age_s
 
     def _identify(self, group: Group) -> tuple[str, str, Group]:
@@ -130,9 +130,9 @@ class AdmissionCheck:
         key = ticket.key
         return group.group_id or key, key, msgspec.structs.replace(group, prompt_index=ticket.prompt_index)
 
-    def _limits_of(self, adapter: str) -> GroupLimits:
+    def _limits_of(self, adapter: str, config: RunConfig) -> GroupLimits:
         """Return the limits of groups of an adapter; only a ledger record changes them."""
-        state, config = self._journal.state, self._journal.config
+        state = self._journal.state
         since, limits = self._limits.get(adapter, (-1, None))
         if limits is None or since != state.entries:
             limits = GroupLimits(

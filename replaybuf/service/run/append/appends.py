@@ -40,7 +40,6 @@ from replaybuf.store.chunks import Chunk
 from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
-from replaybuf.wire.group import Group
 
 MOST_CHECKS = 8
 """Groups that are outdated as often have met as many changes of the run: their producer sends them again."""
@@ -137,12 +136,16 @@ class Appends:
             ready, refused = await self._check(chunk, verdicts)
             checked = [item for _, item in ready]
             loads = [_load(item) for item in checked]
-            fits, refusal = await self._fitting(checked, loads)
+            fits, refusal = len(checked), None
+            if limits_room(self._journal.config.limits):
+                fits, refusal = await self._fitting(checked, loads)
             # Reserve what they take until they are in the index.
             taken = Load.total(loads[:fits])
             self._entering += taken
             appended = await self._commit.append(checked[:fits], checked_at)
-            spans.store_groups(self._journal.name, [result.group_id for result in appended if result.stored], began_ns)
+            if spans.enabled():
+                stored = [result.group_id for result in appended if result.stored]
+                spans.store_groups(self._journal.name, stored, began_ns)
             if appended:
                 self.used = True
                 await self._arrivals.settle()
@@ -151,7 +154,7 @@ class Appends:
         for (position, item), outcome in zip(ready, appended, strict=False):
             results[position] = _result(outcome)
             sent = chunk[position].group
-            self.truncated += sent is not None and _is_cut(sent, item.group)
+            self.truncated += sent is not None and len(sent.completion_ids) > len(item.group.completion_ids)
         if refused:
             await self._answer_refused(chunk, refused, results)
         return results, refusal
@@ -268,8 +271,6 @@ class Appends:
 
         A stored group takes no space. Its ticket tells whether it is stored; Redis is asked only if a bound is met.
         """
-        if not limits_room(self._journal.config.limits):
-            return len(items), None
         fits, refusal = self._fit(loads, [self._has_group(item) for item in items])
         if refusal:
             store, name = self._journal.store, self._journal.name
@@ -322,11 +323,6 @@ def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.Append
         value=rejection.value if named else UNSET,
         bound=rejection.bound if named else UNSET,
     )
-
-
-def _is_cut(sent: Group, stored: Group) -> bool:
-    """Return whether rollouts of a group were cut to `batch.seq_len`."""
-    return len(sent.completion_ids) > len(stored.completion_ids)
 
 
 def _load(item: PendingGroup) -> Load:

@@ -1,15 +1,16 @@
 """Group commit: appends that arrive while one is being written are written together after it.
 
-A caller alone is written at once. With many callers, one round trip and one wait for the disk serve all of them.
+A caller alone writes at once. With many callers, one round trip and one wait for the disk serve all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
+
+import msgspec
 
 from replaybuf.errors import NoRoom
 from replaybuf.store import AppendResult, PendingGroup
@@ -21,8 +22,7 @@ APPEND_CHUNK = 64
 Write: TypeAlias = Callable[[list[PendingGroup], int], Awaitable[list[AppendResult]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Caller:
+class _Caller(msgspec.Struct, frozen=True):
     """The groups of one caller, the newest ledger entry that they were checked against, and what will answer it."""
 
     items: Sequence[PendingGroup]
@@ -44,25 +44,35 @@ class GroupCommit:
     def __init__(self, write: Write) -> None:
         self._write = write
         self._waiting: deque[_Caller] = deque()
-        self._writing: asyncio.Task[None] | None = None
+        self._writing = False
+        self._task: asyncio.Task[None] | None = None
 
-    async def append(self, items: Sequence[PendingGroup], checked_at: int) -> list[AppendResult]:
+    async def append(self, items: list[PendingGroup], checked_at: int) -> list[AppendResult]:
         """Store groups; return one result each. Raises what `write` raises."""
         if not items:
             return []
+        if not self._writing:
+            self._writing = True
+            try:
+                return await self._write(items, checked_at)  # a task and a future would take longer than its checks
+            finally:
+                self._go_on()
         caller = _Caller(items, checked_at, asyncio.get_running_loop().create_future())
         self._waiting.append(caller)
-        if self._writing is None:
-            # A task of its own: a caller that is cancelled must not take the others with it.
-            self._writing = asyncio.create_task(self._write_waiting())
         return await caller.results
+
+    def _go_on(self) -> None:
+        """Write for those who came meanwhile, in a task: a caller that is cancelled must not take others with it."""
+        self._writing = bool(self._waiting)
+        if self._writing:
+            self._task = asyncio.create_task(self._write_waiting())
 
     async def _write_waiting(self) -> None:
         try:
             while self._waiting:
                 await self._write_together(self._take())
         finally:
-            self._writing = None
+            self._writing = False
             for caller in self._waiting:  # only if this task was cancelled
                 caller.results.cancel()
 
