@@ -176,8 +176,7 @@ REASONS = (
     "too_few_tokens",
     "awaiting_columns",
 )
-"""Reasons for waiting, from far to near a batch. The first one that holds is reported, but `awaiting_columns` before
-the reason of a strategy; with adapters that of the one nearest to a batch."""
+"""From far to near a batch. The first one that holds is reported; with adapters that of the one nearest to a batch."""
 
 RETRY_AFTER_S = 0.5
 
