@@ -82,23 +82,23 @@ def _fit_load(starts_s: Seconds, latencies: Seconds, longest: Seconds, slots: in
         idle = 1 - np.minimum(_mean_busy(starts_s, starts_s + latencies - rewards) / slots, 1.0)
         step = -(-len(latencies) // _MOST_GROUPS)
         fits = [_fit(latencies[::step], longest[::step], 1 - share * idle[::step]) for share in _SHARES]
-        best = int(np.argmin([error for error, _ in fits]))
+        best = int(np.argmin([error for error, *_ in fits]))
         if fits[best][0] > (1 - _LEAST_GAIN) * fits[0][0]:
             best = 0
         share = float(_SHARES[best])
         slowdown = 1 - share * idle
-        expected = np.maximum(slowdown * (fits[best][1][0] + fits[best][1][1] * longest), LEAST_S)
+        _, base_s, token_s = fits[best]
+        expected = np.maximum(slowdown * (base_s + token_s * longest), LEAST_S)
         longer = latencies - expected
         rewards = np.where(longer > _REWARD_FROM * np.median(np.abs(longer)), longer, 0.0)
     return share, slowdown, rewards
 
 
-def _fit(latencies: Seconds, longest: Seconds, slowdown: Seconds) -> tuple[float, Seconds]:
-    """Fit base and seconds per token by least absolute error; return the error of a group, and both."""
+def _fit(latencies: Seconds, longest: Seconds, slowdown: Seconds) -> tuple[float, float, float]:
+    """Fit base and seconds per token by least absolute error; return the mean error, and both."""
     columns = np.stack([slowdown, slowdown * longest], axis=1)
-    weights = np.ones(len(latencies))
+    weights, fitted = np.ones(len(latencies)), [0.0, 0.0]
     for _ in range(_ROUNDS):
-        fitted = np.linalg.lstsq(columns * weights[:, None], latencies * weights, rcond=None)[0]
-        errors = np.abs(latencies - columns @ fitted)
-        weights = 1 / np.sqrt(np.maximum(errors, LEAST_S))
-    return float(errors.mean()), fitted
+        fitted = np.linalg.lstsq(columns * weights[:, None], latencies * weights, rcond=None)[0].tolist()
+        weights = 1 / np.sqrt(np.maximum(np.abs(latencies - columns @ fitted), LEAST_S))
+    return float(np.abs(latencies - columns @ fitted).mean()), fitted[0], fitted[1]
