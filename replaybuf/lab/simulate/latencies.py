@@ -23,7 +23,7 @@ _LEAST_GAIN = 0.05
 _REWARD_FROM = 6.0
 """A latency above the fit by so many times the median error ends with a reward."""
 _FEWEST_GROUPS = 30
-_MOST_GROUPS = 4000
+_MOST_GROUPS = 1000
 """Groups that the fit looks at, spread evenly over the recording."""
 _ROUNDS = 12
 Seconds = npt.NDArray[np.float64]
@@ -45,9 +45,9 @@ def measure_latencies(tickets_s: Seconds, arrivals_s: Seconds, longest: Seconds,
     `longest`: tokens of the longest completions; `slots`: as the producers reported, 0 = the most groups at a time.
     """
     has_ticket = np.isfinite(tickets_s)
-    starts_s, ends_s = tickets_s[has_ticket], arrivals_s[has_ticket]
-    measured = np.maximum(ends_s - starts_s, LEAST_S)
-    slots = slots or int(_busy(starts_s, ends_s)[1].max())
+    starts_s = tickets_s[has_ticket]
+    measured = np.maximum(arrivals_s[has_ticket] - starts_s, LEAST_S)
+    slots = slots or int(_busy(starts_s, starts_s + measured)[1].max())
     load_share, slowdown, rewards = _fit_load(starts_s, measured, longest[has_ticket], slots)
     at_full_load = (measured - rewards) / slowdown + rewards
     total_s, reward_s = np.full(len(tickets_s), np.median(at_full_load)), np.zeros(len(tickets_s))
@@ -98,7 +98,8 @@ def _fit(latencies: Seconds, longest: Seconds, slowdown: Seconds) -> tuple[float
     """Fit base and seconds per token by least absolute error; return the mean error, and both."""
     columns = np.stack([slowdown, slowdown * longest], axis=1)
     weights, fitted = np.ones(len(latencies)), [0.0, 0.0]
-    for _ in range(_ROUNDS):
-        fitted = np.linalg.lstsq(columns * weights[:, None], latencies * weights, rcond=None)[0].tolist()
-        weights = 1 / np.sqrt(np.maximum(np.abs(latencies - columns @ fitted), LEAST_S))
+    for _ in range(_ROUNDS):  # groups of one length leave the two undetermined, so not `solve`
+        weighted = columns.T * weights
+        fitted = np.linalg.lstsq(weighted @ columns, weighted @ latencies, rcond=None)[0].tolist()
+        weights = 1 / np.maximum(np.abs(latencies - columns @ fitted), LEAST_S)
     return float(np.abs(latencies - columns @ fitted).mean()), fitted[0], fitted[1]
