@@ -36,7 +36,7 @@ SHORT = {
     "generator": ["--rollouts", "4000", "--repeats", "2"],
     "spill": ["--rounds", "2", "--groups", "400"],
     "tracing": ["--rounds", "1", "--groups", "1024"],
-    "fidelity": ["--steps", "10", "--fleets", "slow"],
+    "fidelity": ["--steps", "10", "--fleets", "fast"],
     "slots": ["--steps", "50", "--seeds", "3"],
     "weights": ["--rounds", "2", "--megabytes", "50"],
 }

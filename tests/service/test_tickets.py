@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 
 
 def take(run: RunClient, count: int, **fields: Any) -> list[str]:
@@ -202,6 +203,36 @@ def test_a_waiting_producer_is_woken_by_the_publication(run: RunClient) -> None:
     run.publish(1, epoch)
     poll.join()
     assert len(got[0]) == 1
+
+
+def test_a_waiting_producer_is_woken_by_a_batch_that_makes_room(tmp_path: Path) -> None:
+    """Replay counts the uses that live groups have left: a batch takes some, long before its ack and publication."""
+    with_clock = ClockedServe(tmp_path / "data", tmp_path / "clock", stopped=True)
+    server = with_clock.start()
+    try:
+        run = RunClient(server.url, "replayed")
+        options = {"max_uses": 2, "max_staleness": 8}
+        run.put(batch={"groups_per_batch": 2}, strategy={"name": "replay", "options": options})
+        epoch = run.attach()
+        for step in range(2):  # admission goes by the speeds of two steps
+            tickets = take(run, 2)
+            with_clock.put_forward(1.0)
+            run.append(*(group(None, ticket=ticket) for ticket in tickets))
+            run.batch(step, epoch)
+            run.ack(step, epoch)
+            run.publish(step + 1, epoch)
+        while tickets := take(run, 1):
+            run.append(group(None, ticket=tickets[0]))
+        got: list[list[str]] = []
+        poll = threading.Thread(target=lambda: got.append(take(run, 1, wait_ms=20000)))
+        poll.start()
+        run.state()
+        run.batch(2, epoch)
+        poll.join(10)
+        assert len(got) == 1 and len(got[0]) == 1
+        run.http.close()
+    finally:
+        server.end()
 
 
 def test_capacity_in_tokens_follows_the_measured_group_size(run: RunClient) -> None:

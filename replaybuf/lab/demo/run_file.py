@@ -70,7 +70,7 @@ seed = $seed
 advantage = "grpo"
 batch = { groups_per_batch = $groups, tokens_per_batch = $tokens, seq_len = $seq_len }
 strategy = { name = $strategy, options = $options }
-tickets = { ttl_s = 20, max_attempts = 10 }   # many times the time of a group
+tickets = { ttl_s = 20, max_attempts = 10 }   # many times the time of a group$run_options
 
 [service]
 port = 0                             # a free port
@@ -111,7 +111,7 @@ first_pause_s = 0.2
 class Settings:
     """What the run of a study may have otherwise than the demo.
 
-    `model`: folder with the model and its problems; `trainer_options`: more keys of the section of the trainer.
+    `model`: folder with the model and its problems; `run_options`, `trainer_options`: more keys of these sections.
     """
 
     model: str = "model"
@@ -120,6 +120,7 @@ class Settings:
     learning_rate: float = LEARNING_RATE
     checkpoint_every_steps: int = 20
     keep_checkpoints: int = 2
+    run_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trainer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -159,8 +160,12 @@ def run_text(request: Request, settings: Settings = DEMO) -> str:
         "characters": str(CHARACTERS),
         "env": CHILD_ENVIRONMENT,
     }
-    lines = [f"\n{inline_toml(name)} = {inline_toml(value)}" for name, value in settings.trainer_options.items()]
-    return FILE.substitute({name: inline_toml(value) for name, value in values.items()}, trainer_options="".join(lines))
+    more = {"run_options": settings.run_options, "trainer_options": settings.trainer_options}
+    lines = {
+        section: "".join(f"\n{inline_toml(name)} = {inline_toml(value)}" for name, value in options.items())
+        for section, options in more.items()
+    }
+    return FILE.substitute({name: inline_toml(value) for name, value in values.items()}, **lines)
 
 
 def warm_start_program(

@@ -33,8 +33,8 @@ SLOT_FACTORS = (0.5, 2.0)
 TIE = 0.03
 """Figures this close count as equal: a real service and the simulator agree within 3 % of the time in the tests."""
 NOTE = (
-    "How sure: against a real service in the tests, waits agree within 3 % of the time. Against 15 whole runs, the "
-    "simulator was within 10 % in 7; the worst had 53 % fewer steps per hour. Trust an order with gaps above 10 %, and "
+    "How sure: in 45 pairs of a recording and a real run with stand-in producers, steps per hour were within 8 %, and "
+    "waits within 6 % of the time. A recording of few groups knows less. Trust an order with gaps above 10 %, and "
     "measure closer ones."
 )
 CANDIDATES = (

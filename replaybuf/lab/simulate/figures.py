@@ -10,6 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.kernel.strategy.options import StrategyOptions
+from replaybuf.packing.cost import rollout_costs
+from replaybuf.packing.pack import pack, padding_fraction
 from replaybuf.wire.answer.run_status import Coverage
 from replaybuf.wire.ledger import BatchRecord
 
@@ -152,9 +155,11 @@ class Meter:
             if group.times_sampled == 1:
                 self._used.append(group.tokens / rollouts_per_group)
 
-    def packed(self, unused_share: float, imbalance: float) -> None:
-        """Record the packing of one batch."""
-        self._packed.append((unused_share, imbalance))
+    def pack(self, lengths: npt.NDArray[np.int32], seq_len: int, ranks: int) -> None:
+        """Pack the rollouts of a batch for the trainer's ranks, as the service does, and record the result."""
+        grid, costs = pack(lengths, seq_len, ranks), rollout_costs(lengths).tolist()
+        loads = np.array([sum(costs[item] for row in rank for item in row) for rank in grid])
+        self._packed.append((padding_fraction(lengths, grid, seq_len), float(loads.max() / loads.mean())))
 
     def buffer(self, now_s: float, groups: int, tokens: int, tickets_out: int) -> None:
         """Record what the buffer holds now."""
@@ -193,3 +198,10 @@ def _lengths(values: Sequence[float]) -> Lengths:
     array: npt.NDArray[np.float64] = np.asarray(values, np.float64)
     p50, p90, p99 = np.percentile(array, _QUANTILES).tolist()
     return Lengths(len(array), float(array.mean()), p50, p90, p99, np.histogram(array, BINS)[0].tolist())
+
+
+def changed_options(options: StrategyOptions) -> dict[str, Any]:
+    """Return the options that differ from their defaults."""
+    fields = msgspec.structs.fields(options)
+    defaults = {f.name: f.default if f.default_factory is msgspec.NODEFAULT else f.default_factory() for f in fields}
+    return {name: value for name, default in defaults.items() if (value := getattr(options, name)) != default}

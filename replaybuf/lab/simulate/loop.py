@@ -17,20 +17,17 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import StrategyFault, counted
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.state.tickets import Ticket
-from replaybuf.kernel.strategy.options import StrategyOptions
 from replaybuf.kernel.strategy.waiting import BLOCKED_ON
-from replaybuf.lab.simulate.figures import Figures, Meter
+from replaybuf.lab.simulate.engines import Engines
+from replaybuf.lab.simulate.figures import Figures, Meter, changed_options
 from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.lab.simulate.workload import Attempt, Supply
-from replaybuf.packing.cost import rollout_costs
-from replaybuf.packing.pack import pack, padding_fraction
 from replaybuf.plugins.time_limit import CALL_LIMIT_S
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
@@ -45,7 +42,7 @@ PACKED_BATCHES = 8
 _FRUITLESS = 20
 """A simulation ends after so many batches' worth of groups without a batch."""
 
-_ENDED, _TRAINED, _PUBLISHED, _EXPIRES, _OVERDUE = range(5)
+_ENDED, _GENERATED, _TRAINED, _PUBLISHED, _EXPIRES, _OVERDUE = range(6)
 
 
 class Job(NamedTuple):
@@ -69,12 +66,14 @@ class Simulation:
         self._workload = supply.workload
         self._steps = steps
         self._report = report
-        step_s = self._step_s()
-        self._round_s = self._workload.round_s or step_s / ROUNDS_PER_STEP
+        step_s, round_s = self._cycle_s()
+        self._round_s = self._workload.round_s or round_s
         self._sample_every_s, self._sample_at_s = step_s / _SAMPLES_PER_STEP, 0.0
         self._events: list[tuple[float, int, int, Any]] = []
         self._serial = itertools.count()
         self._free = self._workload.slots
+        self._engines = Engines[Job](self._workload.slots, self._workload.load_share)
+        self._generated_s = math.inf
         self._training: BatchRecord | None = None
         self._ready: dict[int, BatchRecord] = {}
         self._asking = True
@@ -86,17 +85,16 @@ class Simulation:
         self._fruitless = 0
         self._most_fruitless = _FRUITLESS * (self._groups_per_batch() + self._workload.slots)
 
-    # ------------------------------------------------------------------ sizes
-
     def _groups_per_batch(self) -> int:
         batch = self.run.config.batch
         return batch.groups_per_batch or math.ceil((self.run.state.token_budget or 0) / self._supply.tokens_per_group)
 
-    def _step_s(self) -> float:
-        """Estimate the time of a step: that of trainer or producers, whichever is slower."""
+    def _cycle_s(self) -> tuple[float, float]:
+        """Estimate the time of a step, that of trainer or producers, and a round that is short against both."""
         w, groups = self._workload, self._groups_per_batch()
-        trains = w.train_s + w.train_token_s * groups * self._supply.tokens_per_group + w.publish_s
-        return max(trains, groups * self._supply.duration_s / w.slots)
+        trains_s = w.train_s + w.train_token_s * groups * self._supply.tokens_per_group + w.publish_s
+        longer, shorter = sorted((trains_s, groups * self._supply.duration_s / w.slots), reverse=True)
+        return longer, max(shorter, longer / ROUNDS_PER_STEP) / ROUNDS_PER_STEP
 
     # ------------------------------------------------------------------ the clock
 
@@ -124,6 +122,8 @@ class Simulation:
             _, kind, _, what = heapq.heappop(self._events)
             if kind == _ENDED:
                 ended.append(what)
+            elif kind == _GENERATED:
+                ended += self._generated()
             else:
                 self._finish(ended)
                 ended = []
@@ -149,8 +149,8 @@ class Simulation:
             self._start(self.run.take_tickets(self._free))
         self._count_evicted()
 
-    def _later(self, seconds: float, kind: int, what: Any = None) -> None:
-        heapq.heappush(self._events, (self.run.now_s + seconds, kind, next(self._serial), what))
+    def _at(self, at_s: float, kind: int, what: Any = None) -> None:
+        heapq.heappush(self._events, (at_s, kind, next(self._serial), what))
 
     # ------------------------------------------------------------------ producers
 
@@ -159,16 +159,43 @@ class Simulation:
         ttl_s = self.run.book.ttl_s
         for ticket in tickets:
             attempt = self._supply.attempt(ticket.prompt_index, ticket.attempt)
-            ends_s = self._end_s(attempt.duration_s)
-            heapq.heappush(self._events, (ends_s, _ENDED, next(self._serial), Job(ticket, version, attempt)))
+            job = Job(ticket, version, attempt)
+            if self._workload.load_share:
+                self._engines.start(now, attempt.duration_s - attempt.reward_s, job)
+                ends_s = now + attempt.duration_s + self._round_s  # at the latest
+            else:
+                ends_s = self._round(now + attempt.duration_s)
+                self._at(ends_s, _ENDED, job)
             if attempt.fate == "lost" or ends_s - now >= ttl_s:
-                self._later(ttl_s, _EXPIRES)
+                self._at(now + ttl_s, _EXPIRES)
         self._free -= len(tickets)
+        self._expect_generated()
 
-    def _end_s(self, duration_s: float) -> float:
-        """Return the round nearest to now + `duration_s`, so that no length is favoured, but later than now."""
-        now, round_s = self.run.now_s, self._round_s
-        return max(round((now + duration_s) / round_s), math.floor(now / round_s) + 1) * round_s
+    def _round(self, end_s: float) -> float:
+        """Return the round nearest to `end_s`, so that no length is favoured, but later than now."""
+        return max(round(end_s / self._round_s), math.floor(self.run.now_s / self._round_s) + 1) * self._round_s
+
+    def _expect_generated(self) -> None:
+        """Look when the next group has generated: each start and each end changes that, and a look may be in vain."""
+        end_s = self._engines.next_end_s()
+        if end_s is not None and (round_s := self._round(end_s)) < self._generated_s:
+            self._generated_s = round_s
+            self._at(round_s, _GENERATED)
+
+    def _generated(self) -> list[Job]:
+        """Return the groups that end in this round; others wait for their rewards."""
+        now, ended = self.run.now_s, list[Job]()
+        if now != self._generated_s:  # an earlier look took its place
+            return ended
+        self._generated_s, latest_s = math.inf, now + self._round_s / 2
+        for generated_s, job in self._engines.finish(now, latest_s):
+            end_s = generated_s + job.attempt.reward_s
+            if end_s <= latest_s:
+                ended.append(job)
+            else:
+                self._at(self._round(end_s), _ENDED, job)
+        self._expect_generated()
+        return ended
 
     def _finish(self, jobs: list[Job]) -> None:
         """Store generated groups; give back the tickets of failed and rejected ones."""
@@ -249,13 +276,12 @@ class Simulation:
             left_s = self.run.left_s(step)
             if left_s and step > self._alarmed:
                 self._alarmed = step
-                self._later(left_s, _OVERDUE)
+                self._at(self.run.now_s + left_s, _OVERDUE)
             return
-        self._asking, self._training = False, outcome
-        w = self._workload
+        self._asking, self._training, w = False, outcome, self._workload
         seconds = w.train_s + w.train_token_s * outcome.tokens
         self.meter.train_s += seconds
-        self._later(seconds, _TRAINED)
+        self._at(self.run.now_s + seconds, _TRAINED)
         if w.prefetch and step + 1 < self._steps:
             ahead = self._assemble(step + 1)
             if isinstance(ahead, BatchRecord):
@@ -267,7 +293,9 @@ class Simulation:
             self._fruitless = 0
             self.meter.batch(outcome, self._group_size)
             if step % max(1, self._steps // PACKED_BATCHES) == 0:
-                self._pack(outcome)
+                prompts = [group.prompt_index for group in outcome.groups if group.prompt_index is not None]
+                lengths = np.concatenate([self._supply.lengths(p, self._attempts.get(p, 1)) for p in prompts])
+                self.meter.pack(lengths, self.run.selector.inputs.seq_len, self._workload.ranks)
         return outcome
 
     def _trained(self) -> None:
@@ -284,7 +312,7 @@ class Simulation:
             run.checkpoint()
         if run.config.version_of(run.state.step) > run.published_version:
             self.meter.publish_s += w.publish_s
-            self._later(w.publish_s, _PUBLISHED)
+            self._at(self.run.now_s + w.publish_s, _PUBLISHED)
         else:
             self._asking = True
 
@@ -306,16 +334,6 @@ class Simulation:
         live = self.run.state.pool.live.totals()
         self.meter.buffer(self.run.now_s, live.groups, live.tokens, self.run.book.out)
 
-    def _pack(self, record: BatchRecord) -> None:
-        """Pack a batch for the trainer's ranks, as the service does."""
-        prompts = [group.prompt_index for group in record.groups if group.prompt_index is not None]
-        lengths = np.concatenate([self._supply.lengths(p, self._attempts.get(p, 1)) for p in prompts])
-        seq_len, ranks = self.run.selector.inputs.seq_len, self._workload.ranks
-        grid = pack(lengths, seq_len, ranks)
-        costs = rollout_costs(lengths).tolist()
-        loads = np.array([sum(costs[item] for row in rank for item in row) for rank in grid])
-        self.meter.packed(padding_fraction(lengths, grid, seq_len), float(loads.max() / loads.mean()))
-
     def _figures(self) -> Figures:
         run, meter, state = self.run, self.meter, self.run.state
         seconds = max(run.now_s, 1e-12)
@@ -328,7 +346,7 @@ class Simulation:
         return Figures(
             strategy=strategy.name,
             options=strategy.options,
-            changed_options=_changed(run.selector.strategy.options),
+            changed_options=changed_options(run.selector.strategy.options),
             ended=self.ended or "",
             steps=state.step,
             seconds=run.now_s,
@@ -357,13 +375,6 @@ class Simulation:
             coverage=state.totals.histograms.coverage(run.book.next_index.get("", 0), len(state.failed.prompts)),
             packing=meter.packing(),
         )
-
-
-def _changed(options: StrategyOptions) -> dict[str, Any]:
-    """Return the options that differ from their defaults."""
-    fields = msgspec.structs.fields(options)
-    defaults = {f.name: f.default if f.default_factory is msgspec.NODEFAULT else f.default_factory() for f in fields}
-    return {name: value for name, default in defaults.items() if (value := getattr(options, name)) != default}
 
 
 def simulate(config: RunConfig, supply: Supply, steps: int, report: Callable[[int], None] | None = None) -> Figures:

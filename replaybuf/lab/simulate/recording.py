@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from replaybuf.client.client import Client
 from replaybuf.errors import Invalid, Malformed, NotFound, counted
 from replaybuf.kernel.rows.index import ENTRY
-from replaybuf.lab.simulate.latencies import LEAST_S, least_slots, measure_latencies
+from replaybuf.lab.simulate.latencies import LEAST_S, Latencies, measure_latencies
 from replaybuf.lab.simulate.workload import BLOCK, DEFAULT_GROUP_SIZE, LONGEST_S, Block, Supply, Workload
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.files import RECORDING_BYTES, read_bounded
@@ -31,7 +32,7 @@ _COPIED = ("tokens", "longest_tokens", "reward_mean", "reward_std", "advantage_a
 
 
 class RecordedGroup(msgspec.Struct, frozen=True):
-    """One group as `GET groups` reports it."""
+    """One group as `GET groups` reports it; `ticket_s`: when its ticket was issued, None = not known."""
 
     number: int
     policy_version: int
@@ -45,12 +46,16 @@ class RecordedGroup(msgspec.Struct, frozen=True):
     advantage_abs_mean: float = 0.0
     truncated: int = 0
     source: int = 0
+    ticket_s: float | None = None
 
 
 class Recording(msgspec.Struct, frozen=True):
     """Configuration, ticket counts, groups in the order they were stored, ledger records.
 
-    `slots`: the most groups that the producers generate at a time, by their heartbeats; 0 = they reported none.
+    By the last heartbeats of the producers:
+
+    - `slots`: the most groups that they generate at a time; 0 = they reported none
+    - `held_back`: producers by what held them back
     """
 
     run: str
@@ -59,19 +64,21 @@ class Recording(msgspec.Struct, frozen=True):
     groups: list[RecordedGroup]
     records: list[dict[str, Any]]
     slots: int = 0
+    held_back: dict[str, int] = {}
 
 
 def read_service(url: str, run: str, token: str | None) -> Recording:
     """Read a run from a service. Raises what the client raises, `NotFound` if the run has too few groups."""
     with Client(url, run, token=token) as client:
-        status = client.get_run()
+        status, producers = client.get_run(), client.list_producers()
         raw: dict[str, Any] = {
             "run": run,
             "config": status.config,
             "tickets": msgspec.to_builtins(status.tickets),
             "groups": list(_pages(client, "groups")),
             "records": list(_pages(client, "records")),
-            "slots": sum(producer.slots or 0 for producer in client.list_producers()),
+            "slots": sum(producer.slots or 0 for producer in producers),
+            "held_back": Counter(producer.held_back_by for producer in producers if producer.held_back_by),
         }
     try:
         return _checked(msgspec.convert(raw, Recording))
@@ -124,27 +131,31 @@ def _checked(recording: Recording) -> Recording:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Times:
-    """Times since the last rewind, by step or version; seconds since the epoch."""
+    """Times since the last rewind, by step or version; seconds since the epoch.
+
+    `waited`: seconds that the trainer waited for a step, empty in a recording without them.
+    """
 
     batches: dict[int, tuple[float, int]]
     acks: dict[int, float]
     published: dict[int, float]
+    waited: dict[int, float]
 
 
 def derive(recording: Recording, workload: Workload) -> Workload:
     """Estimate speeds and failures from a recording; fields that were given explicitly are kept.
 
-    - A step trains from its batch (or the publication before it, if later) to its ack: fit train_s + train_token_s ·
-      tokens by least squares, both at least 0. publish_s is the median from ack to publication.
-    - Slots are those that producers reported. Each group then has a latency of its own (`latencies`), and token_s is
-      their mean / mean longest rollout.
-    - Without reported slots: a group starts while its policy version is published, and its latency counts from the
-      middle of that time. Producers often wait, so their rate is that of the busier quarter of the run; slots = rate ·
-      latency (Little's law), at least those in generation at one publication.
+    - A step takes the time between two publications without waits: fit train_s + train_token_s · tokens by least
+      squares, both at least 0. publish_s is the median from ack to publication.
+    - Each group has a latency of its own, from its ticket to its arrival (`latencies`), and token_s is their mean /
+      mean longest rollout. Slots are those that producers reported, else the most groups in generation at a time.
+    - Without tickets: a group starts while its policy version is published, and its latency counts from the middle of
+      that time. Producers often wait, so their rate is that of the busier quarter of the run; slots = rate · latency
+      (Little's law).
     """
     times = _times(recording.records)
     train_s, train_token_s = _training(times)
-    slots, latencies = measure_slots(recording)
+    latencies = measure_slots(recording)
     longest = float(np.mean([group.longest_tokens for group in recording.groups]))
     tickets = recording.tickets
     issued = max(1, tickets.get("issued", 0))
@@ -155,9 +166,10 @@ def derive(recording: Recording, workload: Workload) -> Workload:
         if version * steps_per_publish - 1 in times.acks
     ]
     recorded: dict[str, Any] = {
-        "slots": slots,
+        "slots": latencies.slots,
         "group_s": 0.0,
-        "token_s": float(np.clip(latencies.mean(), LEAST_S, LONGEST_S)) / longest,
+        "token_s": float(np.clip(latencies.total_s.mean(), LEAST_S, LONGEST_S)) / longest,
+        "load_share": latencies.load_share,
         "failure_rate": min(0.9, tickets.get("returned", 0) / issued),
         "lost_rate": min(0.09, tickets.get("expired", 0) / issued),
         "train_s": train_s,
@@ -180,17 +192,24 @@ def _times(records: list[dict[str, Any]]) -> _Times:
         {record["step"]: (record["at_s"], record["tokens"]) for record in of("BATCH")},
         {record["step"]: record["at_s"] for record in of("ACK")},
         {record["version"]: record["at_s"] for record in of("POLICY")},
+        {record["step"]: sum(record["waited_s"].values()) for record in of("ACK") if record.get("waited_s")},
     )
 
 
 def _training(times: _Times) -> tuple[float, float]:
-    """Fit seconds per step and per token. Raises `NotFound` if no step was trained."""
+    """Fit seconds per step and per token. Raises `NotFound` if no step was trained.
+
+    A step has all time since the publication before it in which the trainer did not wait: the calls that fetch a batch
+    and the writing of a checkpoint are work too. It lasts at least from its batch to its ack.
+    """
     samples = []
     for step, done_s in times.acks.items():
         if step in times.batches:
             made_s, tokens = times.batches[step]
             before = [at for at in (times.acks.get(step - 1), *times.published.values()) if at and at < done_s]
-            samples.append((tokens, done_s - max([made_s, *before[-1:]])))
+            since_s = before[-1] if before else made_s
+            waited_s = times.waited.get(step, 0.0) if times.waited else max(0.0, made_s - since_s)
+            samples.append((tokens, max(done_s - since_s - waited_s, done_s - max(made_s, since_s))))
     if not samples:
         raise NotFound("the recording has no acked step since the last rewind", name="from", value=0, bound=1)
     tokens, seconds = np.array(samples, np.float64).T
@@ -201,17 +220,17 @@ def _training(times: _Times) -> tuple[float, float]:
     return float(np.median(seconds)), 0.0
 
 
-def measure_slots(recording: Recording) -> tuple[int, npt.NDArray[np.float64]]:
-    """Return the slots, and the seconds that each group occupied one of them [groups], in the order of prompts."""
-    times, groups = _times(recording.records), _in_order(recording.groups)
-    arrivals = np.array([group.arrival_s for group in groups])
-    versions = np.array([group.policy_version for group in groups])
-    if recording.slots:
-        return recording.slots, measure_latencies(arrivals, versions, times.published, recording.slots)
-    latency_s = _latency_s(groups, times, float(arrivals.min()))
-    slots = max(round(_busy_rate(np.sort(arrivals)) * latency_s), least_slots(arrivals, versions, times.published))
-    longest = np.array([group.longest_tokens for group in groups])
-    return max(1, slots), latency_s * longest / longest.mean()
+def measure_slots(recording: Recording) -> Latencies:
+    """Return the slots, and the seconds that each group occupies one of them [groups], in the order of prompts."""
+    groups = _in_order(recording.groups)
+    arrivals_s = np.array([group.arrival_s for group in groups])
+    tickets_s = np.array([group.ticket_s for group in groups], np.float64)
+    longest = np.array([group.longest_tokens for group in groups], np.float64)
+    if np.isfinite(tickets_s).any():
+        return measure_latencies(tickets_s, arrivals_s, longest, recording.slots)
+    latency_s = _latency_s(groups, _times(recording.records), float(arrivals_s.min()))
+    slots = recording.slots or max(1, round(_busy_rate(np.sort(arrivals_s)) * latency_s))
+    return Latencies(slots, latency_s * longest / longest.mean(), np.zeros(len(groups)), 0.0)
 
 
 def _in_order(groups: list[RecordedGroup]) -> list[RecordedGroup]:
@@ -247,8 +266,9 @@ class RecordedSupply(Supply):
         super().__init__(workload, config, seed)
         groups = _in_order(recording.groups)
         longest = np.array([group.longest_tokens for group in groups], np.float64)
-        latencies = measure_slots(recording)[1]
-        self._effective = latencies / latencies.mean() * longest.mean()
+        latencies = measure_slots(recording)
+        tokens_per_s = longest.mean() / latencies.total_s.mean()
+        self._effective, self._rewards = latencies.total_s * tokens_per_s, latencies.reward_s * tokens_per_s
         self._feedback: dict[int, dict[str, Any] | None] = {
             record["step"]: record.get("feedback") for record in recording.records if record["type"] == "ACK"
         }
@@ -266,7 +286,8 @@ class RecordedSupply(Supply):
         picks = (block * BLOCK + np.arange(BLOCK)) % len(self._entries)
         entries = self._entries[picks].copy()
         lengths = _spread(entries["tokens"], entries["longest_tokens"], self._group_size)
-        return self._finish(block, number, entries, lengths, self._effective[picks], self._rng(block, number))
+        effective, rewards = self._effective[picks], self._rewards[picks]
+        return self._finish(block, number, entries, lengths, effective, rewards, self._rng(block, number))
 
 
 def _spread(tokens: npt.NDArray[np.int32], longest: npt.NDArray[np.int32], rollouts: int) -> npt.NDArray[np.int32]:

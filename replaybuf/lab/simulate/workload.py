@@ -44,8 +44,9 @@ Tokens = Annotated[int, Meta(ge=1, le=2**24)]
 class Workload:
     """Speeds of producers and trainer, and the shape of groups. The docstring of each field is its help text.
 
-    A group occupies one slot for group_s + token_s * (tokens of its longest completion). A step takes
-    train_s + train_token_s * (tokens of its batch), and publish_s more to publish its weights.
+    A group occupies one slot for group_s + token_s * (tokens of its longest completion) while all slots generate; with
+    load_share it generates faster while fewer do. A step takes train_s + train_token_s * (tokens of its batch), and
+    publish_s more to publish its weights.
     """
 
     slots: Count = 64
@@ -54,6 +55,9 @@ class Workload:
     """Fixed seconds per group: prompt, reward, append."""
     token_s: Seconds = 0.02
     """Seconds per token of the longest completion of a group, added to group_s."""
+    load_share: Share = 0.0
+    """Share of a group's seconds per token that is due to the other groups when all slots generate, 0 to 1. 0: engines
+    are as fast under load as without. 1: they share a fixed speed."""
     prompt_tokens: Tokens = 128
     """Number of tokens of a prompt."""
     length_mean: Annotated[float, Meta(ge=1, le=2**24)] = 1000.0
@@ -89,7 +93,8 @@ class Workload:
     checkpoint_steps: Count = 10
     """Steps between checkpoints."""
     round_s: Annotated[float, Meta(gt=0, le=LONGEST_S)] | None = None
-    """Seconds per simulation round: groups that end in one round arrive together. Default: 1/10 of a step."""
+    """Seconds per simulation round: groups that end in one round arrive together. Default: 1/10 of the time
+    that trainer or producers, whichever are faster, take for a step."""
 
     explicit_fields: ClassVar[frozenset[str]] = frozenset()
 
@@ -142,7 +147,10 @@ def check_prompts(workload: Workload, config: RunConfig) -> None:
 
 
 class Attempt(NamedTuple):
-    """One attempt at a group; `fate` is `stored`, `failed`, `timeout` or `lost`."""
+    """One attempt at a group; `fate` is `stored`, `failed`, `timeout` or `lost`.
+
+    It occupies its slot for `duration_s` while all slots generate; `reward_s` of it is after generation.
+    """
 
     prompt_index: int
     number: int
@@ -152,6 +160,7 @@ class Attempt(NamedTuple):
     longest_tokens: int
     entry: bytes
     """One `ENTRY` without versions and arrival."""
+    reward_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,7 +235,8 @@ class Supply:
         scores = np.array([self._score(count) for count in right.tolist()])
         for column, name in enumerate(("reward_mean", "reward_std", "advantage_abs_mean")):
             entries[name] = scores[:, column]
-        return self._finish(block, number, entries, w.prompt_tokens + completions, completions.max(axis=1), own_rng)
+        longest, none = completions.max(axis=1), np.zeros(BLOCK)
+        return self._finish(block, number, entries, w.prompt_tokens + completions, longest, none, own_rng)
 
     def _finish(
         self,
@@ -235,9 +245,13 @@ class Supply:
         entries: npt.NDArray[Any],
         lengths: Lengths,
         longest: npt.NDArray[np.integer | np.floating],
+        reward: npt.NDArray[np.floating],
         rng: np.random.Generator,
     ) -> Block:
-        """Fill in sizes and durations, and draw the fates; `longest`: tokens that the time of a group follows."""
+        """Fill in sizes and durations, and draw the fates.
+
+        `longest`: tokens that the time of a group follows, of which `reward` follow generation.
+        """
         w = self.workload
         if self._config.batch.overlong == "truncate":
             lengths = np.minimum(lengths, self._config.batch.seq_len)
@@ -254,6 +268,7 @@ class Supply:
         if w.timeout_s is not None:
             fates[(durations > w.timeout_s) & (fates != "lost")] = "timeout"
             durations = np.minimum(durations, w.timeout_s)
+        rewards = np.minimum(w.group_s + w.token_s * reward, durations)
         raw, size = entries.tobytes(), ENTRY.itemsize
         columns = (
             entries["prompt_index"].tolist(),
@@ -263,6 +278,7 @@ class Supply:
             entries["tokens"].tolist(),
             entries["longest_tokens"].tolist(),
             [raw[start : start + size] for start in range(0, len(raw), size)],
+            rewards.tolist(),
         )
         return Block([Attempt(*values) for values in zip(*columns, strict=True)], lengths)
 

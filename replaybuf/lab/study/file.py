@@ -12,6 +12,7 @@ from replaybuf.errors import Invalid
 from replaybuf.lab.demo.folder import DEFAULT_STEPS
 from replaybuf.lab.demo.run_file import ENVIRONMENT, GROUPS_PER_BATCH, LEARNING_RATE, TARGET_ACCURACY
 from replaybuf.launch.file import read_file
+from replaybuf.wire.config import Filters
 
 MOST_TRAININGS = 256
 Label = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
@@ -25,12 +26,14 @@ Groups = Annotated[int, Meta(ge=1, le=16384)]
 class StrategyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One strategy: `label` in tables and folders (default: `name`), options, and what it has otherwise than the rest.
 
-    `trainer`: options of the trainer, such as its loss. `groups_per_batch` must be that of all others.
+    `filters`: of its runs. `trainer`: options of the trainer, such as its loss. `groups_per_batch` must be that of all
+    others.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     label: Label | None = None
     options: dict[str, Any] = {}
+    filters: Filters = []
     trainer: dict[str, Any] = {}
     steps: Steps | None = None
     learning_rates: LearningRates | None = None

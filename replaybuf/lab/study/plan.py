@@ -44,6 +44,7 @@ class Variant:
     title: str
     strategy: str
     options: dict[str, Any]
+    filters: list[dict[str, Any]]
     trainer: dict[str, Any]
     learning_rate: float
     steps: int
@@ -118,7 +119,9 @@ def plan_study(study: StudyFile, folder: Path) -> StudyPlan:
         rates = entry.learning_rates or study.learning_rates
         for rate in rates:
             title = entry.title if len(rates) == 1 else f"{entry.title}-lr{rate:g}"
-            variant = Variant(title, entry.name, entry.options, entry.trainer, rate, entry.steps or study.steps)
+            filters = [{"name": spec.name, "options": spec.options} for spec in entry.filters]
+            steps = entry.steps or study.steps
+            variant = Variant(title, entry.name, entry.options, filters, entry.trainer, rate, steps)
             variants.append(variant)
             trainings += [_training(study, variant, seed, data_dir, model) for seed in study.seeds]
     by_seed = sorted(trainings, key=lambda training: study.seeds.index(training.seed))
@@ -140,6 +143,7 @@ def _training(study: StudyFile, variant: Variant, seed: int, data_dir: Path, mod
         learning_rate=variant.learning_rate,
         checkpoint_every_steps=-(-variant.steps // study.checkpoints),
         keep_checkpoints=study.checkpoints + 1,
+        run_options={"filters": variant.filters} if variant.filters else {},
         trainer_options=variant.trainer,
     )
     folder = Folder(data_dir / "trainings" / f"{variant.title}-seed{seed}")

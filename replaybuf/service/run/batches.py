@@ -249,6 +249,7 @@ class Batches:
                 await self._pack(record, fetched)
             await self._trace(record, began_ns)
             await self._eviction.evict()
+            self._journal.notify()  # uses that groups have left bound how many more may start
             return None
 
     async def _trace(self, record: BatchRecord, began_ns: int) -> None:

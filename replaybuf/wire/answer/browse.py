@@ -34,8 +34,9 @@ class SearchedGroups(Answer, frozen=True, kw_only=True):
 class GroupSummary(Answer, frozen=True, kw_only=True):
     """The metadata of a stored group. `batches`: steps that used it; `reason` of its eviction or dead letter.
 
-    `late_columns`: columns that a stage added after the group was stored. `preview`, if asked for: one rollout, None
-    where no bytes are left or the page has too many. `match`: where a search found its text.
+    `late_columns`: columns that a stage added after the group was stored. `ticket_s`: when its ticket was issued, None
+    = not known. `preview`, if asked for: one rollout, None where no bytes are left or the page has too many. `match`:
+    where a search found its text.
     """
 
     group_id: str
@@ -58,6 +59,7 @@ class GroupSummary(Answer, frozen=True, kw_only=True):
     advantage_abs_mean: float
     times_sampled: int
     late_columns: list[str] = field(default_factory=list)
+    ticket_s: float | None = None
     preview: ShownRollout | UnsetType | None = UNSET
     match: TextMatch | UnsetType = UNSET
 

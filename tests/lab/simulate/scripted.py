@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 
 from replaybuf.client.client import Client
@@ -44,6 +45,7 @@ class Play:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._free = supply.workload.slots
+        self._generating: list[tuple[float, Callable[[], None]]] = []
         self._epoch = 0
         self._step = 0
         self._asked_s: float | None = None
@@ -56,12 +58,27 @@ class Play:
         self._client.send_heartbeat("scripted", slots=self._supply.workload.slots)
         self._ask()
         while self._step < self._steps:
-            self._now_s, _, happens = heapq.heappop(self._events)
-            self._set_clock()
-            happens()
+            self._next()()
             self._ask()
         self.measured.seconds = self._now_s
         return self.measured
+
+    def _next(self) -> Callable[[], None]:
+        """Advance to what happens next, and return it: groups that generate are slower the more of them do."""
+        w = self._supply.workload
+        factor = 1 - w.load_share * (1 - len(self._generating) / w.slots)
+        work_s, generated = min(self._generating, key=lambda each: each[0], default=(math.inf, None))
+        happens_s = self._now_s + work_s * factor
+        if generated is None or (self._events and self._events[0][0] < happens_s):
+            happens_s, _, happens = heapq.heappop(self._events)
+        else:
+            self._generating.remove((work_s, generated))
+            happens = generated
+        done_s = (happens_s - self._now_s) / factor
+        self._generating = [(left_s - done_s, then) for left_s, then in self._generating]
+        self._now_s = happens_s
+        self._set_clock()
+        return happens
 
     def _after(self, seconds: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now_s + seconds, next(self._order), happens))
@@ -94,7 +111,8 @@ class Play:
             else:
                 self._client.return_ticket(ticket.ticket, attempt.fate)
 
-        self._after(attempt.duration_s, arrives)
+        work_s = attempt.duration_s - attempt.reward_s
+        self._generating.append((work_s, lambda: self._after(attempt.reward_s, arrives)))
 
     def _ask_for_batch(self) -> None:
         """The order of a trainer's step, with the reference trainer's prefetch: asked once, as training starts."""

@@ -81,7 +81,7 @@ def test_a_fleet_whose_trainer_waits_gets_more_engines() -> None:
     assert engines and max(engines) < -0.03
     replay = next(cost for what, cost in costs.items() if what.startswith("strategy replay"))
     assert replay.choice.reuses and replay.steps_change > 0
-    assert "15 whole runs" in advice.sure
+    assert "45 pairs" in advice.sure
 
 
 def test_the_command_prints_its_advice_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,8 +36,12 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "one-use": ("one-step-off-policy", {"max_staleness": 2}),
     "replay": ("replay", {"max_uses": 3, "max_staleness": 3, "look_ahead": 1, "order": "uniform"}),
 }
-FLEETS = {"held-back": 12, "busy": 5}
-"""Slots: more than the window lets start, and fewer than one use needs."""
+FLEETS: dict[str, dict[str, Any]] = {
+    "held-back": {"slots": 12},
+    "busy": {"slots": 5},
+    "slowing": {"slots": 8, "token_s": 0.032, "load_share": 0.75},
+}
+"""More slots than the window lets start, fewer than one use needs, and engines that slow down to a quarter."""
 
 
 class SlowRewards(Supply):
@@ -47,7 +51,7 @@ class SlowRewards(Supply):
         """Return an attempt with its reward."""
         made = super().attempt(prompt_index, number)
         slow = prompt_index % REWARD_EVERY == REWARD_EVERY - 1
-        return made._replace(duration_s=made.duration_s + REWARD_S) if slow else made
+        return made._replace(duration_s=made.duration_s + REWARD_S, reward_s=REWARD_S) if slow else made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +113,9 @@ class Pairs:
 def case(fleet: str, strategy: str) -> tuple[RunConfig, Workload]:
     """Return configuration and speeds of a case: a step of 0.4 s."""
     name, options = STRATEGIES[strategy]
-    lengths = {"length_mean": 25.0, "length_sigma": 0.6, "length_max": 100}
-    speeds = {"group_s": 0.1, "token_s": 0.008, "train_s": 0.3, "publish_s": 0.1, "checkpoint_steps": 8}
-    return config(strategy=name, options=options), workload(slots=FLEETS[fleet], **speeds, **lengths)
+    lengths: dict[str, Any] = {"length_mean": 25.0, "length_sigma": 0.6, "length_max": 100}
+    speeds: dict[str, Any] = {"group_s": 0.1, "token_s": 0.008, "train_s": 0.3, "publish_s": 0.1, "checkpoint_steps": 8}
+    return config(strategy=name, options=options), workload(**speeds | lengths | FLEETS[fleet])
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("held-back", "one-use", "replay"),
         ("busy", "replay", "replay"),
         ("busy", "one-use", "replay"),
+        ("slowing", "one-use", "replay"),
+        ("slowing", "replay", "one-use"),
     ],
 )
 def test_a_recording_predicts_the_run_of_another_strategy(
@@ -138,7 +144,7 @@ def test_a_recording_predicts_the_run_of_another_strategy(
     name, options = STRATEGIES[simulated]
     asked = msgspec.structs.replace(recording.config, strategy=StrategySpec(name=name, options=options))
     figures = run_study(SimulateOptions(steps=STEPS), asked, recording).runs[0]
-    assert recording.slots == FLEETS[fleet]
+    assert recording.slots == FLEETS[fleet]["slots"]
     assert not measured_of(figures).close_to(real)
 
 

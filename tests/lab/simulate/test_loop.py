@@ -51,6 +51,7 @@ def study(
     st.sampled_from([0.0, 0.1]),
     st.sampled_from([None, 3.0]),
     st.sampled_from([1, 3]),
+    st.sampled_from([0.0, 0.7]),
 )
 def test_no_prompt_is_lost_and_no_group_is_counted_twice(
     strategy: tuple[str, dict[str, Any]],
@@ -60,10 +61,12 @@ def test_no_prompt_is_lost_and_no_group_is_counted_twice(
     lost_rate: float,
     timeout_s: float | None,
     steps_per_publish: int,
+    load_share: float,
 ) -> None:
     """Every prompt issued is used, dropped, failed, live, out or due again; stored is the sum of where groups stand."""
     run = config(*strategy, steps_per_publish=steps_per_publish)
-    w = workload(slots=slots, failure_rate=failure_rate, lost_rate=lost_rate, timeout_s=timeout_s, checkpoint_steps=4)
+    rates = {"failure_rate": failure_rate, "lost_rate": lost_rate, "load_share": load_share}
+    w = workload(slots=slots, timeout_s=timeout_s, checkpoint_steps=4, **rates)
     simulation = Simulation(run, Supply(w, run, seed), 12)
     figures = simulation.simulate()
     state, book = simulation.run.state, simulation.run.book
@@ -89,13 +92,15 @@ def test_no_prompt_is_lost_and_no_group_is_counted_twice(
 
 def _generating(simulation: Simulation) -> int:
     """Count the groups that are still to come in."""
-    return sum(kind == _ENDED for _, kind, _, _ in simulation._events)
+    return sum(kind == _ENDED for _, kind, _, _ in simulation._events) + len(simulation._engines)
 
 
-def test_the_slots_never_hold_more_than_there_are() -> None:
+@pytest.mark.parametrize("load_share", [0.0, 0.7])
+def test_the_slots_never_hold_more_than_there_are(load_share: float) -> None:
     """Free slots and groups being generated make up all, at every moment."""
     run = config(options={"max_staleness": 4})
-    simulation = Simulation(run, Supply(workload(failure_rate=0.2, lost_rate=0.1), run, 0), STEPS)
+    w = workload(failure_rate=0.2, lost_rate=0.1, load_share=load_share)
+    simulation = Simulation(run, Supply(w, run, 0), STEPS)
     simulation._act()
     for _ in range(500):
         if simulation.ended or not simulation._events:
@@ -131,6 +136,23 @@ def test_an_idle_machine_is_predicted_to_the_second() -> None:
     assert figures.seconds == pytest.approx(10 * (2.0 + 2.0 + 0.5))
     assert figures.wait_share == pytest.approx(2.0 / 4.5)
     assert figures.idle_share == pytest.approx(2.5 / 4.5)
+
+
+def test_engines_that_slow_down_under_load_are_as_fast_as_their_slots_are_empty() -> None:
+    """On-policy with four of eight slots busy, of 4 s at full load half due to it: 1 - 0.5 * 4/8 of them."""
+    run = config("on-policy")
+    times = {"token_s": 0.04, "group_s": 0.0, "train_s": 2.0, "publish_s": 0.5, "round_s": 0.25}
+    w = workload(slots=8, length_sigma=0.0, load_share=0.5, **times)
+    assert simulate(run, Supply(w, run, 0), 10).seconds == pytest.approx(10 * (3.0 + 2.0 + 0.5))
+
+
+def test_slow_producers_are_as_stale_as_with_short_rounds() -> None:
+    """Their step takes nine times that of the trainer, so a round of a tenth of it would blur the publications."""
+    run, slow = config("one-step-off-policy"), {"slots": 3, "train_s": 0.3, "publish_s": 0.1}
+    usual, exact = (
+        simulate(run, Supply(workload(**slow, **own), run, 0), 400).staleness_mean for own in ({}, {"round_s": 0.002})
+    )
+    assert usual == pytest.approx(exact, abs=0.015)
 
 
 def test_short_windows_drop_the_long_groups_and_it_shows_as_length_bias() -> None:

@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from replaybuf.cli.main import main
+from replaybuf.client.client import Client
 from replaybuf.lab.simulate.advice import FleetOptions
 from replaybuf.lab.simulate.command import SimulateOptions, run_advice
-from replaybuf.lab.simulate.recording import RecordedGroup, Recording, derive, save
+from replaybuf.lab.simulate.recording import RecordedGroup, Recording, derive, read_service, save
 from replaybuf.lab.simulate.workload import Workload
 from replaybuf.wire.ledger import AckRecord, BatchRecord, PolicyRecord
+from tests.conftest import RunClient, ServeProcess, group
 from tests.lab.simulate.workloads import config
 
 DEFAULTS = Workload()
@@ -73,3 +76,41 @@ def test_an_advice_keeps_the_speed_of_the_recording_unless_another_is_given(reco
     assert {choice.slots for choice in (advice.proposal, *(cost.choice for cost in advice.costs))} <= {
         max(1, round(slots * factor)) for factor in (0.5, 1, 2)
     }
+
+
+def test_what_a_trainer_does_between_two_batches_is_work_unless_it_waited(recording: Recording) -> None:
+    """Calls and checkpoints take time too: of the 1.5 s from a publication to the next ack, the trainer waited 0.3 s.
+
+    A recording without waits has only the time from batch to ack.
+    """
+    records = [entry.copy() for entry in recording.records]
+    for entry in records:
+        if entry["type"] == "ACK":
+            entry["waited_s"] = {"too_few_groups": 0.3}
+    assert derive(recording, Workload()).train_s == pytest.approx(1.0)
+    waited = msgspec.structs.replace(recording, records=records)
+    assert derive(waited, Workload()).train_s == pytest.approx(1.2)
+
+
+def test_slots_and_latencies_are_those_between_tickets_and_arrivals(recording: Recording) -> None:
+    """The producers reported 5 slots: more than the window ever let them use."""
+    groups = [msgspec.structs.replace(group, ticket_s=group.arrival_s - 1.0) for group in recording.groups]
+    timed = msgspec.structs.replace(recording, groups=groups)
+    learned = derive(timed, Workload())
+    assert learned.slots == 2
+    assert learned.token_s == pytest.approx(1.0 / 100)
+    assert derive(msgspec.structs.replace(timed, slots=5), Workload()).slots == 5
+
+
+def test_a_recording_keeps_what_held_producers_back(service: ServeProcess, run: RunClient) -> None:
+    """As they reported it last, beside their slots, and when the tickets of groups were issued."""
+    run.put(batch={"groups_per_batch": 8, "tokens_per_batch": None})
+    tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="a", count=8).json()["tickets"]]
+    run.append(*(group(None, ticket=ticket) for ticket in tickets))
+    reports = {"a": "engine_away", "b": "engine_away", "c": None}
+    with Client(service.url, run.run) as client:
+        for producer, reason in reports.items():
+            client.send_heartbeat(producer, slots=4, held_back_by=reason)
+    recording = read_service(service.url, run.run, None)
+    assert (recording.slots, recording.held_back) == (12, {"engine_away": 2})
+    assert all(stored.ticket_s and 0 <= stored.arrival_s - stored.ticket_s < 60 for stored in recording.groups)

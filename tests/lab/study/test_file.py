@@ -44,6 +44,15 @@ def test_a_strategy_has_options_of_the_trainer(tmp_path: Path) -> None:
     assert one_use.keys().isdisjoint(more) and replay == one_use | more
 
 
+def test_a_strategy_has_filters(tmp_path: Path) -> None:
+    """So that dropping groups can be compared with training them. The other strategies keep all groups."""
+    plan = planned(tmp_path, f'seeds = [0]\n{ONE_USE}{REPLAY}filters = [{{ name = "zero-variance" }}]')
+    one_use, replay = (tomllib.loads(training.text)["run"] for training in plan.trainings)
+    filters = {"filters": [{"name": "zero-variance", "options": {}}]}
+    assert "filters" not in one_use
+    assert {name: value for name, value in replay.items() if name not in one_use} == filters
+
+
 def test_a_training_keeps_as_many_checkpoints_as_are_scored(tmp_path: Path) -> None:
     plan = planned(tmp_path, f"seeds = [0]\nsteps = 10\ncheckpoints = 4\n{ONE_USE}")
     assert "checkpoint_every_steps = 3\nkeep_checkpoints = 5" in plan.trainings[0].text
@@ -63,6 +72,7 @@ def test_a_training_keeps_as_many_checkpoints_as_are_scored(tmp_path: Path) -> N
         (f"seeds = [0]\n{REPLAY}trainer = {{ loss = 'gpso' }}", r"strategy replay: trainer: loss is 'gpso'.*gspo"),
         (f"seeds = [0]\n{REPLAY}trainer = {{ loss_options = '{{\"clip\": 1}}' }}", r"unknown field `clip`; options"),
         (f"seeds = [0]\n{REPLAY}trainer = {{ learning_rate = 0.1 }}", r"replay: trainer.learning_rate.*learning_rates"),
+        (f"seeds = [0]\n{REPLAY}filters = [{{ name = 'zero' }}]", r"strategy replay: .*zero-variance"),
         (f"seeds = [0]\n{REPLAY}{REPLAY}", r"strategies has 'replay' 2 times; give each a label"),
         (f"seeds = [1, 1]\n{REPLAY}", r"seeds has 1 2 times"),
         (REPLAY, "seeds"),

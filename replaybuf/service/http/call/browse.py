@@ -244,4 +244,5 @@ def summarize(run: Run, entry: IndexEntry, steps: list[int]) -> dict[str, Any]:
         **scores,
         "times_sampled": int(index["times_sampled"][rows[0]]) if len(rows) else len(steps),
         "late_columns": run.state.pool.columns.late_of([entry.number]).get(entry.number, []),
+        "ticket_s": entry.strings.ticket_s,
     }
