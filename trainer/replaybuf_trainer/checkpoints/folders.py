@@ -18,7 +18,7 @@ from replaybuf.wire.model.checkpoints import (
     file_digest,
     list_checkpoints,
 )
-from replaybuf_trainer.folders import files_of, keep_newest, sync
+from replaybuf_trainer.folders import files_of, numbered_folders, sync
 from replaybuf_trainer.ownership import Confirm, may_delete
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,11 @@ def new_scratch(folder: Path, step: int, confirm: Confirm) -> Path:
 
 
 def complete(scratch: Path, state: TrainerState, keep: int, confirm: Confirm) -> Path:
-    """Sync a written checkpoint, give it its name, and delete all but the `keep` newest; return its folder.
+    """Sync a written checkpoint, give it its name, and keep the `keep` newest up to its step; return its folder.
 
-    Raises `Fenced`. If the service cannot be asked who has the run, nothing is deleted, and a checkpoint of the same
-    step is a `FileExistsError`.
+    Checkpoints of later steps stay and do not count: they are of a history that a resume has ended. Raises `Fenced`.
+    If the service cannot be asked who has the run, nothing is deleted, and a checkpoint of the same step is a
+    `FileExistsError`.
     """
     names = [str(path.relative_to(scratch)) for path in files_of(scratch)]
     sizes = {name: (scratch / name).stat().st_size for name in names}
@@ -71,5 +72,7 @@ def complete(scratch: Path, state: TrainerState, keep: int, confirm: Confirm) ->
     scratch.rename(final)
     sync(final.parent)
     if owns_run:
-        keep_newest(final.parent, "step-*", keep)
+        checkpoints = numbered_folders(final.parent, "step-")
+        for old in [path for step, path in checkpoints.items() if step <= state.step][:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
     return final

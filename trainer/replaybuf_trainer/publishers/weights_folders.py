@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replaybuf_trainer.faults import TrainingFault
-from replaybuf_trainer.folders import files_of, sync
+from replaybuf_trainer.folders import files_of, numbered_folders, sync
 from replaybuf_trainer.ownership import may_delete
 from replaybuf_trainer.publishers.publisher import Confirm, NeededVersions, Weights, no_versions
 
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 KEPT = 3
 STAGED = ".staged-"
-_NAME = re.compile(r"v(\d{6,})")
 
 
 class WeightsFolders:
@@ -105,9 +103,8 @@ class WeightsFolders:
         """
         if not may_delete(confirm):
             return
-        folders = (self._root / adapter).glob("v*")
-        versions = {int(name[1]): path for path in folders if (name := _NAME.fullmatch(path.name))}
-        older = sorted(number for number in versions if number <= version)
+        versions = numbered_folders(self._root / adapter, "v")
+        older = [number for number in versions if number <= version]
         used = [number for number in older[:-KEPT] if in_use(versions[number])]
         kept = {*older[-KEPT:], *used[-KEPT:], *(set(older) & set(self._needed_versions(adapter)))}
         for number, path in versions.items():
