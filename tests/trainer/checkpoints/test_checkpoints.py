@@ -275,7 +275,7 @@ def test_versions_are_needed_while_a_checkpoint_is_written_and_as_long_as_it_sta
     models: Path, tmp_path: Path
 ) -> None:
     """A broken checkpoint needs none."""
-    permits = threading.Semaphore(1)
+    permits = threading.Semaphore(0)
 
     def confirm() -> None:
         assert permits.acquire(timeout=60.0)

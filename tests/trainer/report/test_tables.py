@@ -204,6 +204,25 @@ def test_a_fenced_trainer_leaves_the_tables_of_its_successor(
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["step-000002", "step-000003"]
 
 
+def test_a_trainer_that_is_fenced_after_an_answer_leaves_the_tables_of_its_successor(
+    tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
+) -> None:
+    """Right after the answer the successor goes back to step 1, and writes step 2."""
+    _, record, _ = step
+    theirs = [tmp_path / "tables" / name for name in ("step-000001", ".step-2")]
+
+    def confirm() -> None:
+        if theirs[0].exists():
+            raise Fenced("another trainer has the run")
+        for path in theirs:
+            path.mkdir()
+
+    folder = TableFolder(options(tmp_path, models / "a", keep_tables=1), confirm)
+    with pytest.raises(Fenced):
+        folder.write(RecordedStep(packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=3), record))
+    assert all(path.is_dir() for path in theirs)
+
+
 def test_a_model_without_a_tokenizer_shows_ids(
     tmp_path: Path, step: tuple[TensorBatch, TokenRecord, float], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ from replaybuf.wire.model.checkpoints import (
     list_checkpoints,
 )
 from replaybuf_trainer.folders import files_of, numbered_folders, sync
-from replaybuf_trainer.ownership import Confirm, may_delete
+from replaybuf_trainer.ownership import Confirm, delete_listed, may_delete
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,7 @@ def needed_versions(folder: Path, adapter: str) -> set[int]:
 
 def new_scratch(folder: Path, step: int, confirm: Confirm) -> Path:
     """Create the folder in which a checkpoint is written; delete what killed trainers left. Raises `Fenced`."""
-    if may_delete(confirm):
-        for old in folder.glob(".step-*"):
-            shutil.rmtree(old, ignore_errors=True)
+    delete_listed([*folder.glob(".step-*")], confirm)
     # Random: trainers in two containers may have the same process id.
     scratch = folder / f".step-{step:06d}.{secrets.token_hex(4)}"
     (scratch / STATE_FOLDER).mkdir(parents=True)
@@ -71,8 +69,6 @@ def complete(scratch: Path, state: TrainerState, keep: int, confirm: Confirm) ->
         shutil.rmtree(final)
     scratch.rename(final)
     sync(final.parent)
-    if owns_run:
-        checkpoints = numbered_folders(final.parent, "step-")
-        for old in [path for step, path in checkpoints.items() if step <= state.step][:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+    checkpoints = numbered_folders(final.parent, "step-")
+    delete_listed([path for step, path in checkpoints.items() if step <= state.step][:-keep], confirm)
     return final

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.folders import files_of, numbered_folders, sync
-from replaybuf_trainer.ownership import may_delete
+from replaybuf_trainer.ownership import delete_listed
 from replaybuf_trainer.publishers.publisher import Confirm, NeededVersions, Weights, no_versions
 
 logger = logging.getLogger(__name__)
@@ -101,17 +101,14 @@ class WeightsFolders:
 
         Raises `Fenced`. Deletes nothing if the service cannot be asked who has the run.
         """
-        if not may_delete(confirm):
-            return
-        versions = numbered_folders(self._root / adapter, "v")
+        root = self._root / adapter
+        versions = numbered_folders(root, "v")
         older = [number for number in versions if number <= version]
         used = [number for number in older[:-KEPT] if in_use(versions[number])]
         kept = {*older[-KEPT:], *used[-KEPT:], *(set(older) & set(self._needed_versions(adapter)))}
-        for number, path in versions.items():
-            if number not in kept:
-                shutil.rmtree(path, ignore_errors=True)
-        for path in (self._root / adapter).glob(f"{STAGED}*"):  # of killed trainers
-            shutil.rmtree(path, ignore_errors=True)
+        old = [path for number, path in versions.items() if number not in kept]
+        of_killed_trainers = root.glob(f"{STAGED}*")
+        delete_listed([*old, *of_killed_trainers], confirm)
 
     @contextlib.contextmanager
     def _faults_of(self, version: int, folder: Path) -> Iterator[None]:
