@@ -19,8 +19,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        for path in [*scratch.rglob("*"), scratch]:
-            sync(path)
+        sync_folder(scratch)
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
         sync(folder.parent)
@@ -41,6 +40,12 @@ def numbered_folders(root: Path, prefix: str) -> dict[int, Path]:
     name = re.compile(re.escape(prefix) + r"(\d{6,})")
     matches = ((name.fullmatch(path.name), path) for path in root.glob(f"{prefix}*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder and everything in it through to the disk; a file is written alone."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
 
 
 def sync(path: Path) -> None:

@@ -18,7 +18,7 @@ from replaybuf.wire.model.checkpoints import (
     file_digest,
     list_checkpoints,
 )
-from replaybuf_trainer.folders import files_of, numbered_folders, sync
+from replaybuf_trainer.folders import files_of, numbered_folders, sync, sync_folder
 from replaybuf_trainer.ownership import Confirm, delete_listed, may_delete
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,7 @@ def complete(scratch: Path, state: TrainerState, keep: int, confirm: Confirm) ->
     digests = {name: file_digest(scratch / name) for name in names}
     whole = msgspec.structs.replace(state, files=sizes, digests=digests)
     (scratch / STATE_FILE).write_bytes(msgspec.json.encode(whole))
-    for path in [*scratch.rglob("*"), scratch]:
-        sync(path)
+    sync_folder(scratch)
     final = scratch.with_name(f"step-{state.step:06d}")
     owns_run = may_delete(confirm)
     if final.exists():

@@ -26,7 +26,7 @@ from typing import BinaryIO
 from urllib.parse import urldefrag
 
 from replaybuf.errors import Gone, Invalid
-from replaybuf_trainer.folders import sync
+from replaybuf_trainer.folders import sync, sync_folder
 from replaybuf_trainer.weight_download.download import Download, patiently
 from replaybuf_trainer.weight_download.faults import Superseded
 from replaybuf_trainer.weight_download.manifest import MANIFEST, Manifest, decode_manifest, digest_of
@@ -113,8 +113,7 @@ class LocalWeights:
         self._current = download = Download(source, uri, manifest, scratch, stopping)
         download.run()
         (scratch / MANIFEST).write_bytes(content)
-        for path in [*scratch.rglob("*"), scratch]:
-            sync(path)
+        sync_folder(scratch)
         scratch.rename(folder)
         sync(self._root)
         logger.info(
