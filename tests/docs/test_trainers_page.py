@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
+=======
+import contextlib
+import os
+>>>>>>> folders
 import re
 import socket
 import threading
@@ -62,7 +67,8 @@ def test_a_helper_downloads_what_the_page_uploads_to_an_object_store(tmp_path: P
     (folder / "model.safetensors").write_bytes(bytes(range(256)))
     heading = "Engines without a shared folder"
     uploaded = run_example(heading, folder=folder, version=7, bucket="memory://weights/run")
-    copy = LocalWeights(tmp_path / "local", 2).fetch(uploaded["weights_uri"], threading.Event())
+    with contextlib.closing(LocalWeights(tmp_path / "local", 2)) as local:
+        copy = local.fetch(uploaded["weights_uri"], threading.Event())
     assert copy.name.startswith("v000007-")
     assert (copy / "model.safetensors").read_bytes() == bytes(range(256))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replaybuf_trainer.folders import keep_newest, whole_folder
+from replaybuf_trainer.folders import numbered_folders, whole_folder
 from replaybuf_trainer.models.loading import load_model
 from tests.trainer.served import oracle
 
@@ -96,9 +96,11 @@ def test_a_folder_is_on_disk_before_it_is_at_its_path(tmp_path: Path, monkeypatc
     assert synced == ["hidden file", f"hidden {name}", f"moved {tmp_path.name}"]
 
 
-def test_only_the_newest_folders_are_kept(tmp_path: Path) -> None:
-    """By name, and only those that the pattern names."""
-    for name in ("v000009", "v000010", "v000011", "other"):
+def test_numbered_folders_are_in_the_order_of_their_numbers_and_other_names_are_left_out(tmp_path: Path) -> None:
+    for name in ("v1000000", "v999999", "v000010", "v000011.old", "venv", "v11", "other"):
         (tmp_path / name).mkdir()
-    keep_newest(tmp_path, "v*", 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v000010", "v000011"]
+    assert [(number, path.name) for number, path in numbered_folders(tmp_path, "v").items()] == [
+        (10, "v000010"),
+        (999_999, "v999999"),
+        (1_000_000, "v1000000"),
+    ]

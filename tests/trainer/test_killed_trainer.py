@@ -36,7 +36,7 @@ PHASES = {
     "while it writes weights": ("replaybuf_trainer.models.policy.WholeWeights.save_weights", 5, {0, 2}),
     "before it publishes": ("replaybuf.client.client.Client.publish_policy", 4, {0, 2}),
     "while it writes a checkpoint": ("replaybuf_trainer.checkpoints.shards.save_file", 1, {0}),
-    "while it completes a checkpoint": ("replaybuf_trainer.checkpoints.folders.sync", 1, {0}),
+    "while it completes a checkpoint": ("replaybuf_trainer.checkpoints.folders.sync_folder", 1, {0}),
     "before the service knows the checkpoint": ("replaybuf.client.client.Client.checkpoint", 1, {2}),
 }
 """The function at whose n-th call the process dies, and the steps that its newest checkpoint may have; a thread writes

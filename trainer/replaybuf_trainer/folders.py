@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,8 +19,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        for path in [*scratch.rglob("*"), scratch]:
-            sync(path)
+        sync_folder(scratch)
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
         sync(folder.parent)
@@ -32,10 +32,20 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def keep_newest(folder: Path, pattern: str, keep: int) -> None:
-    """Delete all folders but the last `keep` by name."""
-    for old in sorted(folder.glob(pattern))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+def numbered_folders(root: Path, prefix: str) -> dict[int, Path]:
+    """Return the folders `PREFIX000012` by their number, lowest first.
+
+    Other names are left out: `step-000012.old` was moved aside, and its owner wants to keep it.
+    """
+    name = re.compile(re.escape(prefix) + r"(\d{6,})")
+    matches = ((name.fullmatch(path.name), path) for path in root.glob(f"{prefix}*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder and everything in it through to the disk; a file is written alone."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
 
 
 def sync(path: Path) -> None:

@@ -57,7 +57,7 @@ class FetchWeightsOptions:
     folder: Path = Path(".replaybuf/fetched-weights")
     """Folder of the copies, which the engine must be able to read. Helpers of one machine may share it."""
     keep: PositiveInt = 2
-    """Number of newest versions to keep; the disk needs room for one more."""
+    """Number of newest versions to keep, beside the one that each helper got last; the disk needs room for one more."""
     host: str = "127.0.0.1"
     """Address to listen on for a trainer; without --publish-token it must be a loopback address."""
     port: Port = 8911

@@ -1,4 +1,4 @@
-"""Who may delete in a shared folder: only the trainer that has the run, as the service says right before the deletion.
+"""Who may delete in a shared folder: only the trainer that has the run, as the service says right before each deletion.
 
 A trainer that another one has fenced may go on for a while, for example after it was suspended. Step numbers alone do
 not tell whose a folder is.
@@ -7,7 +7,9 @@ not tell whose a folder is.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 from replaybuf.client.retries import Stopped
 from replaybuf.errors import ServiceUnavailable
@@ -26,3 +28,15 @@ def may_delete(confirm: Confirm) -> bool:
         logger.warning("old folders stay, because the service cannot be asked who has the run: %s", error)
         return False
     return True
+
+
+def delete_listed(folders: list[Path], confirm: Confirm) -> None:
+    """Delete folders; ask before each, because a deletion may take minutes. Raises `Fenced`.
+
+    The caller lists them before: a list that is made after an answer may have folders of a successor. If the service
+    cannot be asked, the rest stays.
+    """
+    for folder in folders:
+        if not may_delete(confirm):
+            return
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,12 @@
 """Marks of complete checkpoints of the Hugging Face `Trainer`.
 
 The Trainer writes a checkpoint file by file, and each rank its own, so kill -9 leaves folders that look like
-checkpoints. The mark `replaybuf.json` is renamed into place after all ranks have written their files.
+checkpoints. The mark `replaybuf.json` is renamed into place after the files of all ranks are on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from replaybuf.errors import Invalid
 from replaybuf.wire.decoding import prepared
 from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf_trainer.folders import sync
 
 MARK = "replaybuf.json"
 
@@ -26,15 +28,19 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 def mark_complete(folder: Path, mark: Mark) -> None:
-    """Mark a checkpoint whose files are all written."""
+    """Mark a checkpoint whose files are all on disk."""
     scratch = folder / f"{MARK}.new"
     scratch.write_bytes(msgspec.json.encode(mark))
+    sync(scratch)
     scratch.rename(folder / MARK)
+    sync(folder)
 
 
 def unmark(folder: Path) -> None:
     """Remove the mark of a folder that is about to be written."""
-    (folder / MARK).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        (folder / MARK).unlink()
+        sync(folder)  # else a power loss brings back the mark, with some of the new files
 
 
 def is_marked(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from replaybuf.client import Client, ReaderOptions, TrainerSession
 from replaybuf.client.retries import Retries
 from replaybuf.errors import Invalid, counted
 from replaybuf.wire.answer.run_status import RunFacts
+from replaybuf_trainer.folders import sync, sync_folder
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
 from replaybuf_trainer.report.figures import ack_metrics
@@ -153,6 +155,14 @@ class Feed:
         uri = publish(version)
         self.ranks.first(lambda: self._attached.publish(uri, version))
 
+    def sync(self, checkpoint: Path) -> None:
+        """Write a checkpoint, a file or a folder, through to the disk. Every rank calls it after its last write.
+
+        Each rank does so, because the ranks of another node have files of their own, or none.
+        """
+        self.ranks.exchange(None)  # every rank has written its files
+        self.ranks.together(lambda: _sync(checkpoint))
+
     def save(self, step: int) -> None:
         """Report that the checkpoint of `step` is on disk."""
         self.ranks.first(lambda: self._attached.checkpoint(step))
@@ -187,6 +197,12 @@ class Feed:
         if self._session is None:
             raise RuntimeError("attach comes before batches")
         return self._session
+
+
+def _sync(checkpoint: Path) -> None:
+    if checkpoint.exists():
+        sync_folder(checkpoint)
+        sync(checkpoint.parent)
 
 
 def _attach(session: TrainerSession[TensorBatch]) -> tuple[int, int]:

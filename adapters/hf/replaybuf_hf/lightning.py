@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,6 +154,7 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
         """Publish the weights that the training starts from."""
         if not isinstance(trainer.strategy.checkpoint_io, _OwnedCheckpoints):
             trainer.strategy.checkpoint_io = _OwnedCheckpoints(trainer)
+            _sync_saves(trainer)
         self._publish(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -212,6 +214,17 @@ class ReplaybufCallback(Callback):  # type: ignore[misc]
         if self._saved is not None:
             _feed_of(trainer).save(self._saved)
             self._saved = None
+
+
+def _sync_saves(trainer: Trainer) -> None:
+    """Have the strategy write checkpoints through to the disk; FSDP writes shards without its `checkpoint_io`."""
+    save = trainer.strategy.save_checkpoint
+
+    def save_to_disk(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save(checkpoint, filepath, storage_options)
+        _feed_of(trainer).sync(Path(trainer.strategy.broadcast(filepath)))  # nothing is at that path in a bucket
+
+    trainer.strategy.save_checkpoint = save_to_disk
 
 
 class _OwnedCheckpoints(CheckpointIO):  # type: ignore[misc]

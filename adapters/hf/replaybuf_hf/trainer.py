@@ -222,9 +222,9 @@ class ReplaybufCallback(TrainerCallback):  # type: ignore[misc]
         self._publish()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Mark and report the checkpoint that is on disk."""
+        """Mark and report the checkpoint once it is on disk."""
         folder, ranks = self._trainer.checkpoint_folder, self._feed.ranks
-        ranks.exchange(None)  # every rank has written its files
+        self._feed.sync(folder)
         self._feed.confirm()  # else the mark would complete what a successor writes here now
         mark = Mark(self._feed.options.run, state.global_step, ranks.size)
         ranks.first(lambda: mark_complete(folder, mark))

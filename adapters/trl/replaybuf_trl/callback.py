@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from replaybuf.errors import Invalid, counted
-from replaybuf_trl.checkpoints import sync_folder
+from replaybuf_trainer.folders import sync, sync_folder
 from replaybuf_trl.layout import check_arguments, check_attention, check_version
 from replaybuf_trl.worker import ReplaybufRolloutWorker
 
@@ -66,7 +66,9 @@ class ReplaybufCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report the checkpoint once it is on disk."""
         if state.is_world_process_zero:
-            sync_folder(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            sync_folder(folder)
+            sync(folder.parent)
             self._worker.checkpoint(state.global_step)
 
     def _kept(self, args: TrainingArguments) -> int:

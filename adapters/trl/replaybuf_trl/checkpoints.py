@@ -34,13 +34,3 @@ def step_of(checkpoint: str | os.PathLike[str]) -> int | None:
         return int(json.loads(read_bounded(Path(checkpoint) / STATE, STATE_BYTES))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def sync_folder(folder: Path) -> None:
-    """Write a folder and its files through to the disk."""
-    for path in [*folder.rglob("*"), folder, folder.parent]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -20,6 +20,7 @@ from replaybuf.errors import Invalid
 from replaybuf.wire.model.checkpoints import TrainerState, latest_checkpoint, read_state
 from replaybuf_trainer.checkpoints import checkpoints as module
 from replaybuf_trainer.checkpoints.checkpoints import Checkpoints
+from replaybuf_trainer.checkpoints.folders import complete, new_scratch
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.losses import BatchTotals, Tally, load_objective
 from replaybuf_trainer.models.loading import load_model
@@ -149,6 +150,28 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_raises_one_error(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+@pytest.mark.parametrize(
+    ("before", "step", "kept"),
+    [
+        (["step-000060", "step-000080", "step-000120.old", "step-000140.old"], 100, ["step-000080", "step-000100"]),
+        (["step-000060", "step-000080", "step-000100-good", "step-best"], 100, ["step-000080", "step-000100"]),
+        (["step-999960", "step-999980"], 1_000_000, ["step-999980", "step-1000000"]),
+        (["step-000060", "step-000080", "step-000140"], 100, ["step-000080", "step-000100", "step-000140"]),
+    ],
+)
+def test_old_checkpoints_are_chosen_by_number_among_those_up_to_the_new_one(
+    tmp_path: Path, before: list[str], step: int, kept: list[str]
+) -> None:
+    """Folders that were moved aside stay, and neither they nor steps of a lost history count as newer ones."""
+    for name in before:
+        (tmp_path / name).mkdir()
+    state = TrainerState(run="r", step=step, version=step)
+    new = complete(new_scratch(tmp_path, step, lambda: None), state, 2, lambda: None)
+    assert read_state(new).step == step
+    aside = [name for name in before if not name[5:].isdigit()]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *aside])
+
+
 def test_only_the_newest_checkpoints_are_kept(models: Path, tmp_path: Path) -> None:
     """The number to keep is an argument; what a killed trainer left goes too."""
     policy, saved = policy_of(models / "a"), Saved(tmp_path)
@@ -252,7 +275,7 @@ def test_versions_are_needed_while_a_checkpoint_is_written_and_as_long_as_it_sta
     models: Path, tmp_path: Path
 ) -> None:
     """A broken checkpoint needs none."""
-    permits = threading.Semaphore(1)
+    permits = threading.Semaphore(0)
 
     def confirm() -> None:
         assert permits.acquire(timeout=60.0)

@@ -14,12 +14,15 @@ from replaybuf import Client
 from replaybuf.errors import Fenced, ServiceUnavailable
 from replaybuf.wire.config import Cost
 from replaybuf.wire.model.checkpoints import TrainerState, read_state
+from replaybuf_trainer.checkpoints import folders as module
+from replaybuf_trainer.checkpoints.folders import complete, new_scratch
 from replaybuf_trainer.feeds.service import ServiceFeed
-from replaybuf_trainer.folders import whole_folder
+from replaybuf_trainer.folders import sync, whole_folder
 from replaybuf_trainer.options import TrainOptions
+from replaybuf_trainer.ownership import Confirm
 from replaybuf_trainer.publishers.folder import FolderPublisher
 from replaybuf_trainer.publishers.publisher import PublisherSetup
-from replaybuf_trainer.publishers.weights_folders import KEPT, WeightsFolders
+from replaybuf_trainer.publishers.weights_folders import KEPT, STAGED, WeightsFolders
 from tests.conftest import RunClient, ServeProcess
 from tests.trainer.checkpoints.test_checkpoints import Saved, policy_of
 from tests.trainer.scripted import put_run
@@ -43,6 +46,23 @@ def away() -> None:
     raise ServiceUnavailable("the service does not answer")
 
 
+def overtaken(feeds: list[ServiceFeed], *written: Path) -> Confirm:
+    """Return the question of the first trainer; right after its first answer the second attaches and writes folders."""
+
+    def confirm() -> None:
+        feeds[0].confirm()
+        attach(feeds[1])
+        for path in written:
+            path.mkdir()
+
+    return confirm
+
+
+def write_checkpoint(folder: Path, step: int, confirm: Confirm) -> None:
+    """Write a checkpoint without tensors and keep one."""
+    complete(new_scratch(folder, step, confirm), TrainerState(run="r", step=step, version=step), 1, confirm)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -52,7 +72,7 @@ def test_a_fenced_trainer_that_ends_its_write_late_leaves_the_checkpoint_of_its_
 ) -> None:
     """It was suspended during the write, and both have a checkpoint of step 2."""
     attach(feeds[0])
-    asked, awake = threading.Semaphore(0), threading.Semaphore(1)
+    asked, awake = threading.Semaphore(0), threading.Semaphore(0)
 
     def confirm() -> None:
         asked.release()
@@ -61,7 +81,7 @@ def test_a_fenced_trainer_that_ends_its_write_late_leaves_the_checkpoint_of_its_
 
     old = Saved(tmp_path, keep=1, confirm=confirm)
     old.checkpoints.save(policy_of(models / "a"), TrainerState(run="r", step=2, version=2))
-    assert asked.acquire(timeout=60.0) and asked.acquire(timeout=60.0)  # it is about to complete the checkpoint
+    assert asked.acquire(timeout=60.0)  # it is about to complete the checkpoint
     attach(feeds[1])
     new = Saved(tmp_path, keep=3, confirm=lambda: None)
     for step in (1, 2):
@@ -90,6 +110,36 @@ def test_a_fenced_trainer_that_starts_a_checkpoint_deletes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
+def test_a_trainer_that_is_fenced_after_it_named_its_checkpoint_leaves_those_of_its_successor(
+    feeds: list[ServiceFeed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hung while a network disk took the new name, and meanwhile the successor went back to an older step."""
+    attach(feeds[0])
+    new: list[Path] = []
+
+    def hang(path: Path) -> None:
+        sync(path)
+        if path == tmp_path and not new:
+            attach(feeds[1])
+            new.append(tmp_path / "step-000001")
+            write_checkpoint(tmp_path, 1, feeds[1].confirm)
+
+    monkeypatch.setattr(module, "sync", hang)
+    with pytest.raises(Fenced):
+        write_checkpoint(tmp_path, 2, feeds[0].confirm)
+    assert [read_state(path).step for path in new] == [1]
+
+
+def test_a_trainer_that_is_fenced_after_an_answer_deletes_only_what_was_there_before(
+    feeds: list[ServiceFeed], tmp_path: Path
+) -> None:
+    attach(feeds[0])
+    half = tmp_path / ".step-000001.1"
+    (tmp_path / ".step-000003.1").mkdir()
+    new_scratch(tmp_path, 2, overtaken(feeds, half))
+    assert half.is_dir() and not (tmp_path / ".step-000003.1").exists()
+
+
 def test_a_fenced_trainer_deletes_no_weights(feeds: list[ServiceFeed], tmp_path: Path) -> None:
     """Its version may be older, and then all versions of its successor are above it."""
     for feed in feeds:
@@ -102,6 +152,21 @@ def test_a_fenced_trainer_deletes_no_weights(feeds: list[ServiceFeed], tmp_path:
     assert all(folders.has(version) for version in range(KEPT + 2))
     folders.prune(KEPT, feeds[1].confirm)
     assert [version for version in range(KEPT + 2) if folders.has(version)] == list(range(1, KEPT + 1))
+
+
+def test_a_trainer_that_is_fenced_while_it_deletes_weights_deletes_no_more(
+    feeds: list[ServiceFeed], tmp_path: Path
+) -> None:
+    """Each deletion may take minutes, so the successor publishes meanwhile, and keeps what it still needs."""
+    attach(feeds[0])
+    folders = WeightsFolders(tmp_path)
+    for version in range(KEPT + 2):
+        folders.path(version).mkdir()
+    published = [folders.path(KEPT + 2), folders.path(KEPT + 3), tmp_path / f"{STAGED}1"]
+    with pytest.raises(Fenced):
+        folders.prune(KEPT + 1, overtaken(feeds, *published))
+    assert [version for version in range(KEPT + 2) if folders.has(version)] == list(range(1, KEPT + 2))
+    assert all(path.is_dir() for path in published)
 
 
 @dataclasses.dataclass

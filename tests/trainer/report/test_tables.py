@@ -157,6 +157,19 @@ def test_the_newest_steps_stay_and_steps_after_a_resume_go(
     assert kept == [[0], [0, 1], [1, 2], [2, 3], [2]]
 
 
+def test_old_steps_are_chosen_by_number(
+    tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
+) -> None:
+    """Step 1,000,000 comes after 999,999, and folders that were moved aside stay."""
+    _, record, _ = step
+    folder = TableFolder(options(tmp_path, models / "a", keep_tables=2), lambda: None)
+    for name in ("step-999998", "step-999999", "step-000007.old", "step-best"):
+        (tmp_path / "tables" / name).mkdir()
+    folder.write(RecordedStep(packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=1_000_000), record))
+    names = sorted(path.name for path in (tmp_path / "tables").iterdir())
+    assert names == ["step-000007.old", "step-1000000", "step-999999", "step-best"]
+
+
 def test_a_fenced_trainer_leaves_the_tables_of_its_successor(
     tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
 ) -> None:
@@ -189,6 +202,25 @@ def test_a_fenced_trainer_leaves_the_tables_of_its_successor(
     assert contents(tmp_path / "tables").items() > written.items()
     write(3, lambda: None)
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_a_trainer_that_is_fenced_after_an_answer_leaves_the_tables_of_its_successor(
+    tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
+) -> None:
+    """Right after the answer the successor goes back to step 1, and writes step 2."""
+    _, record, _ = step
+    theirs = [tmp_path / "tables" / name for name in ("step-000001", ".step-2")]
+
+    def confirm() -> None:
+        if theirs[0].exists():
+            raise Fenced("another trainer has the run")
+        for path in theirs:
+            path.mkdir()
+
+    folder = TableFolder(options(tmp_path, models / "a", keep_tables=1), confirm)
+    with pytest.raises(Fenced):
+        folder.write(RecordedStep(packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=3), record))
+    assert all(path.is_dir() for path in theirs)
 
 
 def test_a_model_without_a_tokenizer_shows_ids(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,12 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 
 def fetch(root: Path, uri: str, keep: int = 2, token: str | None = None) -> Path:
-    return LocalWeights(root, keep, token).fetch(uri, threading.Event())
+    with contextlib.closing(LocalWeights(root, keep, token)) as local:
+        return local.fetch(uri, threading.Event())
+
+
+def kept(root: Path) -> list[str]:
+    return sorted(path.name[:7] for path in root.glob("v*"))
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -185,7 +191,55 @@ def test_the_newest_versions_stay_by_their_last_use(tmp_path: Path) -> None:
     with serving(tmp_path / "published") as origin:
         for version in (1, 2, 1, 3):
             fetch(tmp_path / "local", f"{origin.uri}{version}")
-    assert sorted(path.name[:7] for path in (tmp_path / "local").glob("v*")) == ["v000001", "v000003"]
+    assert kept(tmp_path / "local") == ["v000001", "v000003"]
+
+
+def test_folders_that_only_look_like_versions_stay(tmp_path: Path) -> None:
+    """A user may download into the folder of other models."""
+    others = {"vicuna-7b", "venv-3.11", ".venv-old.part", "v000001-mine", "v000001-" + 31 * "a"}
+    for name in others:
+        (tmp_path / "local" / name).mkdir(parents=True)
+    for version in (1, 2):
+        write_version(tmp_path / f"published/{version}", version, shards=1)
+    with serving(tmp_path / "published") as origin:
+        copies = [fetch(tmp_path / "local", f"{origin.uri}{version}", keep=1) for version in (1, 2)]
+    assert {path.name for path in (tmp_path / "local").iterdir()} == others | {".lock", copies[1].name}
+
+
+def test_the_version_that_was_just_fetched_is_the_newest_by_any_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is set back by an hour between the versions 2 and 3."""
+    for version in (1, 2, 3):
+        write_version(tmp_path / f"published/{version}", version, shards=1)
+    with serving(tmp_path / "published") as origin:
+        for version in (1, 2):
+            fetch(tmp_path / "local", f"{origin.uri}{version}")
+        set_back_ns = time.time_ns() - 3_600_000_000_000
+        monkeypatch.setattr(time, "time_ns", lambda: set_back_ns)
+        copy = fetch(tmp_path / "local", f"{origin.uri}3")
+        assert same_files(tmp_path / "published/3", copy)
+        fetch(tmp_path / "local", f"{origin.uri}1")
+    assert kept(tmp_path / "local") == ["v000001", "v000003"]
+
+
+def test_helpers_that_share_a_folder_keep_the_versions_that_each_of_them_got_last(tmp_path: Path) -> None:
+    """As three adapters of a run have them. A helper gives its version up for its next one, and when it ends."""
+    for version in range(1, 6):
+        write_version(tmp_path / f"published/{version}", version, shards=1)
+    with serving(tmp_path / "published") as origin, contextlib.ExitStack() as stack:
+        helpers = [stack.enter_context(contextlib.closing(LocalWeights(tmp_path / "local", 2))) for _ in range(3)]
+
+        def fetch_by(helper: LocalWeights, version: int) -> list[str]:
+            helper.fetch(f"{origin.uri}{version}", threading.Event())
+            return kept(tmp_path / "local")
+
+        assert fetch_by(helpers[0], 1) == ["v000001"]
+        assert fetch_by(helpers[1], 2) == ["v000001", "v000002"]
+        assert fetch_by(helpers[2], 3) == ["v000001", "v000002", "v000003"]
+        assert fetch_by(helpers[0], 4) == ["v000002", "v000003", "v000004"]
+        helpers[1].close()
+        assert fetch_by(helpers[0], 5) == ["v000003", "v000004", "v000005"]
 
 
 def test_helpers_that_share_a_folder_download_a_version_once(origin: Origin, tmp_path: Path) -> None:

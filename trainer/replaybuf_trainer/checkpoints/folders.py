@@ -18,8 +18,8 @@ from replaybuf.wire.model.checkpoints import (
     file_digest,
     list_checkpoints,
 )
-from replaybuf_trainer.folders import files_of, keep_newest, sync
-from replaybuf_trainer.ownership import Confirm, may_delete
+from replaybuf_trainer.folders import files_of, numbered_folders, sync, sync_folder
+from replaybuf_trainer.ownership import Confirm, delete_listed, may_delete
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,7 @@ def needed_versions(folder: Path, adapter: str) -> set[int]:
 
 def new_scratch(folder: Path, step: int, confirm: Confirm) -> Path:
     """Create the folder in which a checkpoint is written; delete what killed trainers left. Raises `Fenced`."""
-    if may_delete(confirm):
-        for old in folder.glob(".step-*"):
-            shutil.rmtree(old, ignore_errors=True)
+    delete_listed([*folder.glob(".step-*")], confirm)
     # Random: trainers in two containers may have the same process id.
     scratch = folder / f".step-{step:06d}.{secrets.token_hex(4)}"
     (scratch / STATE_FOLDER).mkdir(parents=True)
@@ -50,18 +48,18 @@ def new_scratch(folder: Path, step: int, confirm: Confirm) -> Path:
 
 
 def complete(scratch: Path, state: TrainerState, keep: int, confirm: Confirm) -> Path:
-    """Sync a written checkpoint, give it its name, and delete all but the `keep` newest; return its folder.
+    """Sync a written checkpoint, give it its name, and keep the `keep` newest up to its step; return its folder.
 
-    Raises `Fenced`. If the service cannot be asked who has the run, nothing is deleted, and a checkpoint of the same
-    step is a `FileExistsError`.
+    Checkpoints of later steps stay and do not count: they are of a history that a resume has ended. Raises `Fenced`.
+    If the service cannot be asked who has the run, nothing is deleted, and a checkpoint of the same step is a
+    `FileExistsError`.
     """
     names = [str(path.relative_to(scratch)) for path in files_of(scratch)]
     sizes = {name: (scratch / name).stat().st_size for name in names}
     digests = {name: file_digest(scratch / name) for name in names}
     whole = msgspec.structs.replace(state, files=sizes, digests=digests)
     (scratch / STATE_FILE).write_bytes(msgspec.json.encode(whole))
-    for path in [*scratch.rglob("*"), scratch]:
-        sync(path)
+    sync_folder(scratch)
     final = scratch.with_name(f"step-{state.step:06d}")
     owns_run = may_delete(confirm)
     if final.exists():
@@ -70,6 +68,6 @@ def complete(scratch: Path, state: TrainerState, keep: int, confirm: Confirm) ->
         shutil.rmtree(final)
     scratch.rename(final)
     sync(final.parent)
-    if owns_run:
-        keep_newest(final.parent, "step-*", keep)
+    checkpoints = numbered_folders(final.parent, "step-")
+    delete_listed([path for step, path in checkpoints.items() if step <= state.step][:-keep], confirm)
     return final

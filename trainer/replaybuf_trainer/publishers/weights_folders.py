@@ -13,22 +13,20 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replaybuf_trainer.faults import TrainingFault
-from replaybuf_trainer.folders import files_of, sync
-from replaybuf_trainer.ownership import may_delete
+from replaybuf_trainer.folders import files_of, numbered_folders, sync
+from replaybuf_trainer.ownership import delete_listed
 from replaybuf_trainer.publishers.publisher import Confirm, NeededVersions, Weights, no_versions
 
 logger = logging.getLogger(__name__)
 
 KEPT = 3
 STAGED = ".staged-"
-_NAME = re.compile(r"v(\d{6,})")
 
 
 class WeightsFolders:
@@ -103,18 +101,14 @@ class WeightsFolders:
 
         Raises `Fenced`. Deletes nothing if the service cannot be asked who has the run.
         """
-        if not may_delete(confirm):
-            return
-        folders = (self._root / adapter).glob("v*")
-        versions = {int(name[1]): path for path in folders if (name := _NAME.fullmatch(path.name))}
-        older = sorted(number for number in versions if number <= version)
+        root = self._root / adapter
+        versions = numbered_folders(root, "v")
+        older = [number for number in versions if number <= version]
         used = [number for number in older[:-KEPT] if in_use(versions[number])]
         kept = {*older[-KEPT:], *used[-KEPT:], *(set(older) & set(self._needed_versions(adapter)))}
-        for number, path in versions.items():
-            if number not in kept:
-                shutil.rmtree(path, ignore_errors=True)
-        for path in (self._root / adapter).glob(f"{STAGED}*"):  # of killed trainers
-            shutil.rmtree(path, ignore_errors=True)
+        old = [path for number, path in versions.items() if number not in kept]
+        of_killed_trainers = root.glob(f"{STAGED}*")
+        delete_listed([*old, *of_killed_trainers], confirm)
 
     @contextlib.contextmanager
     def _faults_of(self, version: int, folder: Path) -> Iterator[None]:

@@ -33,6 +33,7 @@ def fetch(options: FetchWeightsOptions) -> None:
             _serve(options, local, staging, tls, stop)
     finally:
         staging.close()
+        local.close()
 
 
 def _serve(

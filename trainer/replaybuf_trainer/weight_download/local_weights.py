@@ -22,10 +22,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urldefrag
 
 from replaybuf.errors import Gone, Invalid
-from replaybuf_trainer.folders import sync
+from replaybuf_trainer.folders import sync, sync_folder
 from replaybuf_trainer.weight_download.download import Download, patiently
 from replaybuf_trainer.weight_download.faults import Superseded
 from replaybuf_trainer.weight_download.manifest import MANIFEST, Manifest, decode_manifest, digest_of
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _ANNOUNCED = re.compile("sha256=([0-9a-f]{64})")
 DIGEST_CHARACTERS = 32
+_VERSION = re.compile(rf"v\d{{6,}}-[0-9a-f]{{{DIGEST_CHARACTERS}}}")
+_PART = re.compile(rf"\.{_VERSION.pattern}\.part")
 LOCK_POLL_S = 0.1
 
 
@@ -44,13 +47,16 @@ def with_digest(uri: str, digest: str) -> str:
 
 
 class LocalWeights:
-    """Downloads versions and keeps the newest `keep` of them, by their last use.
+    """Downloads versions and keeps the newest `keep` of them, by their last use, and those that helpers hold.
 
-    The disk needs room for `keep` + 1 versions.
+    A helper holds the version that it got last, by a shared lock of its manifest: without it, three helpers with a
+    version each and `keep` 2 would delete what another one is about to load. The disk needs room for one version more
+    than these.
     """
 
     def __init__(self, root: Path, keep: int, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._current: Download | None = None
+        self._held: BinaryIO | None = None
         self._root = root
         self._keep = keep
         self._token = token
@@ -79,19 +85,26 @@ class LocalWeights:
     def progress_bytes(self) -> int:
         """Return a number that grows while a version comes, also if another helper of the folder downloads it."""
         verified = 0 if self._current is None else self._current.verified_bytes
-        return verified + sum(_allocated_bytes(scratch) for scratch in self._root.glob(".v*.part"))
+        return verified + sum(_allocated_bytes(scratch) for scratch in self._named(_PART))
+
+    def close(self) -> None:
+        """Give up the version that was got last."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def _complete(self, digest: str) -> Path | None:
-        for folder in self._root.glob(f"v*-{digest[:DIGEST_CHARACTERS]}"):
-            _mark_used(folder)
-            return folder
+        for folder in self._named(_VERSION):
+            if folder.name.endswith(digest[:DIGEST_CHARACTERS]):
+                self._use(folder)
+                return folder
         return None
 
     def _download(self, source: Source, uri: str, content: bytes, stopping: threading.Event) -> Path:
         manifest = decode_manifest(content, uri)
         folder = self._root / f"v{manifest.version:06d}-{digest_of(content)[:DIGEST_CHARACTERS]}"
         scratch = folder.with_name(f".{folder.name}.part")
-        for other in self._root.glob(".v*.part"):
+        for other in self._named(_PART):
             if other != scratch:
                 shutil.rmtree(other, ignore_errors=True)
         scratch.mkdir(exist_ok=True)
@@ -100,8 +113,7 @@ class LocalWeights:
         self._current = download = Download(source, uri, manifest, scratch, stopping)
         download.run()
         (scratch / MANIFEST).write_bytes(content)
-        for path in [*scratch.rglob("*"), scratch]:
-            sync(path)
+        sync_folder(scratch)
         scratch.rename(folder)
         sync(self._root)
         logger.info(
@@ -112,9 +124,18 @@ class LocalWeights:
             manifest.total_bytes - download.received_bytes,
             time.monotonic() - begun_s,
         )
-        _mark_used(folder)
+        self._use(folder)
         self._prune()
         return folder
+
+    def _use(self, folder: Path) -> None:
+        """Make a version the newest by its time, also after the clock was set back, and hold it."""
+        newest_ns = max(path.stat().st_mtime_ns for path in self._named(_VERSION))
+        now_ns = max(time.time_ns(), newest_ns + 1)
+        os.utime(folder, ns=(now_ns, now_ns))
+        self.close()
+        self._held = (folder / MANIFEST).open("rb")
+        fcntl.flock(self._held, fcntl.LOCK_SH)
 
     def _check_room(self, manifest: Manifest, scratch: Path) -> None:
         needed, free = manifest.total_bytes - _allocated_bytes(scratch), shutil.disk_usage(self._root).free
@@ -123,9 +144,15 @@ class LocalWeights:
             raise Invalid(detail, name="folder", value=needed, bound=free)
 
     def _prune(self) -> None:
-        folders = sorted(self._root.glob("v*-*"), key=lambda path: path.stat().st_mtime_ns)
+        """Delete old versions that no helper holds; the lock of the folder keeps helpers from taking one meanwhile."""
+        folders = sorted(self._named(_VERSION), key=lambda path: path.stat().st_mtime_ns)
         for folder in folders[: -self._keep]:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not _is_held(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        """Return what has such a name; the folder may have models of a user beside the versions."""
+        return [path for path in self._root.glob("*") if pattern.fullmatch(path.name)]
 
     @contextlib.contextmanager
     def _locked(self, stopping: threading.Event) -> Iterator[None]:
@@ -141,10 +168,16 @@ class LocalWeights:
             yield
 
 
-def _mark_used(folder: Path) -> None:
-    """Set the time of the last use; the system's own clock for files has steps of 4 ms."""
-    now_ns = time.time_ns()
-    os.utime(folder, ns=(now_ns, now_ns))
+def _is_held(folder: Path) -> bool:
+    """Return whether a helper got this version last; the system releases the locks of dead ones."""
+    try:
+        with (folder / MANIFEST).open("r+b") as manifest:  # an exclusive lock on NFS needs a writable file
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # a helper was killed while it deleted this version
+        pass
+    return False
 
 
 def _allocated_bytes(folder: Path) -> int:

@@ -15,8 +15,9 @@ from replaybuf.client.exports.tables import pyarrow
 from replaybuf.errors import Forbidden, Invalid, ReplaybufError
 from replaybuf.wire.group import TokenIds
 from replaybuf.wire.text.model_tokenizer import Tokenizer
+from replaybuf_trainer.folders import numbered_folders
 from replaybuf_trainer.options import TrainOptions
-from replaybuf_trainer.ownership import Confirm, may_delete
+from replaybuf_trainer.ownership import Confirm, delete_listed, may_delete
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.tables.page import write_page
 from replaybuf_trainer.report.tables.parquet import EXTRA, write_parquet
@@ -94,28 +95,24 @@ class TableFolder:
             unfinished.mkdir()
             write_parquet(unfinished / PARQUET, step)
             write_page(unfinished / PAGE, step)
-            owns_run = may_delete(self._confirm)
-            if owns_run:
+            if may_delete(self._confirm):
                 shutil.rmtree(folder, ignore_errors=True)  # of the same step before a resume
             elif folder.exists():
                 raise FileExistsError(f"{folder} is there, and the service cannot be asked whether it may be replaced")
             unfinished.rename(folder)
-        if owns_run:
-            self._delete_old(folder)
+        self._delete_old(meta.step)
 
     def close(self) -> None:
         """Close the connection to the service; each step is written at once."""
         self._rewards.close()
 
-    def _delete_old(self, newest: Path) -> None:
+    def _delete_old(self, newest: int) -> None:
         """Keep the newest steps up to this one, and none after it: a resume voided them."""
-        steps = sorted(self._folder.glob("step-*"))
-        kept = [folder for folder in steps if folder <= newest][-self._options.keep_tables :]
-        for folder in steps:
-            if folder not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
-        for unfinished in self._folder.glob(f"{UNFINISHED}*"):  # of killed trainers
-            shutil.rmtree(unfinished, ignore_errors=True)
+        steps = numbered_folders(self._folder, "step-")
+        kept = [step for step in steps if step <= newest][-self._options.keep_tables :]
+        old = [folder for step, folder in steps.items() if step not in kept]
+        of_killed_trainers = self._folder.glob(f"{UNFINISHED}*")
+        delete_listed([*old, *of_killed_trainers], self._confirm)
 
 
 def text_by_tokenizer(folder: Path) -> TextOf:
