@@ -55,3 +55,24 @@ def test_a_long_restore_keeps_what_it_wrote_first(server: EmbeddedServer, monkey
             await store.close()
 
     asyncio.run(main())
+
+
+def test_a_restore_keeps_no_prompt_of_a_killed_restore(server: EmbeddedServer) -> None:
+    """That one was of a newer backup. Its trimmed prompts would make groups of new prompts duplicates for ever."""
+    run, counts = "older", {b"stored": b"1", b"entries": b"1", b"next:": b"1"}
+    moment = Moment(counts=counts, tickets=[], cursors={}, snapshot=None, fence=b"7", spill_url=None)
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        try:
+            async with target.open_target(store, run) as killed:
+                await killed.add(MomentSection(moment))
+                await killed.add(PromptsSection("", b"\x80"))
+            async with target.open_target(store, run) as restored:
+                await restored.add(MomentSection(moment))
+                await restored.finish()
+            assert await store.copying.read_value(keys.prompts_done(run, "")) is None
+        finally:
+            await store.close()
+
+    asyncio.run(main())
