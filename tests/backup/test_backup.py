@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
 import itertools
@@ -24,6 +25,7 @@ from replaybuf.backup.archive import MANIFEST, ArchiveWriter, read_manifest
 from replaybuf.backup.section import MomentSection, PayloadsSection, Section, StreamSection, Summary
 from replaybuf.backup.source import Source
 from replaybuf.cli.main import main
+from replaybuf.errors import Conflict
 from replaybuf.store import Store, keys
 from tests.conftest import RunClient, ServeProcess, group, lasting
 from tests.service.test_deletion import finish, wait_until_gone
@@ -502,18 +504,29 @@ def test_wrong_input_has_one_clear_answer(
     assert file.read_bytes() == before and not (tmp_path / "x").exists()
 
 
-def test_two_backups_of_one_process_id_do_not_mix_their_files(tmp_path: Path) -> None:
-    """As in two containers that write to one path. The file that stays is whole."""
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_a_backup_that_ends_later_does_not_replace_a_finished_one(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers that write to one path, with one process id. Their files do not mix either."""
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_link)
     path = tmp_path / "copy"
     payloads = [PayloadsSection({name: name.encode() * 100_000}) for name in ("first", "second")]
     summary = Summary(run="r", release="1", taken_at=0.0, entries=0, stored=0, payloads=1, payload_bytes=1, missing=0)
     with ArchiveWriter(path) as first, ArchiveWriter(path) as second:
         asyncio.run(first.add(payloads[0]))
         asyncio.run(second.add(payloads[1]))
-        for writer in (first, second):
-            writer.finish(summary)
-            read_manifest(path)
+        finished = first.finish(summary)
+        with pytest.raises(Conflict, match="exists; choose another file"):
+            second.finish(summary)
+    assert read_manifest(path) == finished
     assert [file.name for file in tmp_path.iterdir()] == ["copy"]
+
+
+def refuse_link(*_: object) -> None:
+    """Answer as a file system without hard links."""
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def test_a_killed_restore_leaves_no_run_and_the_next_one_brings_all_of_it(
