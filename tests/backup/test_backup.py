@@ -35,6 +35,7 @@ from tests.waiting import eventually
 Connect = Callable[[str, str], RunClient]
 TIMEOUT_S = 60.0
 LEDGER_LIMIT = 1000
+FENCED = "urn:replaybuf:problem:fenced"
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +245,26 @@ def test_a_deleted_run_is_brought_back(run: RunClient, service: ServeProcess, co
     eventually(lambda: not redis.Redis(unix_socket_path=service.valkey_socket).sismember("rb:runs", run.run), TIMEOUT_S)
     restore(service, tmp_path / "run.backup")
     assert restored(service, connect, run.run).batch(3, epoch).content == body
+
+
+def test_a_trainer_that_attached_after_the_backup_is_fenced_in_the_restored_run(
+    run: RunClient, file: Path, service: ServeProcess, other: ServeProcess, connect: Connect
+) -> None:
+    """It is in a long step, and has the epoch that follows those in the backup. So have trainers of other restores."""
+    epochs = [run.attach(3)]
+    for server in (other, service):
+        if server is service:
+            finish(run)
+            assert run.http.delete(run.path).status_code == 204
+            wait_until_gone(redis.Redis(unix_socket_path=service.valkey_socket), run)
+        restore(server, file)
+        again = restored(server, connect, run.run)
+        new = again.attach(3)
+        again.batch(3, new)
+        assert [again.post("batches/3/ack", epoch=epoch).json()["type"] for epoch in epochs] == [FENCED] * len(epochs)
+        assert again.post("batches/3/ack", epoch=new).status_code == 200
+        assert again.attach(4) == new + 1
+        epochs += [new, new + 1]
 
 
 @pytest.mark.parametrize("away", ["stopped", "killed"])
