@@ -63,7 +63,7 @@ class ArchiveWriter:
 
     def __init__(self, path: Path) -> None:
         if path.exists():
-            raise Conflict(f"{path} exists; choose another file", name="to", value=str(path))
+            raise _exists(path)
         self._path = path
         # Random: writers in two containers may have the same process id.
         self._scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -93,15 +93,26 @@ class ArchiveWriter:
         self._add(name, raw)
 
     def finish(self, summary: Summary) -> Manifest:
-        """Write the manifest and let the file appear."""
+        """Write the manifest and let the file appear. Raises `Conflict` if another writer was faster."""
         manifest = Manifest(format=FORMAT, summary=summary, sections=[*self._keys, *self._payloads]).sealed()
         self._add(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._scratch.rename(self._path)
+        self._name()
         _sync(self._path.parent)
         return manifest
+
+    def _name(self) -> None:
+        """Give the file its name. A rename would replace a backup that was finished meanwhile."""
+        try:
+            os.link(self._scratch, self._path)
+        except FileExistsError as error:
+            raise _exists(self._path) from error
+        except OSError:  # a file system without hard links
+            if self._path.exists():
+                raise _exists(self._path) from None
+            self._scratch.rename(self._path)
 
     def _add(self, name: str, raw: bytes) -> None:
         member = tarfile.TarInfo(name)
@@ -212,6 +223,10 @@ def _decode_manifest(path: Path, raw: bytes) -> Manifest:
 
 def _broken(path: Path, why: str) -> Invalid:
     return Invalid(f"{path} cannot be restored: {why}. Nothing was restored", name="from", value=str(path))
+
+
+def _exists(path: Path) -> Conflict:
+    return Conflict(f"{path} exists; choose another file", name="to", value=str(path))
 
 
 def _sync(folder: Path) -> None:

@@ -58,7 +58,7 @@ class Target:
         writes, run, restore = self._store.copying, self._run, self._restore
         match section:
             case MomentSection(moment):
-                await writes.remove_staged(restore, self._adapters)
+                await writes.remove_staged(restore, [*self._adapters, *moment.adapters])
                 self._adapters, self._incarnation = moment.adapters, moment.incarnation
                 await writes.write_moment(restore, moment)
             case StreamSection(stream, entries):

@@ -7,6 +7,7 @@ trimming and freeing, and are read in pieces after it.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
@@ -19,6 +20,7 @@ from replaybuf.store.redis.connection import Connection
 from replaybuf.store.runs import DELETING, RESTORING, read_incarnation
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import ADAPTER_NAME
+from replaybuf.wire.ledger import EPOCHS_OF_RESTORE
 
 STAGED_S = 3600
 """Lifetime of restored keys until the run appears: a restore that is cut leaves nothing for longer.
@@ -35,6 +37,8 @@ MOST_DELETIONS = 2**31
 """Deletions of runs of one name that a backup may report."""
 
 _ISSUED = b"next:"
+EPOCH_BASE = "epoch_base"
+"""Counter of a restored run: later trainers get epochs above it (`decide_attach`)."""
 
 StreamEntry: TypeAlias = tuple[bytes, list[bytes]]
 """Id and flat list of fields."""
@@ -174,9 +178,13 @@ class CopyStore:
         await self._write(restore, [("UNLINK", key) for key in _copied(restore.run, adapters)])
 
     async def write_moment(self, restore: Restore, moment: Moment) -> None:
-        """Write the keys that change in place, with a fencing token that no server of the copied run has had."""
+        """Write the keys that change in place.
+
+        With a fencing token that no server of the copied run has had, and a base of epochs above those of its trainers.
+        """
         run, number = restore.run, (moment.fence or b"0").partition(b":")[0]
-        await self._stage(restore, _set_fields(keys.counts(run), moment.counts))
+        counts = moment.counts | {EPOCH_BASE.encode(): b"%d" % _new_epoch_base(moment)}
+        await self._stage(restore, _set_fields(keys.counts(run), counts))
         await self._stage(restore, _set_fields(keys.cursors(run), moment.cursors))
         await self._stage(restore, [("ZADD", keys.tickets(run), at, ticket) for ticket, at in moment.tickets])
         fence = moment.fence and b"%s:%s" % (number, restore.holder.encode())
@@ -260,6 +268,15 @@ def _set_fields(key: str, fields: Mapping[bytes, bytes]) -> list[Command]:
         ("HSET", key, *(part for pair in pairs[at : at + FIELDS_AT_ONCE] for part in pair))
         for at in range(0, len(pairs), FIELDS_AT_ONCE)
     ]
+
+
+def _new_epoch_base(moment: Moment) -> int:
+    """Return a base of epochs that no other restore has: random, because one backup may be restored many times.
+
+    A run may be restored from backups of restored runs a thousand times before epochs exceed what JSON keeps exactly.
+    """
+    before = int(moment.counts.get(EPOCH_BASE.encode(), 0))
+    return before + EPOCHS_OF_RESTORE * (1 + int(secrets.token_hex(3), 16))
 
 
 def _nbytes(command: Command) -> int:

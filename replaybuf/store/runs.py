@@ -16,6 +16,7 @@ from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.loss.ends import Ends, Loss, read_known
 from replaybuf.store.redis.connection import Connection, text
+from replaybuf.store.redis.pipeline import FastPipeline
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import RUN_NAME
 
@@ -212,10 +213,10 @@ class RunStore:
         pipe = self._connection.pipeline()
         pipe.sismember(keys.RUNS, run)
         pipe.ttl(keys.deleted(run))
-        pipe.get(keys.incarnation(run))
-        listed, left_s, incarnation = await self._connection.run(pipe.execute())
+        _add_mark(pipe, run)
+        listed, left_s, mark, incarnation = await self._connection.run(pipe.execute())
         self._connection.known.begin(run, read_incarnation(run, incarnation))
-        if left_s != -2:
+        if self._is_in_force(run, mark, incarnation):
             self._connection.known.forget(run)
             free = "is being deleted" if left_s < 0 else f"was deleted; its name is free in {left_s / 3600:.1f} hours"
             raise Gone(f"run {run} {free}; use another name", name="run", value=run)
@@ -223,7 +224,20 @@ class RunStore:
 
     async def is_deleted(self, run: str) -> bool:
         """Return whether a run was deleted less than a day ago."""
-        return bool(await self._connection.run(self._connection.client.exists(keys.deleted(run))))
+        pipe = self._connection.pipeline()
+        _add_mark(pipe, run)
+        return self._is_in_force(run, *await self._connection.run(pipe.execute()))
+
+    def _is_in_force(self, run: str, mark: bytes | None, incarnation: bytes | None) -> bool:
+        """Return whether there is a mark, and not only in an older Redis: of a run before the one that is known.
+
+        A run has the incarnation of the last deletion before it. Its own deletion ends with another one.
+        """
+        known = self._connection.known.of(run)
+        if mark is None or not known:
+            return mark is not None
+        first = known.incarnation + (not mark.startswith(DELETING.encode()))
+        return read_incarnation(run, incarnation) >= first
 
     async def mark_deleted(self, run: str, token: str) -> None:
         """Record durably that a run is to be deleted. Raises `NotLeader`."""
@@ -235,16 +249,18 @@ class RunStore:
     async def read_deletions(self) -> dict[str, str]:
         """Read the marks of deleted runs that still have keys, by name. A mark names one deletion of a run.
 
+        Marks of an older Redis are left out: what it holds may be all that is left of the run that was restored since.
         A restore that was killed after it kept payloads is a deletion from the end of its lease on.
         """
         names = self._check_names(await self._connection.run(self._connection.client.smembers(keys.DELETING)))
         pipe = self._connection.pipeline()
         for name in names:  # not MGET: their keys may be on several servers
-            pipe.get(keys.deleted(name))
+            _add_mark(pipe, name)
         replies = await self._connection.run(pipe.execute())
+        pairs = zip(names, replies[::2], replies[1::2], strict=True)
+        marks = {name: text(mark) for name, mark, count in pairs if self._is_in_force(name, mark, count)}
         if self._connection.cluster:
-            await self._forget_names([name for name, mark in zip(names, replies, strict=True) if mark == b"deleted"])
-        marks = {name: text(mark) for name, mark in zip(names, replies, strict=True) if mark is not None}
+            await self._forget_names([name for name, mark in marks.items() if mark == "deleted"])
         for name, mark in marks.items():
             if mark.startswith(RESTORING) and await self._abandon(name, mark, deletion := _new_mark()):
                 marks[name] = deletion
@@ -302,6 +318,12 @@ def read_incarnation(run: str, raw: bytes | None) -> int:
     if not WHOLE.fullmatch(raw) or int(raw) < 0:
         raise Unreadable(f"the number of deletions of run {run} is {raw[:40]!r}", name="run", value=run)
     return int(raw)
+
+
+def _add_mark(pipe: FastPipeline, run: str) -> None:
+    """Read the mark of a run and then its incarnation: the end of a deletion changes both, so neither is too old."""
+    pipe.get(keys.deleted(run))
+    pipe.get(keys.incarnation(run))
 
 
 def _new_mark() -> str:

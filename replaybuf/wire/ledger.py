@@ -19,6 +19,9 @@ from replaybuf.wire.config import Cost
 
 T = TypeVar("T")
 
+EPOCHS_OF_RESTORE = 1_000_000
+"""Most attaches of one restored run: its epochs follow a multiple of this number."""
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Base of all records.

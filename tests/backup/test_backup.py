@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
 import itertools
@@ -24,6 +25,7 @@ from replaybuf.backup.archive import MANIFEST, ArchiveWriter, read_manifest
 from replaybuf.backup.section import MomentSection, PayloadsSection, Section, StreamSection, Summary
 from replaybuf.backup.source import Source
 from replaybuf.cli.main import main
+from replaybuf.errors import Conflict
 from replaybuf.store import Store, keys
 from tests.conftest import RunClient, ServeProcess, group, lasting
 from tests.service.test_deletion import finish, wait_until_gone
@@ -33,6 +35,7 @@ from tests.waiting import eventually
 Connect = Callable[[str, str], RunClient]
 TIMEOUT_S = 60.0
 LEDGER_LIMIT = 1000
+FENCED = "urn:replaybuf:problem:fenced"
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +245,26 @@ def test_a_deleted_run_is_brought_back(run: RunClient, service: ServeProcess, co
     eventually(lambda: not redis.Redis(unix_socket_path=service.valkey_socket).sismember("rb:runs", run.run), TIMEOUT_S)
     restore(service, tmp_path / "run.backup")
     assert restored(service, connect, run.run).batch(3, epoch).content == body
+
+
+def test_a_trainer_that_attached_after_the_backup_is_fenced_in_the_restored_run(
+    run: RunClient, file: Path, service: ServeProcess, other: ServeProcess, connect: Connect
+) -> None:
+    """It is in a long step, and has the epoch that follows those in the backup. So have trainers of other restores."""
+    epochs = [run.attach(3)]
+    for server in (other, service):
+        if server is service:
+            finish(run)
+            assert run.http.delete(run.path).status_code == 204
+            wait_until_gone(redis.Redis(unix_socket_path=service.valkey_socket), run)
+        restore(server, file)
+        again = restored(server, connect, run.run)
+        new = again.attach(3)
+        again.batch(3, new)
+        assert [again.post("batches/3/ack", epoch=epoch).json()["type"] for epoch in epochs] == [FENCED] * len(epochs)
+        assert again.post("batches/3/ack", epoch=new).status_code == 200
+        assert again.attach(4) == new + 1
+        epochs += [new, new + 1]
 
 
 @pytest.mark.parametrize("away", ["stopped", "killed"])
@@ -502,18 +525,29 @@ def test_wrong_input_has_one_clear_answer(
     assert file.read_bytes() == before and not (tmp_path / "x").exists()
 
 
-def test_two_backups_of_one_process_id_do_not_mix_their_files(tmp_path: Path) -> None:
-    """As in two containers that write to one path. The file that stays is whole."""
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_a_backup_that_ends_later_does_not_replace_a_finished_one(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers that write to one path, with one process id. Their files do not mix either."""
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_link)
     path = tmp_path / "copy"
     payloads = [PayloadsSection({name: name.encode() * 100_000}) for name in ("first", "second")]
     summary = Summary(run="r", release="1", taken_at=0.0, entries=0, stored=0, payloads=1, payload_bytes=1, missing=0)
     with ArchiveWriter(path) as first, ArchiveWriter(path) as second:
         asyncio.run(first.add(payloads[0]))
         asyncio.run(second.add(payloads[1]))
-        for writer in (first, second):
-            writer.finish(summary)
-            read_manifest(path)
+        finished = first.finish(summary)
+        with pytest.raises(Conflict, match="exists; choose another file"):
+            second.finish(summary)
+    assert read_manifest(path) == finished
     assert [file.name for file in tmp_path.iterdir()] == ["copy"]
+
+
+def refuse_link(*_: object) -> None:
+    """Answer as a file system without hard links."""
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def test_a_killed_restore_leaves_no_run_and_the_next_one_brings_all_of_it(

@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.errors import LedgerGap, ReplaybufError
-from replaybuf.kernel.decide.records import decide_policy
+from replaybuf.kernel.decide.records import decide_attach, decide_policy
 from replaybuf.kernel.state.history import add_rewind, lost_version_since
 from replaybuf.kernel.state.pool import COUNTED_LATE
 from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable
 from replaybuf.kernel.state.run_state import FEEDBACK_STEPS, LOST_LINEAGE, RunState
 from replaybuf.kernel.state.snapshot import encode_snapshot, restore, take
+from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.ledger import (
+    EPOCHS_OF_RESTORE,
     AckRecord,
     AnyRecord,
     AttachRecord,
@@ -365,6 +367,26 @@ def test_an_accepted_loss_fences_epochs_and_voids_versions_that_lost_records_may
     again.store(np.array([1]), entries({"policy_version_max": 0}))
     restore(again, take(run.state))
     assert (again.epoch, again.generation) == (run.state.epoch, run.state.generation)
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_trainer_of_a_restored_run_gets_an_epoch_above_all_that_others_may_have(lost: int) -> None:
+    """Others attached after the backup, or after the restore to a Redis that then lost their attaches."""
+
+    def attach(run: Run, epoch_base: int = 0) -> int:
+        run.apply(decide_attach(run.state, AttachRequest(), 0.0, epoch_base))
+        return run.state.epoch
+
+    went_on, restored, lost_later = Run(), Run(), Run()
+    base = 7 * EPOCHS_OF_RESTORE
+    others = [attach(went_on) for _ in range(5)]
+    for copy in (restored, lost_later):
+        attach(copy)
+    others += [attach(lost_later, base) for _ in range(lost)]
+    if lost:
+        restored.apply(LossRecord(entries=lost, groups=0))
+    first = attach(restored, base)
+    assert first > max(others) and attach(restored, base) == first + 1
 
 
 def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a_rewind() -> None:

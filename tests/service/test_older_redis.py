@@ -18,12 +18,14 @@ import httpx
 import pytest
 import redis
 
+from replaybuf.cli.main import main
 from replaybuf.errors import DataLost, ServiceUnavailable
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import Lease, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig
 from tests.conftest import RunClient, ServeProcess, group
 from tests.forked import run_forked
+from tests.service.test_deletion import wait_until_gone
 from tests.store.test_store import to_append
 from tests.valkeys import Valkey
 from tests.waiting import eventually
@@ -420,6 +422,61 @@ def test_a_run_that_an_emptied_redis_does_not_list_is_data_lost_after_a_restart(
     for answer in (run.put(batch={"groups_per_batch": 4}), run.http.get(run.path)):
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
     assert not [key for key in valkey.client.scan_iter("rb:{r}:*") if not key.endswith(b":lead")]
+
+
+@pytest.mark.parametrize("mark", ["deleted", "deleting", "restoring"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_older_redis_from_the_deletion_of_a_run_that_was_restored_since_is_data_lost(
+    mark: str,
+    restarted: bool,
+    valkey: Valkey,
+    forwarder: Forwarder,
+    serving: ServeProcess,
+    tmp_path: Path,
+    connect: Connect,
+) -> None:
+    """Its mark is of the run before: nothing is forgotten or deleted, and the newer Redis is used when it is back."""
+    run, backup = connect(serving.url, "r"), str(tmp_path / "r.backup")
+    run.put(batch={"groups_per_batch": 2})
+    run.append(group("g0"))
+    main(["backup", "r", "--to", backup, "--redis-url", valkey.url])
+    with Valkey(tmp_path / "older") as older:
+        copy_to(older, valkey)
+        assert run.http.patch(run.path, json={"state": "finished"}).status_code == 200
+        assert run.http.delete(run.path).status_code == 204
+        wait_until_gone(valkey.client, run)
+        if mark == "deleted":
+            copy_to(older, valkey)
+        main(["restore", "--from", backup, "--redis-url", valkey.url])
+        eventually(lambda: run.http.get(run.path).status_code == 200, WITHIN_S)
+        store_five(run)
+        older.start()
+        if mark != "deleted":  # as between the two writes of a deletion, or of a restore
+            older.client.srem(keys.RUNS, "r")
+            older.client.sadd(keys.DELETING, "r")
+            older.client.set(keys.deleted("r"), f"{mark}:1")
+            older.client.set(keys.incarnation("r"), 1 if mark == "restoring" else 0)
+            older.client.delete(keys.lead("r"))
+        before = dump(older.client)
+        serving.stop() if restarted else None
+        forwarder.switch(older.socket_path)
+        serving.start() if restarted else None
+        run = connect(serving.url, "r")
+        answer = eventually(lambda: run.http.get(run.path), WITHIN_S, lambda reply: reply.status_code in (410, 500))
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:replaybuf:problem:data-lost"), answer.text
+        reads = count_lists(older)  # of runs and of marks
+        eventually(lambda: count_lists(older) >= reads + 6, WITHIN_S)
+        assert run.http.get(run.path).status_code == 500
+        assert dump(older.client) == before
+        forwarder.switch(valkey.socket_path)
+        eventually(lambda: run.http.get(run.path).status_code == 200, WITHIN_S)
+        assert run.state()["groups"]["stored"] == 6
+
+
+def count_lists(valkey: Valkey) -> int:
+    """Return how often the lists of runs and of deleted runs were read."""
+    calls: int = valkey.client.info("commandstats").get("cmdstat_smembers", {}).get("calls", 0)
+    return calls
 
 
 def test_a_primary_that_was_demoted_and_promoted_again_waits_before_somebody_leads(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
 from replaybuf.backup import target
 from replaybuf.backup.section import MomentSection, PayloadsSection, PromptsSection, Section
 from replaybuf.store import EmbeddedServer, Store, keys
-from replaybuf.store.copying import FIELDS_AT_ONCE, STAGED_S, Moment, Restore
+from replaybuf.store.copying import EPOCH_BASE, FIELDS_AT_ONCE, STAGED_S, Moment, Restore
+from replaybuf.wire.ledger import EPOCHS_OF_RESTORE
 
 
 def test_a_restored_hash_has_more_fields_than_one_command_takes(server: EmbeddedServer) -> None:
@@ -53,5 +55,46 @@ def test_a_long_restore_keeps_what_it_wrote_first(server: EmbeddedServer, monkey
                 assert min([await client.ttl(name) for name in names]) > STAGED_S / 2
         finally:
             await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_restore_keeps_no_prompt_of_a_killed_restore(server: EmbeddedServer) -> None:
+    """That one was of a newer backup. Its trimmed prompts would make groups of new prompts duplicates for ever."""
+    run, counts = "older", {b"stored": b"1", b"entries": b"1", b"next:": b"1"}
+    moment = Moment(counts=counts, tickets=[], cursors={}, snapshot=None, fence=b"7", spill_url=None)
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        try:
+            async with target.open_target(store, run) as killed:
+                await killed.add(MomentSection(moment))
+                await killed.add(PromptsSection("", b"\x80"))
+            async with target.open_target(store, run) as restored:
+                await restored.add(MomentSection(moment))
+                await restored.finish()
+            assert await store.copying.read_value(keys.prompts_done(run, "")) is None
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_each_restore_of_a_restored_run_begins_epochs_above_those_of_the_one_before(server: EmbeddedServer) -> None:
+    """Its backup may have any epoch of the restore before."""
+
+    async def main() -> None:
+        store, bases = await Store.open(server.url), [0]
+        try:
+            for number in range(3):
+                counts = {b"entries": b"1", EPOCH_BASE.encode(): b"%d" % bases[-1]}
+                moment = Moment(counts=counts, tickets=[], cursors={}, snapshot=None, fence=b"7", spill_url=None)
+                async with target.open_target(store, f"chain-{number}") as restored:
+                    await restored.add(MomentSection(moment))
+                bases.append((await store.counters.read(f"chain-{number}"))[EPOCH_BASE])
+        finally:
+            await store.close()
+        assert all(later >= earlier + EPOCHS_OF_RESTORE for earlier, later in itertools.pairwise(bases))
+        assert all(base % EPOCHS_OF_RESTORE == 0 for base in bases)
 
     asyncio.run(main())

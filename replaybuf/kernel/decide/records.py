@@ -27,6 +27,7 @@ from replaybuf.kernel.strategy.stale_policies import loss_mask_bound
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.ledger import (
+    EPOCHS_OF_RESTORE,
     AckRecord,
     AdapterStep,
     AttachRecord,
@@ -209,8 +210,11 @@ def _fill_of(state: RunState, chosen: BatchSelection, tokens: int) -> float | No
 # ---------------------------------------------------------------------- trainer
 
 
-def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> AttachRecord:
-    """Decide the attach of a trainer. Raises `WrongStep` for a step that cannot be resumed, `Invalid`."""
+def decide_attach(state: RunState, request: AttachRequest, now_s: float, epoch_base: int = 0) -> AttachRecord:
+    """Decide the attach of a trainer. Raises `WrongStep` for a step that cannot be resumed, `Invalid`.
+
+    `epoch_base`: of the restore of the run, a multiple of `EPOCHS_OF_RESTORE` above all epochs in its backup; else 0.
+    """
     config = config_of(state)
     batch = config.batch
     step = state.step if request.resume_step is None else request.resume_step
@@ -237,7 +241,9 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float) -> Atta
         resolve_config(config, request.dp_world_size)
         check_live_groups(state, config, request.dp_world_size)
     return AttachRecord(
-        epoch=state.epoch + 1,
+        # Trainers that attached after the backup have the epochs that follow those in it. The last digits go on: an
+        # accepted loss raises them, and fences the attaches that Redis lost since the restore.
+        epoch=max(state.epoch, epoch_base + state.epoch % EPOCHS_OF_RESTORE) + 1,
         step=step,
         dp_world_size=request.dp_world_size,
         seq_len=seq_len,

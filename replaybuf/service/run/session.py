@@ -26,6 +26,7 @@ from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.samples import Samples
+from replaybuf.store.copying import EPOCH_BASE
 from replaybuf.wire.column.metadata import check_metadata
 from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkpoints, Policy
 
@@ -62,7 +63,8 @@ class Session:
         """
         journal, state = self._journal, self._state
         async with journal.decision():
-            attached = decide_attach(state, request, journal.clock.wall())
+            counts = await journal.store.counters.read(journal.name)
+            attached = decide_attach(state, request, journal.clock.wall(), counts.get(EPOCH_BASE, 0))
             if request.on_resume == "redeliver":
                 await self._check_fit(attached.step, attached.seq_len)
             # ATTACH first: if we die before REWIND, the older trainer is fenced and this one attaches again.
