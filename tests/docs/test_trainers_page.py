@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
 import contextlib
-import os
->>>>>>> folders
 import re
 import socket
 import threading
