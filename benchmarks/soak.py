@@ -31,7 +31,7 @@ import msgspec
 from served import Served
 
 from replaybuf.client.client import Client
-from replaybuf.kernel.state.retention import KEPT_GROUPS
+from replaybuf.kernel.decide.trimming import KEPT_GROUPS
 from replaybuf.store import keys
 from replaybuf.wire.contract import Attachment, WaitingAnswer
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json

@@ -351,7 +351,8 @@ def test_a_dead_node_keeps_no_other_run_from_being_checked(
             for name, run in runs.items():
                 run.tick = functools.partial(tick, name)  # type: ignore[method-assign]
                 run.journal.lose(DataLost("to be checked", name="run", value=name))
-            assert (await asyncio.to_thread(connect(server.url, new).put, batch={"groups_per_batch": 1})).is_success
+            create = functools.partial(connect(server.url, new).put, batch={"groups_per_batch": 1})
+            await asyncio.to_thread(eventually, create, WITHIN_S, lambda answer: answer.is_success)
             for job in (service._tick, service._watch):
                 with pytest.raises(ServiceUnavailable, match="has no successor yet"):
                     await job()
