@@ -222,7 +222,7 @@ class Cluster:
         before, self.view = self.view, combine(list(answers.values()), self._failure)
         lost = {address for address in before.primaries if address in self.view.down or address in self.view.replicas}
         lost -= before.down
-        for address in lost:
+        for address in sorted(lost):
             self.node(address).cut()
         self.switches += bool(lost)
         if lost or set(self.view.primaries) != set(before.primaries):
