@@ -82,7 +82,7 @@ class LostBucket(LostRun):
         """Send a group to any server until it is answered."""
         group, outcome = Sent(name, make_group(name, 0, named=True), None), ""
         while outcome in AGAIN:
-            (outcome,) = await send(self._client, LOST_RUN, [group], self._unread, frames=True)
+            (outcome,) = await send(self._calls, [group], self._unread, frames=True)
             await asyncio.sleep(PAUSE_S)
         return outcome
 

@@ -19,6 +19,8 @@ from replaybuf.store import Store
 from replaybuf.store.redis.connection import Connection
 from tests.chaos.calling import Outcome
 from tests.chaos.history import OK
+from tests.simulation.http.client import CALL_TIMEOUT_S, RETRY_FOR_S
+from tests.simulation.http.server import HttpServer
 from tests.simulation.loop import NODE, WORLD, Node
 from tests.simulation.redis_model.redis import Redis
 from tests.simulation.world import World
@@ -27,8 +29,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 3.0
-CALL_TIMEOUT_S = 2.5
-"""Timeout of a client's call, above the time that it waits at the server."""
 RESTART_S = 0.3
 SHORTEST_STOP_S, LONGEST_STOP_S = 0.5, 7.0
 STOPPED_APPENDS = 0.01
@@ -36,7 +36,6 @@ STOPPED_APPENDS = 0.01
 STOPPED_HANDOVERS = 0.3
 """Share of handovers whose server is stopped right before it sends: often another one leads when it goes on."""
 PAUSE_S = 0.2
-RETRY_FOR_S = 8.0
 
 Gone = Callable[[], Any]
 Work = Callable[[Service, Gone], Awaitable[T]]
@@ -49,7 +48,9 @@ class Server:
     def __init__(self, world: World, redis: Redis, name: str, folder: Path, history_groups: int) -> None:
         self.world, self.name = world, name
         self.url = f"http://{name}:8900"
+        world.network[name, 8900] = self
         self.service: Service | None = None
+        self.http: HttpServer | None = None
         self.wall_ahead_s = 0.0
         self.crashes: list[str] = []
         self._redis, self._folder, self._history_groups = redis, folder, history_groups
@@ -83,6 +84,7 @@ class Server:
 
     async def _run_service(self) -> None:
         """Do what `replaybuf.service.lifespan.run_service` does for a shared Redis."""
+        mix = self.world.mix
         connection = Connection(self._redis.url, self._redis.policy, command_timeout_s=COMMAND_TIMEOUT_S)
         await connection.check_role()
         await connection.prepare()
@@ -98,7 +100,10 @@ class Server:
         try:
             async with service.working():
                 self.service = service
+                self.http = http = HttpServer(self.world, service, self.name, self.crashes) if mix.http else None
                 await self._stopping.wait()
+                if http:
+                    await http.stop()
         finally:
             self.service = None
             await service.stop()
@@ -118,6 +123,9 @@ class Server:
         node, world = self.node, self.world
         world.note(how, node=node)
         node.dead, self.service, self._stopping = True, None, None
+        if self.http:
+            self.http.reset()
+            self.http = None
         for call in list(self._calls):
             world.at(WORLD, world.now_s() + world.way_s(), _fail, call, "the connection was reset")
         self._calls.clear()
@@ -125,8 +133,8 @@ class Server:
 
     @property
     def serves_nobody(self) -> bool:
-        """Whether it handles a call whose client has left."""
-        return any(left.is_set() for left in self._handled)
+        """Whether it handles a call whose client has left, or any by HTTP."""
+        return any(left.is_set() for left in self._handled) or bool(self.http and self.http.busy)
 
     @property
     def leads(self) -> list[str]:
