@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from tests.simulation.loop import WORLD, Node
-from tests.simulation.world import LATEST_SEND_S, World
+from tests.simulation.world import LATEST_S, World
 
 CUTS = (0, 0, 1, 2)
 """How often what is sent at once is split into pieces, one of these."""
@@ -35,7 +35,7 @@ class _Way:
         if fate == LOST:
             self._silent = True
         elif fate == LATE:
-            late_s = world.rng.uniform(0.0, LATEST_SEND_S)
+            late_s = world.rng.uniform(0.0, LATEST_S)
         elif fate == CUT:
             data = data[: world.rng.randint(0, len(data))]
         cuts = sorted(world.rng.randrange(len(data)) for _ in range(world.rng.choice(CUTS))) if data else []
