@@ -77,6 +77,7 @@ class BucketStore:
         """Write payloads of one attempt, durably. Raises `DataLost` if a bucket is older than the index, `NoRoom`."""
         published, newest = await self._read_published(run)
         known = self._learn(run, newest)
+        began = known.round  # of the notes: other appends and the sweep of this process raise it meanwhile
         by_bucket = _by_bucket(run, payloads)
         pipe = self._connection.pipeline()
         pipe.response_callbacks = {}
@@ -84,7 +85,7 @@ class BucketStore:
         for bucket, own in by_bucket.items():
             lowest = 0 if self._connection.policy.level == "relaxed" else published.get(bucket, 0)
             names = [keys.attempts(run, bucket), keys.written(run, bucket)]
-            pipe.execute_command("FCALL", "rb_note", 2, *names, lowest, known.round, *own)
+            pipe.execute_command("FCALL", "rb_note", 2, *names, lowest, began, *own)
         for key, frame in payloads.items():
             pipe.execute_command("SET", key, frame)
         for bucket, done in settled:
@@ -97,7 +98,7 @@ class BucketStore:
         except ReplaybufError:
             await self.withdraw(run, list(payloads))
             raise
-        return Attempt(known.round, {bucket: int(reply[1]) for bucket, reply in written.items()})
+        return Attempt(began, {bucket: int(reply[1]) for bucket, reply in written.items()})
 
     def _check(
         self, run: str, published: Mapping[int, int], written: Mapping[int, Any], replies: Sequence[Any]

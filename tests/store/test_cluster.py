@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,30 @@ def test_an_append_older_than_two_rounds_starts_again(cluster: ValkeyCluster, mo
             await slow.close()
         (entry,) = await store.groups.read_entries("late", [1])
         assert exists(cluster, entry.strings.payload_key) and len(attempts) == 2
+
+    on_cluster(cluster.url, work)
+
+
+def test_an_append_is_of_the_round_of_its_notes(cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other appends of the server learn of a newer round while it writes; its payloads are deleted by its notes."""
+
+    async def work(store: Store) -> None:
+        token = (await store.runs.take_lease("rounds", "leader", LEASE_S)).token or ""
+        run_durably, writes = store.connection.run_durably, 0
+
+        async def write_slowly(pipe: Any, **options: Any) -> list[Any]:
+            nonlocal writes
+            replies = await run_durably(pipe, **options)
+            writes += 1
+            if writes == 1:
+                assert [await store.groups.sweep("rounds", token) for _ in range(2)] == [0, 1]
+                assert await append(store, "rounds", to_append("b")) == [True]
+            return replies
+
+        monkeypatch.setattr(store.connection, "run_durably", write_slowly)
+        assert await append(store, "rounds", to_append("a")) == [True]
+        for entry in await store.groups.read_entries("rounds", [1, 2]):
+            assert exists(cluster, entry.strings.payload_key)
 
     on_cluster(cluster.url, work)
 
