@@ -53,6 +53,8 @@ class Server:
         self.http: HttpServer | None = None
         self.wall_ahead_s = 0.0
         self.crashes: list[str] = []
+        self.stops_at = ""
+        """Run whose published counts it reads next, and is stopped then."""
         self._redis, self._folder, self._history_groups = redis, folder, history_groups
         self._starts = 0
         self._calls: dict[asyncio.Future[Any], None] = {}
@@ -91,6 +93,8 @@ class Server:
         store = Store(connection)
         store.runs.hand_over = self._stopping_before(store.runs.hand_over)  # type: ignore[method-assign]
         if buckets := store.groups.buckets:
+            read: Any = self._stopping_after_read(buckets._read_published)
+            buckets._read_published = read  # type: ignore[method-assign]
             buckets.write = self._stopping_after(buckets.write)  # type: ignore[method-assign]
         connection.known.load(self._folder)
         clock = Clock(self.world.wall_s, self.world.now_s)
@@ -169,6 +173,19 @@ class Server:
             done = await send(*arguments, **options)
             await self._stop_at_times("stop in an append", STOPPED_APPENDS)
             return done
+
+        return stopping
+
+    def _stopping_after_read(self, read: Callable[[str], Awaitable[T]]) -> Callable[[str], Coroutine[Any, Any, T]]:
+        """Stop the process between reading what is published of a run and what it does then, at times or as asked."""
+
+        async def stopping(run: str) -> T:
+            published = await read(run)
+            if self.stops_at == run:
+                self.stops_at, NODE.get().stopped = "", True
+                await asyncio.sleep(0)
+            await self._stop_at_times("stop before a write", STOPPED_APPENDS)
+            return published
 
         return stopping
 
