@@ -28,6 +28,7 @@ from replaybuf.service.run.append.admission import Incoming
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.served_run import Run
+from replaybuf.store import buckets
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
@@ -211,6 +212,11 @@ def _with_known_counts() -> AbstractContextManager[object]:
     return _in_buckets(mock.patch.object(BucketStore, "_read_published", read_once))
 
 
+def _without_second_check() -> AbstractContextManager[object]:
+    """Publish what a suspended server wrote without reading again what is published."""
+    return _in_buckets(mock.patch.object(buckets, "SUSPENDED_S", float("inf")))
+
+
 @contextlib.contextmanager
 def _with_old_attempts() -> Iterator[None]:
     """Publish groups of an attempt that began more than two rounds ago, in a world where servers often stop in one."""
@@ -294,13 +300,14 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "bucket": _without_bucket_check,
     "bucket-count": _without_bucket_count,
     "bucket-known": _with_known_counts,
+    "bucket-suspended": _without_second_check,
     "old-attempt": _with_old_attempts,
     "attempt-note": _without_notes,
     "late-reply": _with_late_replies,
     "early-answer": _with_early_answers,
 }
 """By name: what breaks the guarantee during its body."""
-ON_CLUSTER = frozenset(["bucket", "bucket-count", "bucket-known", "old-attempt", "attempt-note"])
+ON_CLUSTER = frozenset(["bucket", "bucket-count", "bucket-known", "bucket-suspended", "old-attempt", "attempt-note"])
 """Those that only a cluster has."""
 
 
