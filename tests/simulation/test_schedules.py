@@ -32,7 +32,7 @@ FINDING = {
     "handover": range(20),
     "rewind-order": range(20),
     "shorter-history": range(2, 12),
-    "rules": range(28, 50),
+    "rules": range(96, 98),
     "bucket": range(4),
     "token": range(1, 8),
     "bucket-suspended": range(4),
