@@ -362,7 +362,7 @@ class Service:
         """Open runs that others created, or that we know and Redis does not list; return the outages of nodes."""
         names = {*await self.store.runs.list_names(), *self.store.connection.known.runs} - self.runs.keys()
         return await do_in_turn(
-            (functools.partial(self._discover_one, name) for name in names), pass_outages=self._spread
+            (functools.partial(self._discover_one, name) for name in sorted(names)), pass_outages=self._spread
         )
 
     async def _discover_one(self, name: str) -> None:

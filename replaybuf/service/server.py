@@ -168,7 +168,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for run in self._service.runs.values():
-            run.close()
+            run.wake()  # not closed: the calls in progress, and the lead, need its spilled frames
         await super().shutdown(sockets)
 
 

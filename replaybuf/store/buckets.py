@@ -12,7 +12,8 @@ was suspended meanwhile does no harm.
 A bucket counts the payloads that were ever written to it, and the index keeps the highest count that was published. A
 bucket whose count is lower has lost acknowledged payloads, and takes no new ones. Each append reads the highest count
 again: the payload that is lost may be of another server, and a write of one that does not know it would make the count
-right again, so nobody would notice the loss.
+right again, so nobody would notice the loss. A server that was suspended between this read and the end of its write
+reads again: if a number of its own is published, the payload that had it is lost. The index refuses such numbers too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +38,9 @@ DELETED_AT_ONCE = 1_000
 MOST_SETTLED = 1_000
 """Notes of published attempts that wait for the next append to their bucket; the leader removes further ones."""
 ATTEMPTS_AT_ONCE = 500
+SUSPENDED_S = 0.5
+"""A process that takes longer from reading what is published to the end of its write reads it again. A node that has
+lost payloads takes writes after a longer time."""
 FindPublished = Callable[[str, Sequence[str]], Awaitable[set[str]]]
 """Returns which of these payloads of a run have an index entry."""
 
@@ -55,10 +60,14 @@ class KnownBuckets:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
-    """Payloads that are durable and not published yet: the round, and how many payloads each of their buckets had."""
+    """Payloads that are durable and not published yet.
+
+    - `round`: in which it began
+    - `written`: how many payloads each bucket has had, and how many of the newest are of this attempt; 0 = may be lost
+    """
 
     round: int
-    written: dict[int, int]
+    written: dict[int, tuple[int, int]]
 
 
 class BucketStore:
@@ -75,16 +84,19 @@ class BucketStore:
 
     async def write(self, run: str, payloads: Mapping[str, bytes | memoryview]) -> Attempt:
         """Write payloads of one attempt, durably. Raises `DataLost` if a bucket is older than the index, `NoRoom`."""
+        began_s = time.monotonic()
         published, newest = await self._read_published(run)
         known = self._learn(run, newest)
+        began = known.round  # of the notes: other appends and the sweep of this process raise it meanwhile
         by_bucket = _by_bucket(run, payloads)
         pipe = self._connection.pipeline()
         pipe.response_callbacks = {}
+        may_lose = self._connection.policy.level == "relaxed"
         settled = [(bucket, known.settled.pop(bucket)) for bucket in by_bucket if bucket in known.settled]
         for bucket, own in by_bucket.items():
-            lowest = 0 if self._connection.policy.level == "relaxed" else published.get(bucket, 0)
+            lowest = 0 if may_lose else published.get(bucket, 0)
             names = [keys.attempts(run, bucket), keys.written(run, bucket)]
-            pipe.execute_command("FCALL", "rb_note", 2, *names, lowest, known.round, *own)
+            pipe.execute_command("FCALL", "rb_note", 2, *names, lowest, began, *own)
         for key, frame in payloads.items():
             pipe.execute_command("SET", key, frame)
         for bucket, done in settled:
@@ -94,10 +106,22 @@ class BucketStore:
         written = dict(zip(by_bucket, replies, strict=False))
         try:
             self._check(run, published, written, replies[:count])
+            own_counts = {bucket: 0 if may_lose else len(own) for bucket, own in by_bucket.items()}
+            attempt = Attempt(began, {bucket: (int(written[bucket][1]), own_counts[bucket]) for bucket in by_bucket})
+            if time.monotonic() > began_s + SUSPENDED_S:
+                await self._check_again(run, attempt, list(payloads))
         except ReplaybufError:
             await self.withdraw(run, list(payloads))
             raise
-        return Attempt(known.round, {bucket: int(reply[1]) for bucket, reply in written.items()})
+        return attempt
+
+    async def _check_again(self, run: str, attempt: Attempt, payload_keys: Sequence[str]) -> None:
+        """Raise `DataLost` if numbers of an attempt are published: its payloads would hide that others are lost."""
+        published, _ = await self._read_published(run)
+        for bucket, (written, own) in attempt.written.items():
+            if written - own < published.get(bucket, 0) <= written:
+                await self.show_loss(run, bucket, payload_keys)
+                raise self._record_loss(run, bucket, published[bucket], written - own)
 
     def _check(
         self, run: str, published: Mapping[int, int], written: Mapping[int, Any], replies: Sequence[Any]
@@ -123,6 +147,21 @@ class BucketStore:
             waiting = known.settled.setdefault(bucket, [])
             if len(waiting) < MOST_SETTLED:
                 waiting += own
+
+    async def show_loss(self, run: str, bucket: int, payload_keys: Sequence[str]) -> None:
+        """Let the count of a bucket show the loss that payloads of an attempt hide, before they are withdrawn.
+
+        Their numbers are published, so the payloads that had them before are lost. If those of the attempt are not
+        there, they are the lost ones, and nobody has acknowledged them.
+        """
+        pipe = self._connection.pipeline()
+        own = _by_bucket(run, payload_keys)[bucket]
+        for key in own:
+            pipe.exists(key)
+        if there := sum(await self._connection.run(pipe.execute())):
+            pipe = self._connection.pipeline()
+            pipe.incrby(keys.written(run, bucket), -there)
+            await self._connection.run_durably(pipe)
 
     def begin_round(self, run: str, newest: int) -> None:
         """Begin new attempts in round `newest`: the index refused those of an older one."""

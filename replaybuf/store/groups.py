@@ -143,7 +143,7 @@ class GroupStore:
             entries = new_entries(groups, payload_keys, published, now_s, admitted=checked_at is not None)
             frames = {key: item.frame for key, item in zip(payload_keys, groups, strict=True)}
             attempt = await buckets.write(run, frames)
-            written = [part for pair in attempt.written.items() for part in pair]
+            written = [part for bucket, counts in attempt.written.items() for part in (bucket, *counts)]
             marks, words = publish_words(run, groups, entries, checked_at)
             names = [*(name for mark in marks for name in mark), keys.buckets(run)]
             words = [attempt.round, len(attempt.written), *written, *words]
@@ -155,8 +155,11 @@ class GroupStore:
                 raise
             if text(outcome) == "ok":
                 break
+            if text(outcome) == "taken":
+                await buckets.show_loss(run, int(flat), payload_keys)
+            else:
+                buckets.begin_round(run, int(flat))  # this process was idle for two rounds
             await buckets.withdraw(run, payload_keys)
-            buckets.begin_round(run, int(flat))  # this process was idle for two rounds
         *flat, newest = flat
         stored = [key for key, result in zip(payload_keys, flat[::2], strict=True) if result == 1]
         buckets.settle(run, attempt, stored, int(newest))

@@ -271,19 +271,27 @@ end
 -- The same for payloads in buckets of a cluster, which are durable already. An attempt that began before the last two
 -- rounds is refused: its payloads may be deleted.
 -- keys: those of `publish`, what is published of the buckets
--- args: round in which the attempt began, number of buckets, (bucket, its payloads ever written)..., those of `publish`
--- outcomes: ok, with the newest round as the last detail; outdated, with it as the detail
+-- args: round in which the attempt began, number of buckets, (bucket, its payloads ever written, how many of the newest
+-- are of this attempt; 0 = may be lost)..., those of `publish`
+-- outcomes: ok, with the newest round as the last detail; outdated, with it as the detail; taken, with a bucket: a number
+-- of this attempt is published already, so the bucket has lost a payload since
 local function publish_stored(keys, args, run)
   local buckets, count = keys[#keys], tonumber(args[2])
   local newest = tonumber(redis.call('HGET', run.counts, 'round') or 0)
   if tonumber(args[1]) < newest - 1 then
     return 'outdated', newest
   end
-  local outcome, published = put_groups(keys, args, run, 2, 2 + 2 * count)
+  for at = 3, 3 * count, 3 do
+    local written, known = tonumber(args[at + 1]), tonumber(redis.call('HGET', buckets, args[at]) or 0)
+    if known <= written and known > written - tonumber(args[at + 2]) then
+      return 'taken', tonumber(args[at])
+    end
+  end
+  local outcome, published = put_groups(keys, args, run, 2, 2 + 3 * count)
   if outcome ~= 'ok' then
     return outcome, published
   end
-  for at = 3, 2 * count + 1, 2 do
+  for at = 3, 3 * count, 3 do
     if tonumber(args[at + 1]) > tonumber(redis.call('HGET', buckets, args[at]) or 0) then
       redis.call('HSET', buckets, args[at], args[at + 1])
     end

@@ -13,6 +13,7 @@ from tests.chaos.history import (
     OK,
     Attached,
     Attacked,
+    Call,
     GroupSent,
     Prompt,
     TicketsTaken,
@@ -81,7 +82,12 @@ def reports_beside_older(run: RunHistory) -> Iterator[str]:
     """Find reports of lost data while Redis had all of it."""
     for call in run.calls:
         if call.outcome == "data-lost" and not _may_report_loss(run, call.at_s):
-            yield f"{call.server} reported acknowledged data as lost at {call.at_s:.3f}"
+            yield report_beside_older(call)
+
+
+def report_beside_older(call: Call) -> str:
+    """Describe a report of lost data while Redis had all of it."""
+    return f"{call.server} reported acknowledged data as lost at {call.at_s:.3f}"
 
 
 def _may_report_loss(run: RunHistory, at_s: float) -> bool:

@@ -8,14 +8,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from replaybuf.errors import NoRoom, ServiceUnavailable
+from replaybuf.service.bodies.assembly import fetch_groups
+from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable
+from replaybuf.service.options import ServeOptions
 from replaybuf.service.report.status import group_counts
 from replaybuf.service.run import spill
 from replaybuf.service.run.served_run import Run
+from replaybuf.service.server import _Server
+from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.config import BatchSpec, Limits, SpillSpec, StrategySpec
 from replaybuf.wire.contract import AttachRequest
@@ -70,6 +76,10 @@ class Awaits:
 
 async def _nothing() -> None:
     """Do nothing."""
+
+
+async def _uncalled(scope: Any, receive: Any, send: Any) -> None:
+    """Answer nothing."""
 
 
 async def cut() -> None:
@@ -248,5 +258,20 @@ def test_a_leader_that_was_replaced_meanwhile_deletes_no_file(
         await run.lead(str(lease.token))
         await do(run)
         assert len(files(tmp_path)) < len(before)
+
+    on_a_spilling_run(server, tmp_path, work)
+
+
+def test_a_server_that_answers_its_last_calls_reads_spilled_frames(server: EmbeddedServer, tmp_path: Path) -> None:
+    """It leads for up to 5 s more: a stub that it took for a frame would become a dead letter."""
+
+    async def work(run: Run, _: int) -> None:
+        service: Any = SimpleNamespace(runs={run.name: run})
+        ending = _Server(service, _uncalled, ConnectionTable(ConnectionLimits.of(ServeOptions()), Traffic()), None)
+        ending.servers, ending.lifespan = [], ending.config.lifespan_class(ending.config)
+        await ending.shutdown()
+        numbers = range(1, run.state.stored + 1)
+        assert (await fetch_groups(run.journal.store, run.name, numbers, run.state.pool.columns)).broken == {}
+        assert run.journal.closed  # nobody waits for news any more
 
     on_a_spilling_run(server, tmp_path, work)

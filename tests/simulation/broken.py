@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from unittest import mock
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from replaybuf.client.http_reply import LateReply, NoReply, Reply
+from replaybuf.client.transport import AsyncSocketTransport, Sending
+from replaybuf.client.transport import _exchange_async as exchange_async
+from replaybuf.errors import ReplaybufError
 from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.kernel.state.tickets import TicketBook
+from replaybuf.service.http import routes
+from replaybuf.service.http.body.append_bodies import read_groups
+from replaybuf.service.http.call import handlers
+from replaybuf.service.http.call.calls import CALLS
+from replaybuf.service.run.append.admission import Incoming
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
+from replaybuf.service.run.served_run import Run
+from replaybuf.store import buckets
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.redis import inspection
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.answer.explain import Candidates
+from replaybuf.wire.contract import AppendResult, AppendResults
 from replaybuf.wire.ledger import AnyRecord
+from tests.builders import arriving
 from tests.simulation import copying, faults, mix, servers
 from tests.simulation.mix import CLUSTER, SINGLE
 from tests.simulation.plan import Plan
@@ -193,6 +212,11 @@ def _with_known_counts() -> AbstractContextManager[object]:
     return _in_buckets(mock.patch.object(BucketStore, "_read_published", read_once))
 
 
+def _without_second_check() -> AbstractContextManager[object]:
+    """Publish what a suspended server wrote without reading again what is published."""
+    return _in_buckets(mock.patch.object(buckets, "SUSPENDED_S", float("inf")))
+
+
 @contextlib.contextmanager
 def _with_old_attempts() -> Iterator[None]:
     """Publish groups of an attempt that began more than two rounds ago, in a world where servers often stop in one."""
@@ -216,6 +240,49 @@ def _without_notes() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _with_late_replies() -> Iterator[None]:
+    """Let clients send the next request on a connection whose reply is late, in a world of producers by HTTP."""
+
+    async def send(transport: AsyncSocketTransport, request: Sending) -> Reply:
+        connection = transport._reuse() or await transport._connect()
+        try:
+            received = await exchange_async(connection, transport._pieces(request), request.read_s)
+        except TimeoutError as error:
+            transport._idle.append((time.monotonic(), connection))
+            raise LateReply(str(error)) from error
+        except OSError as error:
+            raise NoReply(str(error)) from error
+        return transport._finish(connection, received, request)
+
+    with mock.patch.object(AsyncSocketTransport, "send", send), mock.patch.object(mix, "BY_HTTP", 1.0):
+        yield
+
+
+@contextlib.contextmanager
+def _with_early_answers() -> Iterator[None]:
+    """Answer an append before its groups are stored, in a world of producers by HTTP."""
+
+    async def store(run: Run, groups: list[Incoming]) -> None:
+        with contextlib.suppress(ReplaybufError):
+            await run.appends.append(arriving(groups))
+
+    async def post_groups(request: Request) -> Response:
+        run = await handlers._service(request).storing(request.path_params["run"])
+        limit = run.journal.config.limits.max_group_bytes
+        groups = [group async for group in read_groups(request, limit, request.app.state.decoders)]
+        asyncio.create_task(store(run, groups))  # noqa: RUF006 - the loop of a schedule keeps all tasks
+        results = [AppendResult(group_id=None, status="stored") for _ in groups]
+        return handlers.json_response(AppendResults(results=results))
+
+    calls = [
+        dataclasses.replace(call, handler=post_groups) if call.handler is handlers.post_groups else call
+        for call in CALLS
+    ]
+    with mock.patch.object(routes, "CALLS", calls), mock.patch.object(mix, "BY_HTTP", 1.0):
+        yield
+
+
 BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "deduplication": _without_deduplication,
     "fencing": functools.partial(_unfence, "tickets"),
@@ -233,11 +300,14 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "bucket": _without_bucket_check,
     "bucket-count": _without_bucket_count,
     "bucket-known": _with_known_counts,
+    "bucket-suspended": _without_second_check,
     "old-attempt": _with_old_attempts,
     "attempt-note": _without_notes,
+    "late-reply": _with_late_replies,
+    "early-answer": _with_early_answers,
 }
 """By name: what breaks the guarantee during its body."""
-ON_CLUSTER = frozenset(["bucket", "bucket-count", "bucket-known", "old-attempt", "attempt-note"])
+ON_CLUSTER = frozenset(["bucket", "bucket-count", "bucket-known", "bucket-suspended", "old-attempt", "attempt-note"])
 """Those that only a cluster has."""
 
 

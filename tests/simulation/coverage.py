@@ -20,8 +20,8 @@ from tests.simulation.redis_model.lua_branches import find_branches
 PRODUCT = Path(replaybuf.__file__).parent
 FOLDERS = ("service", "store")
 """Folders whose awaits are counted."""
-LEFT_OUT = ("service/http/", "service/sockets", "store/redis/embedded.py")
-"""Modules that no schedule runs: HTTP and processes."""
+LEFT_OUT = ("service/http/call/", "service/http/guard/handshake.py", "service/sockets", "store/redis/embedded.py")
+"""Modules of which few or no schedules run a part: calls that no producer makes, TLS and processes."""
 RECORD_TYPE = re.compile(rb"\xa4type[\xa1-\xbf]([A-Z_]+)")
 """In the bytes of a ledger record."""
 SHOWN = 6

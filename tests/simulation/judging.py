@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from replaybuf.kernel.state.tickets import parse_ticket
 from replaybuf.wire.ledger import BatchRecord, ConfigRecord, RewindRecord
 from tests.chaos.checker import check
-from tests.chaos.fault_checks import issued_too_early
-from tests.chaos.history import AnyEvent, GroupSent, TicketsTaken
+from tests.chaos.fault_checks import REPORT_S, issued_too_early, report_beside_older
+from tests.chaos.history import AnyEvent, GroupSent, Healed, TicketsTaken
 from tests.chaos.ledger_walk import walk
 from tests.chaos.run_history import RunHistory
 from tests.simulation.mix import EXACT, Mix
@@ -23,6 +23,7 @@ def judge(history: Sequence[AnyEvent], mix: Mix, *, jumped: bool) -> list[str]:
         history = [event for event in history if not _ended_by_removal(event, removed)]
     # The next leader takes a deadline from the wall clock of the last one; where they differ it is an estimate.
     estimated = set(issued_too_early(run)) if jumped else set()
+    estimated |= set(_reports_beside_faults(run, history))
     violations = [
         f"{violation.guarantee}: {violation.what}"
         for violation in check(history)
@@ -32,6 +33,18 @@ def judge(history: Sequence[AnyEvent], mix: Mix, *, jumped: bool) -> list[str]:
     # A group that lacks a late column leaves its slot until it has it.
     in_order = mix.strategy == EXACT and not mix.staged
     return violations + (list(_slots_out_of_order(run)) if in_order else [])
+
+
+def _reports_beside_faults(run: RunHistory, history: Sequence[AnyEvent]) -> Iterator[str]:
+    """Find late reports of lost data while another fault of Redis kept a server from reading the right one again."""
+    healed = sorted(event.at_s for event in history if isinstance(event, Healed) and event.process == "valkey")
+    for older in run.older:
+        until_s = older.right_s
+        for at_s in healed:
+            until_s = at_s if until_s < at_s <= until_s + REPORT_S else until_s
+        for call in run.calls:
+            if call.outcome == "data-lost" and older.from_s <= call.at_s <= until_s + REPORT_S:
+                yield report_beside_older(call)
 
 
 def _removed(run: RunHistory) -> set[str]:

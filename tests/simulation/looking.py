@@ -33,6 +33,7 @@ from tests.chaos.history import (
     StateSeen,
 )
 from tests.chaos.run_history import RunHistory
+from tests.simulation.producer_calls import ServiceCalls
 from tests.simulation.producing import Sent, send, take
 from tests.simulation.redis_model.commands import zcard
 from tests.simulation.redis_model.redis import Redis
@@ -111,6 +112,7 @@ class Rest:
 
     def __init__(self, world: World, client: Client, run: str, redis: Redis, history: list[Event]) -> None:
         self._world, self._client, self._run, self._redis, self._history = world, client, run, redis, history
+        self._calls = ServiceCalls(client, run)
         self._epoch = 0
 
     async def drain(self) -> None:
@@ -124,14 +126,14 @@ class Rest:
         self._history.append(Drained(at_s=self._world.now_s(), run=self._run, drained=not left, stood=stood))
 
     async def _append_due(self, adapter: str) -> None:
-        taken = await take(self._client, self._run, "rest", 4, adapter, self._history)
+        taken = await take(self._calls, "rest", 4, adapter, self._history)
         version = taken.published_version if taken else 0
         for ticket in taken.tickets if taken else ():
             name = prompt_key(adapter, ticket.prompt_index)
             group = make_group(name, version, named=False, ticket=ticket.ticket, adapter=adapter)
             for _ in range(TRIES):
                 sent = [Sent(name, group, ticket.prompt_index)]
-                (outcome,) = await send(self._client, self._run, sent, self._history, frames=True)
+                (outcome,) = await send(self._calls, sent, self._history, frames=True)
                 if outcome not in UNAVAILABLE:
                     break
                 await asyncio.sleep(0.2)
@@ -173,7 +175,7 @@ class Rest:
         again |= {prompt_key(*prompt): prompt for prompt in unseen}
         for name, (adapter, prompt_index) in again.items():
             group = Sent(name, make_group(name, 0, named=True, adapter=adapter), prompt_index)
-            await send(self._client, self._run, [group], self._history, frames=False)
+            await send(self._calls, [group], self._history, frames=False)
 
     async def read_payloads(self) -> None:
         """Read the groups that may still be needed."""

@@ -208,6 +208,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Call a function soon: there is one thread, and finalizers of generators use this."""
         return self.call_soon(callback, *args, context=context)
 
+    async def sock_sendall(self, sock: Any, data: Any) -> None:
+        """Send bytes on a simulated socket. A real one fails."""
+        await sock.send_all(data)
+
+    async def sock_recv_into(self, sock: Any, buf: Any) -> int:
+        """Receive bytes from a simulated socket. A real one fails."""
+        count: int = await sock.receive_into(buf)
+        return count
+
     async def create_connection(self, *arguments: Any, **options: Any) -> Any:
         """Refuse the real network."""
         raise RuntimeError(f"create_connection{arguments} would use the real network inside the simulation")

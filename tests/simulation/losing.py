@@ -152,7 +152,7 @@ class LostRun(SmallRun):
         """Send a group again that is not lost."""
         group, outcome = Sent(name, make_group(name, 0, named=True), None), ""
         while outcome in ("", *UNAVAILABLE, "not-durable"):
-            (outcome,) = await send(self._client, LOST_RUN, [group], self._unread, frames=True)
+            (outcome,) = await send(self._calls, [group], self._unread, frames=True)
             await asyncio.sleep(PAUSE_S)
         self._compare(f"the answer to group {name}", "duplicate", outcome)
 

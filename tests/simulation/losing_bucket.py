@@ -11,15 +11,22 @@ from replaybuf.service.host import Service
 from replaybuf.store import keys
 from tests.chaos.content import make_group
 from tests.chaos.history import UNAVAILABLE, Faulted, Healed
+from tests.simulation.loop import Node
 from tests.simulation.losing import LOST_RUN, LostRun
+from tests.simulation.producer_calls import ServiceCalls
 from tests.simulation.producing import Sent, send
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.redis_model.values import Saved
-from tests.simulation.servers import Gone
+from tests.simulation.servers import Client, Gone
 from tests.simulation.small_run import GROUPS, PAUSE_S, PER_BATCH
 
 BESIDE = 2
 """Groups that are sent to the lost bucket before the loss is accepted."""
+SUSPENDED = 0.5
+"""Share of losses while a server is stopped within an append."""
+LOOK_S, LONGEST_PAUSE_S = 0.001, 15.0
+WRITTEN_S = 2.0
+"""By then a server that goes on has written, or was refused."""
 AGAIN = {"", "not-durable", *UNAVAILABLE} - {DataLost.slug}
 """Outcomes after which a call is repeated."""
 
@@ -35,13 +42,14 @@ class LostBucket(LostRun):
         for name in names[:-1]:
             await self._append(name)
         trained = await self._train(range(1))
-        older = self._payloads(bucket)
-        await self._append(lost)
-        self.stage = "its loss"
-        if not await self._is_known() or not self._world.faults.take("lost bucket", self._world.now_s()):
+        beside = (name for name in map("beside-{}".format, range(100_000)) if keys.bucket_of(name) == bucket)
+        again = [next(beside) for _ in range(BESIDE)]
+        suspended = self._world.rng.random() < SUSPENDED
+        losing = self._lose_meanwhile(bucket, lost, next(beside)) if suspended else self._lose_newest(bucket, lost)
+        if not await losing:
             self.stage = "nothing"
             return
-        await self._lose_payload(bucket, older)
+        await self._check_lost(again)
         await self._accept(0, self._count_missing(bucket))
         self._history.append(Healed(at_s=self._world.now_s(), process="valkey"))
         self.stage = "its end"
@@ -52,6 +60,42 @@ class LostBucket(LostRun):
         self._compare("groups that became unreadable", 1, facts["dead_lettered"])
         self.stage = "nothing"
 
+    async def _lose_newest(self, bucket: int, lost: str) -> bool:
+        """Append a group and let its bucket lose it; return whether that happened."""
+        older = self._payloads(bucket)
+        await self._append(lost)
+        self.stage = "its loss"
+        if not await self._is_known() or not self._world.faults.take("lost bucket", self._world.now_s()):
+            return False
+        self._lose_payload(bucket, older)
+        return True
+
+    async def _lose_meanwhile(self, bucket: int, lost: str, name: str) -> bool:
+        """Do the same while a server is stopped in an append, between reading what is published and its write."""
+        server, world = self._world.rng.choice(self._servers), self._world
+        if not await self._is_known() or not world.faults.take("lost bucket", world.now_s()):
+            return False
+        server.stops_at, node = LOST_RUN, server.node
+        group = Sent(name, make_group(name, 0, named=True), None)
+        calls = ServiceCalls(Client([server], Node("held")), LOST_RUN)
+        appending = asyncio.create_task(send(calls, [group], self._unread, frames=True))
+        while not (node.stopped or node.dead or appending.done()):  # noqa: ASYNC110 - the clock is virtual
+            await asyncio.sleep(LOOK_S)
+        server.stops_at = ""
+        older = self._payloads(bucket)
+        await self._append(lost)
+        self.stage = "its loss"
+        self._lose_payload(bucket, older)
+        await asyncio.sleep(world.rng.uniform(0.0, LONGEST_PAUSE_S))
+        world.loop.go_on(node)
+        (outcome,) = await appending
+        await asyncio.sleep(WRITTEN_S)  # its client may have left long ago
+        if node.dead:
+            return False  # nobody knows whether it wrote
+        if outcome not in AGAIN:
+            self._compare(f"the answer to group {name}", DataLost.slug, outcome)
+        return True
+
     def _node(self, bucket: int) -> RedisServer:
         return self._redis.server_of(keys.written(LOST_RUN, bucket))
 
@@ -60,13 +104,14 @@ class LostBucket(LostRun):
         tag = f"{{{LOST_RUN}/{bucket:02d}}}".encode()
         return {key: held for key, held in self._node(bucket).values.copy().items() if tag in key}
 
-    async def _lose_payload(self, bucket: int, older: Saved) -> None:
-        """Let the node of a bucket lose its newest payload; each server must refuse groups that belong there."""
+    def _lose_payload(self, bucket: int, older: Saved) -> None:
+        """Let the node of a bucket lose its newest payload."""
         at_s, node, own = self._world.now_s(), self._node(bucket), self._payloads(bucket)
         self._history.append(Faulted(at_s=at_s, process="valkey", role="valkey", kind="crash", server="", led=[]))
         node.replace({key: held for key, held in node.values.copy().items() if key not in own} | older)
-        beside = (f"beside-{number}" for number in range(100_000))
-        again = [name for name in beside if keys.bucket_of(name) == bucket][:BESIDE]
+
+    async def _check_lost(self, again: list[str]) -> None:
+        """Check that each server refuses groups that belong into the lost bucket."""
         calls: list[tuple[str, Callable[[], Awaitable[str]]]] = [("what is shown of the lost payload", self._read)]
         calls += [(f"the answer to group {name}", functools.partial(self._send, name)) for name in again]
         for what, call in calls if self._world.rng.random() < 0.5 else reversed(calls):
@@ -82,7 +127,7 @@ class LostBucket(LostRun):
         """Send a group to any server until it is answered."""
         group, outcome = Sent(name, make_group(name, 0, named=True), None), ""
         while outcome in AGAIN:
-            (outcome,) = await send(self._client, LOST_RUN, [group], self._unread, frames=True)
+            (outcome,) = await send(self._calls, [group], self._unread, frames=True)
             await asyncio.sleep(PAUSE_S)
         return outcome
 

@@ -28,6 +28,8 @@ REWOUND = 0.3
 """Share of schedules with many rewinds."""
 LOST = 0.2
 """Share of schedules with a run whose newest groups are lost, and that goes on without them."""
+BY_HTTP = 0.4
+"""Share of schedules whose producers call the servers by HTTP."""
 REVISED = ("max_staleness", (1, 2, 3))
 """The option that an operator changes, and its values."""
 
@@ -44,6 +46,7 @@ class Mix:
     - `direct`: a producer writes to Redis itself, and the ranks read frames from there
     - `loses`: Redis loses the newest groups and entries of another run, and an operator accepts the loss
     - `rewinds`: the trainer often resumes at an older step, and asks any server for its batches
+    - `http`: producers call the servers by HTTP, else in their processes
     """
 
     redis: str
@@ -61,9 +64,10 @@ class Mix:
     copies: bool
     rewinds: bool
     loses: bool
+    http: bool
 
     @classmethod
-    def draw(cls, rng: random.Random, redis: str) -> Mix:
+    def draw(cls, rng: random.Random, redis: str, *, http: bool) -> Mix:
         """Draw a mix for a kind of Redis."""
         strategy = rng.choice(tuple(STRATEGIES))
         several = strategy == "one step" and rng.random() < 0.3
@@ -85,6 +89,7 @@ class Mix:
             copies=rng.random() < COPIED,
             rewinds=rewinds,
             loses=rng.random() < LOST,
+            http=http,
         )
         if redis == SINGLE:
             return mix

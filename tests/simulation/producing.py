@@ -8,20 +8,14 @@ from collections import deque
 
 import msgspec
 
-from replaybuf.errors import InvalidGroups
 from replaybuf.kernel.state.tickets import prompt_key
-from replaybuf.service.host import Service
-from replaybuf.service.run.append.admission import Incoming
-from replaybuf.wire.contract import AppendResult, Tickets
-from replaybuf.wire.frame import decode_frame, encode_frame
+from replaybuf.wire.contract import Tickets
 from replaybuf.wire.group import Group
-from tests.builders import arriving
 from tests.chaos.content import make_group
 from tests.chaos.history import UNAVAILABLE, Event, GroupSent, TicketReturned, TicketsTaken
-from tests.simulation.servers import Client, Gone
+from tests.simulation.producer_calls import ProducerCalls
 from tests.simulation.world import World
 
-WAIT_S = 0.4
 KEPT_GROUPS = 32
 
 
@@ -40,17 +34,9 @@ class Sent(msgspec.Struct):
     due_s: float = 0.0
 
 
-async def take(
-    client: Client, run: str, producer: str, count: int, adapter: str, history: list[Event]
-) -> Tickets | None:
+async def take(calls: ProducerCalls, producer: str, count: int, adapter: str, history: list[Event]) -> Tickets | None:
     """Take tickets and record it."""
-
-    async def work(service: Service, gone: Gone) -> Tickets:
-        led = await service.led(run)
-        led.journal.presence.record_producer()
-        return await led.tickets.issue(producer, count, adapter, WAIT_S, gone)
-
-    taken = await client.observe(run, work, WAIT_S)
+    taken = await calls.take(producer, count, adapter)
     tickets = taken.result.tickets if taken.result else []
     named = [(ticket.ticket, ticket.prompt_index, ticket.attempt) for ticket in tickets]
     waiting = msgspec.to_builtins(taken.result.waiting) if taken.result else None
@@ -58,20 +44,9 @@ async def take(
     return taken.result
 
 
-async def send(client: Client, run: str, groups: list[Sent], history: list[Event], *, frames: bool) -> list[str]:
+async def send(calls: ProducerCalls, groups: list[Sent], history: list[Event], *, frames: bool) -> list[str]:
     """Append groups and record it; return the outcome of each. `frames`: as frames, not as JSON."""
-    arrived = [_arrive(sent.group, frames=frames) for sent in groups]
-
-    async def work(service: Service, gone: Gone) -> list[AppendResult]:
-        storing = await service.storing(run)
-        storing.journal.presence.record_producer()
-        try:
-            return await storing.appends.append(arriving(arrived))
-        except InvalidGroups as error:  # the answer has the results too
-            return list(error.results)
-
-    client.ask_any()  # each of them stores groups
-    done = await client.observe(run, work)
+    done = await calls.append([sent.group for sent in groups], frames=frames)
     outcomes = []
     for sent, result in itertools.zip_longest(groups, done.result or []):
         outcome = result.status if result else str(done.seen["outcome"])
@@ -91,18 +66,11 @@ async def send(client: Client, run: str, groups: list[Sent], history: list[Event
     return outcomes
 
 
-def _arrive(group: Group, *, frames: bool) -> Incoming:
-    if not frames:
-        return Incoming(group)
-    frame = encode_frame(group)
-    return Incoming(decode_frame(frame), frame)
-
-
 class Producer:
     """Feeds one run; `_late` groups are sent later, `_answered` ones may be sent again."""
 
-    def __init__(self, world: World, client: Client, run: str, name: str, history: list[Event], ttl_s: float) -> None:
-        self._client, self._run, self._name = client, run, name
+    def __init__(self, world: World, calls: ProducerCalls, name: str, history: list[Event], ttl_s: float) -> None:
+        self._calls, self._name = calls, name
         self._history, self._ttl_s, self._world, self._rng = history, ttl_s, world, world.rng
         self._late: list[Sent] = []
         self._answered: deque[Sent] = deque(maxlen=KEPT_GROUPS)
@@ -125,7 +93,7 @@ class Producer:
 
     async def _from_tickets(self) -> list[Sent]:
         count, adapter = self._rng.randint(1, 4), self._rng.choice(self._world.mix.policies)
-        taken = await take(self._client, self._run, self._name, count, adapter, self._history)
+        taken = await take(self._calls, self._name, count, adapter, self._history)
         if taken is None:
             await asyncio.sleep(0.2)
             return []
@@ -157,16 +125,12 @@ class Producer:
         return f"{self._name}-{next(self._count)}"
 
     async def _give_back(self, ticket: str) -> None:
-        async def work(service: Service, gone: Gone) -> None:
-            led = await service.led(self._run)
-            await led.tickets.give_back(ticket, "chaos")
-
-        returned = await self._client.observe(self._run, work)
+        returned = await self._calls.give_back(ticket)
         self._history.append(TicketReturned(**returned.seen, ticket=ticket))
 
     async def _append(self, groups: list[Sent]) -> None:
         frames = self._rng.random() < 0.5
-        outcomes = await send(self._client, self._run, groups, self._history, frames=frames)
+        outcomes = await send(self._calls, groups, self._history, frames=frames)
         for sent, outcome in zip(groups, outcomes, strict=True):
             if outcome in ("stored", "duplicate"):
                 self._answered.append(sent)

@@ -29,6 +29,7 @@ from tests.simulation.copying import CopiedRun
 from tests.simulation.coverage import Reached
 from tests.simulation.direct import DirectProducer, DirectRank
 from tests.simulation.disturbing import Disturber
+from tests.simulation.http.client import HttpCalls, instead_of_http
 from tests.simulation.judging import judge
 from tests.simulation.looking import Observer, Rest, of_history
 from tests.simulation.loop import Node
@@ -37,6 +38,7 @@ from tests.simulation.losing_bucket import LostBucket
 from tests.simulation.mix import CLUSTER, TICKET_TTL_S
 from tests.simulation.orphans import find_orphans
 from tests.simulation.plan import Plan
+from tests.simulation.producer_calls import ProducerCalls, ServiceCalls
 from tests.simulation.producing import Producer
 from tests.simulation.redis_model.connections import instead_of_sockets
 from tests.simulation.redis_model.functions import take_branches
@@ -83,8 +85,9 @@ def simulate(plan: Plan, *, traced: bool = False) -> Outcome:
     gc.freeze()  # collecting at the end looks at objects of the schedule only
     sys.unraisablehook = lambda unraisable: None  # of `finally` blocks that are dropped without a loop
     try:
-        outcome = Schedule(plan).run(traced=traced)
-        gc.collect()  # while nobody hears what the dropped `finally` blocks raise
+        with _quiet():
+            outcome = Schedule(plan).run(traced=traced)
+            gc.collect()  # while nobody hears what the dropped `finally` blocks raise
         return outcome
     finally:
         gc.unfreeze()
@@ -111,7 +114,7 @@ class Schedule:
     def run(self, *, traced: bool) -> Outcome:
         """Run it to its end, and judge it."""
         world = self.world
-        with world.instead_of_python(), _quiet(), self._settings(), folders(world.mix.servers + 1) as places:
+        with world.instead_of_python(), self._settings(), folders(world.mix.servers + 1) as places:
             world.folder = str(places[0].parent)
             try:
                 world.loop.run_until_complete(self._run(places))
@@ -137,6 +140,7 @@ class Schedule:
         rng = self.world.rng
         with (
             instead_of_sockets(self.world),
+            instead_of_http(self.world),
             mock.patch.object(loop_watch, "PERIOD_S", 1.0),
             mock.patch.object(host, "TICK_S", self.world.mix.tick_s),
             mock.patch.object(host, "PREPARE_PERIOD_S", self.world.mix.tick_s),
@@ -161,7 +165,8 @@ class Schedule:
         self._servers = [Server(world, redis, f"server{at}", place, kept) for at, place in enumerate(places)]
         await self._create(frames)
         stopping, resting = asyncio.Event(), asyncio.Event()
-        producers = [self._start(f"producer{at}", self._produce(f"producer{at}", stopping)) for at in range(PRODUCERS)]
+        names = [f"producer{at}" for at in range(PRODUCERS)]
+        producers = [self._start(name, self._producer(name).work(stopping)) for name in names]
         direct = DirectRank(redis) if mix.direct else None
         trainer = Trainer(world, self._client("trainer"), RUN, self.history, KEEP_MANY if mix.rewinds else KEEP, direct)
         training = [self._start("trainer", trainer.work(resting))]
@@ -244,9 +249,11 @@ class Schedule:
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self.world.on(Node(name), self.world.loop.create_task, work)
 
-    async def _produce(self, name: str, stopping: asyncio.Event) -> None:
-        producer = Producer(self.world, self._client(name), RUN, name, self.history, TICKET_TTL_S)
-        await producer.work(stopping)
+    def _producer(self, name: str) -> Producer:
+        calls: ProducerCalls = ServiceCalls(self._client(name), RUN)
+        if self.world.mix.http:
+            calls = HttpCalls(self.world, RUN, [server.url for server in self._servers])
+        return Producer(self.world, calls, name, self.history, TICKET_TTL_S)
 
     async def _create(self, frames: Path) -> None:
         config = msgspec.convert(self.world.mix.config(frames), RunConfig)

@@ -19,6 +19,8 @@ from replaybuf.store import Store
 from replaybuf.store.redis.connection import Connection
 from tests.chaos.calling import Outcome
 from tests.chaos.history import OK
+from tests.simulation.http.client import CALL_TIMEOUT_S, RETRY_FOR_S
+from tests.simulation.http.server import HttpServer
 from tests.simulation.loop import NODE, WORLD, Node
 from tests.simulation.redis_model.redis import Redis
 from tests.simulation.world import World
@@ -27,8 +29,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 COMMAND_TIMEOUT_S = 3.0
-CALL_TIMEOUT_S = 2.5
-"""Timeout of a client's call, above the time that it waits at the server."""
 RESTART_S = 0.3
 SHORTEST_STOP_S, LONGEST_STOP_S = 0.5, 7.0
 STOPPED_APPENDS = 0.01
@@ -36,7 +36,6 @@ STOPPED_APPENDS = 0.01
 STOPPED_HANDOVERS = 0.3
 """Share of handovers whose server is stopped right before it sends: often another one leads when it goes on."""
 PAUSE_S = 0.2
-RETRY_FOR_S = 8.0
 
 Gone = Callable[[], Any]
 Work = Callable[[Service, Gone], Awaitable[T]]
@@ -49,9 +48,13 @@ class Server:
     def __init__(self, world: World, redis: Redis, name: str, folder: Path, history_groups: int) -> None:
         self.world, self.name = world, name
         self.url = f"http://{name}:8900"
+        world.network[name, 8900] = self
         self.service: Service | None = None
+        self.http: HttpServer | None = None
         self.wall_ahead_s = 0.0
         self.crashes: list[str] = []
+        self.stops_at = ""
+        """Run whose published counts it reads next, and is stopped then."""
         self._redis, self._folder, self._history_groups = redis, folder, history_groups
         self._starts = 0
         self._calls: dict[asyncio.Future[Any], None] = {}
@@ -83,12 +86,15 @@ class Server:
 
     async def _run_service(self) -> None:
         """Do what `replaybuf.service.lifespan.run_service` does for a shared Redis."""
+        mix = self.world.mix
         connection = Connection(self._redis.url, self._redis.policy, command_timeout_s=COMMAND_TIMEOUT_S)
         await connection.check_role()
         await connection.prepare()
         store = Store(connection)
         store.runs.hand_over = self._stopping_before(store.runs.hand_over)  # type: ignore[method-assign]
         if buckets := store.groups.buckets:
+            read: Any = self._stopping_after_read(buckets._read_published)
+            buckets._read_published = read  # type: ignore[method-assign]
             buckets.write = self._stopping_after(buckets.write)  # type: ignore[method-assign]
         connection.known.load(self._folder)
         clock = Clock(self.world.wall_s, self.world.now_s)
@@ -98,7 +104,10 @@ class Server:
         try:
             async with service.working():
                 self.service = service
+                self.http = http = HttpServer(self.world, service, self.name, self.crashes) if mix.http else None
                 await self._stopping.wait()
+                if http:
+                    await http.stop()
         finally:
             self.service = None
             await service.stop()
@@ -118,6 +127,9 @@ class Server:
         node, world = self.node, self.world
         world.note(how, node=node)
         node.dead, self.service, self._stopping = True, None, None
+        if self.http:
+            self.http.reset()
+            self.http = None
         for call in list(self._calls):
             world.at(WORLD, world.now_s() + world.way_s(), _fail, call, "the connection was reset")
         self._calls.clear()
@@ -125,8 +137,8 @@ class Server:
 
     @property
     def serves_nobody(self) -> bool:
-        """Whether it handles a call whose client has left."""
-        return any(left.is_set() for left in self._handled)
+        """Whether it handles a call whose client has left, or any by HTTP."""
+        return any(left.is_set() for left in self._handled) or bool(self.http and self.http.busy)
 
     @property
     def leads(self) -> list[str]:
@@ -161,6 +173,19 @@ class Server:
             done = await send(*arguments, **options)
             await self._stop_at_times("stop in an append", STOPPED_APPENDS)
             return done
+
+        return stopping
+
+    def _stopping_after_read(self, read: Callable[[str], Awaitable[T]]) -> Callable[[str], Coroutine[Any, Any, T]]:
+        """Stop the process between reading what is published of a run and what it does then, at times or as asked."""
+
+        async def stopping(run: str) -> T:
+            published = await read(run)
+            if self.stops_at == run:
+                self.stops_at, NODE.get().stopped = "", True
+                await asyncio.sleep(0)
+            await self._stop_at_times("stop before a write", STOPPED_APPENDS)
+            return published
 
         return stopping
 

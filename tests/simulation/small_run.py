@@ -17,6 +17,7 @@ from replaybuf.wire.contract import AttachRequest
 from tests.chaos.content import GROUP_SIZE, VOCAB_SIZE, checksum, make_group
 from tests.chaos.history import OK, Event
 from tests.chaos.runs import spill_to
+from tests.simulation.producer_calls import ServiceCalls
 from tests.simulation.producing import Sent, send
 from tests.simulation.redis_model.redis import Redis
 from tests.simulation.servers import Client, Gone
@@ -37,6 +38,7 @@ class SmallRun:
 
     def __init__(self, world: World, client: Client, redis: Redis, name: str, folder: Path | None = None) -> None:
         self._world, self._client, self._redis, self.name, self._folder = world, client, redis, name, folder
+        self._calls = ServiceCalls(client, name)
         self._unread: list[Event] = []  # the checker of chaos judges the main run only
         self.stage = "its creation"
         self.wrong: list[str] = []
@@ -66,7 +68,7 @@ class SmallRun:
     async def _append(self, name: str) -> None:
         group = Sent(name, make_group(name, 0, named=True), None)
         while True:
-            (outcome,) = await send(self._client, self.name, [group], self._unread, frames=True)
+            (outcome,) = await send(self._calls, [group], self._unread, frames=True)
             if outcome in ("stored", "duplicate"):
                 return
             await asyncio.sleep(PAUSE_S)

@@ -19,18 +19,25 @@ FOUND = {
     1042: "a server that began to lead rejected groups by the tickets of before",
     1044: "a ticket was issued again for a prompt whose group another server had stored",
     202000: "a leader that stood still kept an old state after another one had led and handed the run back",
+    910045: "a server that answered its last calls had closed its spill folder, and stored groups became dead letters",
     1049: "groups that came during a takeover kept their tickets",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
-FOUND_ON_CLUSTER = {4: "a server that did not know a lost payload wrote to its bucket, and hid the loss"}
+FOUND_ON_CLUSTER = {
+    4: "a server that did not know a lost payload wrote to its bucket, and hid the loss",
+    900034: "an append was published in a newer round than that of its notes, after its payloads had been deleted",
+}
 FINDING = {
     "deduplication": range(1),
     "handover": range(20),
     "rewind-order": range(20),
     "shorter-history": range(2, 12),
-    "rules": range(28, 50),
+    "rules": range(96, 98),
     "bucket": range(4),
     "token": range(1, 8),
+    "bucket-suspended": range(4),
+    "late-reply": range(1, 3),
+    "early-answer": range(1),
 }
 """Seeds of which one finds each broken guarantee, the first of late; docs/how-this-is-tested.md counts from seed 0."""
 
@@ -44,13 +51,16 @@ def test_a_schedule_that_once_failed_holds(seed: int, redis: str) -> None:
 
 
 def test_a_seed_is_one_schedule_under_any_hash_seed() -> None:
-    """Else a failure could not be replayed: sets and dicts of other processes have another order."""
-    command = [sys.executable, "-m", "tests.simulation", "--seed", "5", "--faults-s", "1", "--redis", CLUSTER]
+    """Else a failure could not be replayed: sets and dicts of other processes have another order.
+
+    The seed has producers by HTTP, on a cluster.
+    """
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "9", "--faults-s", "1", "--redis", CLUSTER]
     ended = subprocess.run(
         command, env=os.environ | {"PYTHONHASHSEED": "1"}, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    outcome = simulate(Plan(5, faults_s=1.0, redis=CLUSTER), traced=True)  # this process has another hash seed
+    outcome = simulate(Plan(9, faults_s=1.0, redis=CLUSTER), traced=True)  # this process has another hash seed
     assert digest(outcome.trace) in ended.stdout.splitlines()[-1]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
+from tests.simulation import mix
 from tests.simulation.coverage import Coverage
 from tests.simulation.faults import Faults
 from tests.simulation.loop import NODE, WORLD, Node, SimulatedLoop
@@ -38,7 +39,8 @@ class World:
         # By a generator of its own: other kinds do not change the schedules of this one.
         self.redis = plan.redis or random.Random(f"redis {plan.seed}").choice(REDIS)
         self.faults = Faults.draw(self.rng, plan.only, self.redis)
-        self.mix = Mix.draw(self.rng, self.redis)
+        http = random.Random(f"http {plan.seed}").random() < mix.BY_HTTP
+        self.mix = Mix.draw(self.rng, self.redis, http=http)
         self.faults_s = self.mix.faults_s if plan.faults_s is None else plan.faults_s
         self.coverage = Coverage()
         self.loop = SimulatedLoop(self.rng)

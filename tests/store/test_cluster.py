@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replaybuf.errors import DataLost, Invalid, NotLeader, ServiceUnavailable, UnsupportedServer
-from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, keys
+from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, buckets, keys
 from replaybuf.store.buckets import Attempt, BucketStore
 from replaybuf.store.ledger import NewColumn
 from replaybuf.wire.ledger import ColumnsRecord, LossRecord, encode_record
@@ -95,6 +95,30 @@ def test_an_append_older_than_two_rounds_starts_again(cluster: ValkeyCluster, mo
             await slow.close()
         (entry,) = await store.groups.read_entries("late", [1])
         assert exists(cluster, entry.strings.payload_key) and len(attempts) == 2
+
+    on_cluster(cluster.url, work)
+
+
+def test_an_append_is_of_the_round_of_its_notes(cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other appends of the server learn of a newer round while it writes; its payloads are deleted by its notes."""
+
+    async def work(store: Store) -> None:
+        token = (await store.runs.take_lease("rounds", "leader", LEASE_S)).token or ""
+        run_durably, writes = store.connection.run_durably, 0
+
+        async def write_slowly(pipe: Any, **options: Any) -> list[Any]:
+            nonlocal writes
+            replies = await run_durably(pipe, **options)
+            writes += 1
+            if writes == 1:
+                assert [await store.groups.sweep("rounds", token) for _ in range(2)] == [0, 1]
+                assert await append(store, "rounds", to_append("b")) == [True]
+            return replies
+
+        monkeypatch.setattr(store.connection, "run_durably", write_slowly)
+        assert await append(store, "rounds", to_append("a")) == [True]
+        for entry in await store.groups.read_entries("rounds", [1, 2]):
+            assert exists(cluster, entry.strings.payload_key)
 
     on_cluster(cluster.url, work)
 
@@ -184,6 +208,74 @@ def test_a_loss_is_accepted_while_its_bucket_is_checked_again(
         assert isinstance(lost, DataLost) and "group" in str(lost)
 
     on_cluster(cluster.url, work)
+
+
+def test_an_append_of_a_suspended_server_does_not_hide_a_loss(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It read what is published before another server stored a group, which the bucket has lost since."""
+
+    async def work(store: Store) -> None:
+        monkeypatch.setattr(buckets, "SUSPENDED_S", 0.0)
+        first, second = names_of_one_bucket(2)
+        suspended = await Store.open(cluster.url)
+        read = buckets_of(suspended)._read_published
+
+        async def read_long_ago(run: str) -> tuple[dict[int, int], int]:
+            published = await read(run)
+            monkeypatch.setattr(buckets_of(suspended), "_read_published", read)
+            assert await append(store, run, to_append(first)) == [True]
+            cluster.owner(keys.written(run, keys.bucket_of(first))).client.delete(
+                keys.written(run, keys.bucket_of(first))
+            )
+            return published
+
+        try:
+            monkeypatch.setattr(buckets_of(suspended), "_read_published", read_long_ago)
+            with pytest.raises(DataLost, match="has had 0 payloads, but 1 were acknowledged"):
+                await append(suspended, "suspended", to_append(second))
+            assert await buckets_of(store).find_loss("suspended")
+            assert len(await store.groups.read_entries("suspended", [1, 2])) == 1
+        finally:
+            await suspended.close()
+
+    on_cluster(cluster.url, work)
+
+
+def test_an_append_whose_own_payload_was_lost_is_written_again(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server was given its number, and published it: nothing that was acknowledged is missing."""
+
+    async def work(store: Store) -> None:
+        first, second = names_of_one_bucket(2)
+        slow = await Store.open(cluster.url)
+        write = buckets_of(slow).write
+
+        async def write_long_ago(run: str, payloads: Mapping[str, bytes | memoryview]) -> Attempt:
+            attempt = await write(run, payloads)
+            monkeypatch.setattr(buckets_of(slow), "write", write)
+            written = keys.written(run, keys.bucket_of(first))
+            cluster.owner(written).client.delete(written, *payloads)
+            assert await append(store, run, to_append(second)) == [True]
+            return attempt
+
+        try:
+            monkeypatch.setattr(buckets_of(slow), "write", write_long_ago)
+            assert await append(slow, "again", to_append(first)) == [True]
+        finally:
+            await slow.close()
+        for entry in await store.groups.read_entries("again", [1, 2]):
+            assert exists(cluster, entry.strings.payload_key)
+        assert await buckets_of(store).find_loss("again") is None
+
+    on_cluster(cluster.url, work)
+
+
+def names_of_one_bucket(count: int) -> list[str]:
+    """Return names of groups whose payloads are in the first bucket."""
+    names = map("g{}".format, range(10_000))
+    return [name for name in names if keys.bucket_of(name) == 0][:count]
 
 
 def test_a_loss_that_another_server_has_accepted_is_over(cluster: ValkeyCluster) -> None:

@@ -132,6 +132,35 @@ def test_a_node_with_a_strange_map_does_not_end_the_watch(nodes: bytes) -> None:
     asyncio.run(main())
 
 
+def test_the_map_of_a_cluster_is_combined_again_only_after_a_change() -> None:
+    """Servers ask twice a second. A redirection changes the map too, and then the nodes have the last word."""
+    line = b"%s :%d@17000 myself,master - 0 %d 1 connected 0-16383\n"
+
+    async def main() -> None:
+        node = FakeNode()
+        async with node.running():
+            cluster = Cluster([("127.0.0.1", node.port)], {}, lambda: None)
+
+            async def ask(at: int, node_id: bytes = b"a1") -> None:
+                text = line % (node_id, node.port, at)
+                node.replies["CLUSTER"] = b"$%d\r\n%s\r\n" % (len(text), text)
+                await cluster._look()
+
+            await ask(1)
+            first = cluster.view
+            await ask(2)  # another time of the last pong
+            assert cluster.view is first
+            cluster.move_slot(7, ("127.0.0.1", 1))
+            await ask(3)
+            assert cluster.view.owners[7] == ("127.0.0.1", node.port)
+            known = cluster.view
+            await ask(4, b"b1")
+            assert cluster.view is not known
+            await cluster.close()
+
+    asyncio.run(main())
+
+
 def test_a_write_on_a_closed_connection_ends_no_watch_and_no_ping(monkeypatch: pytest.MonkeyPatch) -> None:
     """uvloop reports it by a RuntimeError, in a handshake too."""
 

@@ -167,9 +167,13 @@ class Run:
         if quiet and self.journal.ends == before:  # else a takeover of many runs would make all of them busy
             self._seen_changes = self.journal.changes
 
-    def close(self) -> None:
-        """Wake every waiter; each gets its waiting answer."""
+    def wake(self) -> None:
+        """Wake every waiter, now and later; each gets its waiting answer."""
         self.journal.close()
+
+    def close(self) -> None:
+        """Wake every waiter, and close what the work of this run needs: nothing of it may go on."""
+        self.wake()
         self.spill.close()
         self.admissions.close()
 

@@ -94,6 +94,8 @@ class Cluster:
         self._watching: asyncio.Task[None] | None = None
         self._closed = False
         self._failure = ""
+        self._combined: dict[Address, list[Node]] = {}
+        """The answers that `view` was combined from; empty after a redirection changed it."""
 
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client of the first host: the connections to nodes have its options."""
@@ -180,7 +182,7 @@ class Cluster:
         """Follow a redirection, and ask the nodes soon."""
         owners = list(self.view.owners)
         owners[slot] = address
-        self.view = dataclasses.replace(self.view, owners=tuple(owners))
+        self.view, self._combined = dataclasses.replace(self.view, owners=tuple(owners)), {}
         self._attention.suspect()
 
     def suspect(self) -> None:
@@ -214,21 +216,24 @@ class Cluster:
         self._asked_s = time.monotonic()
         if not answers and self.view.primaries:
             return  # most likely nothing is wrong with the nodes but our way to them: each command reports it
-        before, self.view = self.view, combine(answers, self._failure)
+        if answers and answers == self._combined:
+            return
+        self._combined = answers
+        before, self.view = self.view, combine(list(answers.values()), self._failure)
         lost = {address for address in before.primaries if address in self.view.down or address in self.view.replicas}
         lost -= before.down
-        for address in lost:
+        for address in sorted(lost):
             self.node(address).cut()
         self.switches += bool(lost)
         if lost or set(self.view.primaries) != set(before.primaries):
             self._on_switch()
 
-    async def _ask_some(self) -> list[list[Node]]:
+    async def _ask_some(self) -> dict[Address, list[Node]]:
         known = self.view.addresses or self._hosts
         first = next(self._turn) % len(known)
         asked = [known[(first + number) % len(known)] for number in range(min(MOST_ASKED, len(known)))]
         answers = await asyncio.gather(*map(self._ask, asked))
-        return [answer for answer in answers if answer]
+        return {address: answer for address, answer in zip(asked, answers, strict=True) if answer}
 
     async def _ask(self, address: Address) -> list[Node]:
         """Ask one node; an empty list if it does not answer, or not as a node."""

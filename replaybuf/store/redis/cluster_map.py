@@ -81,16 +81,22 @@ def combine(answers: Sequence[Sequence[Node]], failure: str = "") -> ClusterView
     if not answers:
         return ClusterView(trouble=f"no node of the cluster answers{failure and f' ({failure})'}")
     owners: list[Address | None] = [None] * SLOTS
+    starts = {0}
+    """Slots at which the owner may change."""
     for node in sorted((node for answer in answers for node in answer), key=lambda node: node.epoch):
         for first, last in node.slots if node.primary else ():
             owners[first : last + 1] = [node.address] * (last + 1 - first)
+            starts |= {first, last + 1}
+    distinct = {owners[slot] for slot in starts if slot < SLOTS}
     missed = [node.address for answer in answers for node in answer if node.failed]
     known = sorted({node.address for answer in answers for node in answer})
     down = frozenset(address for address in known if missed.count(address) > len(answers) // 2)
-    primaries = tuple(sorted({owner for owner in owners if owner}))
+    primaries = tuple(sorted(owner for owner in distinct if owner))
     replicas = tuple(address for address in known if address not in primaries)
     followers = _count_followers(answers, down)
-    return ClusterView(tuple(owners), primaries, replicas, down, _find_trouble(owners, down), followers)
+    usable = distinct.isdisjoint({None, *down})
+    trouble = None if usable else _find_trouble(owners, down)
+    return ClusterView(tuple(owners), primaries, replicas, down, trouble, followers)
 
 
 def _count_followers(answers: Sequence[Sequence[Node]], down: frozenset[Address]) -> dict[Address, int]:
@@ -103,7 +109,7 @@ def _count_followers(answers: Sequence[Sequence[Node]], down: frozenset[Address]
     return dict(most)
 
 
-def _find_trouble(owners: Sequence[Address | None], down: frozenset[Address]) -> str | None:
+def _find_trouble(owners: Sequence[Address | None], down: frozenset[Address]) -> str:
     lacking = [
         f"{describe(slot for slot, owner in enumerate(owners) if owner == address)} of {name(address)}, which is down "
         "and has no successor yet"
@@ -111,7 +117,7 @@ def _find_trouble(owners: Sequence[Address | None], down: frozenset[Address]) ->
     ]
     if None in owners:
         lacking.append(f"{describe(slot for slot, owner in enumerate(owners) if owner is None)}, which nobody owns")
-    return f"the cluster does not serve {'; '.join(lacking)}" if lacking else None
+    return f"the cluster does not serve {'; '.join(lacking)}"
 
 
 def describe(slots: Iterable[int]) -> str:

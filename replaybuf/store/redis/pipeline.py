@@ -60,8 +60,8 @@ class IdleConnections:
         self._idle: list[Any] = []
         self._timeout_s: float | None = None
         self._cuts = 0
-        self._waiting: set[asyncio.Timeout] = set()
-        """Timers of those who wait for a reply or a connection."""
+        self._waiting: dict[asyncio.Timeout, None] = {}
+        """Timers of those who wait for a reply or a connection, in the order of their coming."""
 
     async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Send commands on one connection and return their replies as the parser returns them, errors too.
@@ -76,7 +76,7 @@ class IdleConnections:
         try:
             # One timer, set again after a while: redis-py makes one for each reply, which takes longer than the reply.
             async with asyncio.timeout(timeout_s) as timer:
-                self._waiting.add(timer)
+                self._waiting[timer] = None
                 try:
                     await connection.send_packed_command(pieces, check_health=False)
                     began_s, read = now_s(), connection.reply_parser.read_response
@@ -86,7 +86,7 @@ class IdleConnections:
                             timer.reschedule(began_s + timeout_s)
                         replies.append(await read())
                 finally:
-                    self._waiting.discard(timer)
+                    del self._waiting[timer]
         except BaseException as error:
             raise await self._close(connection, error, was_cut=self._cuts != cuts) from error
         self._idle.append(connection)
@@ -124,11 +124,11 @@ class IdleConnections:
         """Return a new connection, within redis-py's own timeouts."""
         try:
             async with asyncio.timeout(None) as timer:
-                self._waiting.add(timer)
+                self._waiting[timer] = None
                 try:
                     return await self._pool.get_connection()  # type: ignore[no-untyped-call]
                 finally:
-                    self._waiting.discard(timer)
+                    del self._waiting[timer]
         except TimeoutError:
             raise RedisConnectionError(_CUT) from None
         except RuntimeError as error:

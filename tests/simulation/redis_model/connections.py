@@ -15,19 +15,17 @@ from unittest import mock
 import hiredis
 import redis
 import redis.asyncio as aioredis
-from redis.driver_info import DriverInfo
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from replaybuf.store.redis import cluster
 from replaybuf.store.redis.cluster_connection import NodeConnection
+from replaybuf.store.redis.cluster_map import parse_nodes
 from replaybuf.store.redis.sentinel import AsyncConnection, BlockingConnection
 from tests.simulation.redis_model.link import Link
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.world import World
-
-DRIVER = DriverInfo()
-"""For all connections: each would read the version of redis-py from its files."""
 
 
 @contextlib.contextmanager
@@ -36,6 +34,10 @@ def instead_of_sockets(world: World) -> Iterator[None]:
     with (
         mock.patch.object(aioredis.ConnectionPool, "__init__", _leading(aioredis.ConnectionPool.__init__, world)),
         mock.patch.object(redis.ConnectionPool, "__init__", _leading(redis.ConnectionPool.__init__, world)),
+        # Each client would read the version of redis-py from its files.
+        mock.patch.object(redis.utils, "get_lib_version", lambda: "0"),
+        # The nodes of a real cluster answer with other times at each question, ours with one of a few texts.
+        mock.patch.object(cluster, "parse_nodes", functools.cache(parse_nodes)),
     ):
         yield
 
@@ -92,7 +94,7 @@ class _Connection(aioredis.Connection):
     """An asynchronous connection without a socket."""
 
     def __init__(self, *, world: World, **options: Any) -> None:
-        super().__init__(**options | {"driver_info": DRIVER})
+        super().__init__(**options)
         self._world = world
         self.link: Link | None = None
         self._parser: Any = _Parser(self)
@@ -159,7 +161,7 @@ class _BlockingConnection(redis.Connection):
     """A connection of a thread: its commands run at once, because the whole call happens at one moment."""
 
     def __init__(self, *, world: World, **options: Any) -> None:
-        super().__init__(**options | {"driver_info": DRIVER})  # type: ignore[no-untyped-call]
+        super().__init__(**options)  # type: ignore[no-untyped-call]
         self._world = world
         self._replies: list[Any] = []
 

@@ -33,6 +33,8 @@ class Layout:
     epochs: tuple[int, ...] = tuple(range(1, SHARDS + 1))
     moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
     failed: frozenset[int] = frozenset()
+    _texts: dict[int, str] = dataclasses.field(default_factory=dict, init=False, compare=False)
+    """What nodes answered, by number."""
 
     def shard_of(self, slot: int) -> int:
         """Return the shard that serves a slot."""
@@ -72,7 +74,9 @@ class Layout:
 
     def describe(self, asked: int) -> str:
         """Return what node `asked` answers to CLUSTER NODES."""
-        return "".join(f"{self._line(number, asked)}\n" for number in range(NODES))
+        if asked not in self._texts:
+            self._texts[asked] = "".join(f"{self._line(number, asked)}\n" for number in range(NODES))
+        return self._texts[asked]
 
     def _line(self, number: int, asked: int) -> str:
         shard, primary = number % SHARDS, self.is_primary(number)
