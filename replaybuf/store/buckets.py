@@ -32,7 +32,7 @@ from replaybuf.store import keys
 from replaybuf.store.redis.cluster import Cluster, ClusterNode
 from replaybuf.store.redis.connection import Connection
 from replaybuf.store.redis.faults import data_lost
-from replaybuf.store.redis.pipeline import read_values
+from replaybuf.store.redis.pipeline import FastPipeline, read_values
 
 DELETED_AT_ONCE = 1_000
 MOST_SETTLED = 1_000
@@ -160,7 +160,7 @@ class BucketStore:
             pipe.exists(key)
         if there := sum(await self._connection.run(pipe.execute())):
             pipe = self._connection.pipeline()
-            pipe.incrby(keys.written(run, bucket), -there)
+            _correct_written(pipe, run, bucket, -there)
             await self._connection.run_durably(pipe)
 
     def begin_round(self, run: str, newest: int) -> None:
@@ -221,7 +221,7 @@ class BucketStore:
         """Let the buckets of a run go on without what they lack: each then has had what is published, durably."""
         pipe = self._connection.pipeline()
         for bucket, missing in (await self._read_missing(run)).items():
-            pipe.incrby(keys.written(run, bucket), missing)
+            _correct_written(pipe, run, bucket, missing)
         if pipe.command_stack:
             await self._connection.run_durably(pipe)
         self._lost.pop(run, None)
@@ -329,6 +329,10 @@ class BucketStore:
         pipe = self._connection.pipeline()
         pipe.zrem(keys.attempts(run, bucket), *attempts)
         await self._connection.run(pipe.execute())
+
+
+def _correct_written(pipe: FastPipeline, run: str, bucket: int, by: int) -> None:
+    pipe.execute_command("FCALL", "rb_correct_written", 1, keys.written(run, bucket), by)
 
 
 def _by_bucket(run: str, payload_keys: Iterable[str]) -> dict[int, list[str]]:

@@ -320,6 +320,11 @@ local function note(keys, args)
   return {1, written + #args - 2}
 end
 
+-- Correct how many payloads a bucket has had; INCRBY itself is refused on a full server. keys: written; args: difference
+local function correct_written(keys, args)
+  return redis.call('INCRBY', keys[1], args[1])
+end
+
 -- Report the newest ledger entry, the newest group, and the key of that entry.
 local function ends(keys, args, run)
   -- Errors for keys of another type: XREAD of the streams of many runs would fail for all of them.
@@ -797,6 +802,7 @@ register('rb_evaluate', writing(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
 register('rb_note', note)
+register('rb_correct_written', correct_written)
 register('rb_hand_over', led(hand_over))
 register('rb_hold', hold)
 register('rb_announce', announce)

@@ -191,6 +191,8 @@ CALLS: list[list[object]] = [
     function("rb_publish", [DONE, DONE, PAYLOADS[2]], *group(2)),
     plain("rb_note", NOTED, 0, 0, "payload"),
     plain("rb_note", NOTED, 2, 0, "payload"),
+    plain("rb_correct_written", NOTED[1:], 2),
+    plain("rb_correct_written", NOTED[1:], -1),
     function("rb_begin_round", []),
     function("rb_publish_stored", [DONE, DONE, keys.buckets(RUN)], 0, 1, 7, 3, 1, *group(0)),
     function("rb_publish_stored", [DONE, DONE, keys.buckets(RUN)], 0, 1, 7, 4, 2, *group(0)),

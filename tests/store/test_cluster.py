@@ -410,3 +410,22 @@ def test_a_former_leader_replaces_no_late_column_of_the_next_one(
         assert await store.connection.client.get(keys.late_column(payload_key, "judge")) == newest.frame
 
     on_cluster(cluster.url, work)
+
+
+def test_a_loss_is_accepted_while_the_node_of_the_bucket_is_full(cluster: ValkeyCluster) -> None:
+    """Else the ledger says that it is accepted, and the bucket still lacks what it lacked."""
+
+    async def work(store: Store) -> None:
+        run, bucket = "full", keys.bucket_of("a")
+        assert await append(store, run, to_append("a")) == [True]
+        node = cluster.owner(keys.written(run, bucket)).client
+        node.delete(keys.written(run, bucket))
+        assert await buckets_of(store).find_loss(run, [bucket])
+        node.config_set("maxmemory", 1)
+        try:
+            await buckets_of(store).accept_loss(run)
+        finally:
+            node.config_set("maxmemory", 0)
+        assert await buckets_of(store).find_loss(run, [bucket]) is None
+
+    on_cluster(cluster.url, work)

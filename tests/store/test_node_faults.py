@@ -89,6 +89,8 @@ async def connections_to(node: FakeNode) -> AsyncIterator[IdleConnections]:
         "READONLY You can't write against a read only replica.",
         "UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)",
         "ERR max number of clients reached",
+        "ERR WAIT cannot be used with replica instances. Please also note that writes to replicas are just local.",
+        "ERR WAITAOF cannot be used with replica instances. Please also note that writes to replicas are just local.",
         "NOAUTH Authentication required.",
         "WRONGPASS invalid username-password pair or user is disabled.",
         "NOPERM User replaybuf has no permissions to run the 'fcall' command",

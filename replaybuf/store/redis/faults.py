@@ -13,7 +13,10 @@ from replaybuf.store.loss.ends import Ends, Loss
 
 # Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
 _RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED|MOVED|ASK"
-_TAKES_NO_WRITES = re.compile(rf"(?:^|caused error: )\W*(?:{_RETRY_CODES})\b")
+# WAIT and WAITAOF have no code of their own for a primary that has just become a replica.
+_TAKES_NO_WRITES = re.compile(
+    rf"(?:^|caused error: )\W*(?:{_RETRY_CODES})\b|^\W*(?:ERR )?WAIT(?:AOF)? cannot be used with replica instances"
+)
 
 
 def without_password(url: str) -> str:
