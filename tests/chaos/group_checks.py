@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from replaybuf.wire.ledger import AckRecord, AttachRecord, BatchRecord
+from replaybuf.wire.ledger import AckRecord, AttachRecord, BatchRecord, TrimRecord
 from tests.chaos.adapter_checks import rows_hold_one_adapter
 from tests.chaos.content import COLUMN, GROUP_SIZE, checksum, priority_of, source_of, tokens_of
 from tests.chaos.copy_checks import cursors_read_each_group_once, restores_bring_all_back
@@ -187,8 +187,9 @@ def _assembled(run: RunHistory) -> Iterator[tuple[int, BatchRecord, WalkState]]:
 
 
 def _trimmed(run: RunHistory) -> int:
-    """Return the number up to which no group is listed at the end."""
-    return min((group.number for group in run.groups if group.last), default=1) - 1
+    """Return the number up to which groups need not be listed at the end: a trim sets a few of them aside."""
+    recorded = [record.groups for _, record in run.ledger if isinstance(record, TrimRecord)]
+    return max([*recorded, min((group.number for group in run.groups if group.last), default=1) - 1])
 
 
 def _total(groups: dict[str, Any]) -> int:
