@@ -27,7 +27,7 @@ from typing import Any
 
 from redis.exceptions import AskError, RedisError
 
-from replaybuf.errors import DataLost, ReplaybufError
+from replaybuf.errors import DataLost, ReplaybufError, ServiceUnavailable
 from replaybuf.store import keys
 from replaybuf.store.redis.cluster import Cluster, ClusterNode
 from replaybuf.store.redis.connection import Connection
@@ -41,6 +41,8 @@ ATTEMPTS_AT_ONCE = 500
 SUSPENDED_S = 0.5
 """A process that takes longer from reading what is published to the end of its write reads it again. A node that has
 lost payloads takes writes after a longer time."""
+READ_AGAIN_S = (0.1, 0.5, 1.0, 2.0, 4.0)
+"""Pauses between the tries of that read: a failover takes less than their sum."""
 FindPublished = Callable[[str, Sequence[str]], Awaitable[set[str]]]
 """Returns which of these payloads of a run have an index entry."""
 
@@ -117,11 +119,19 @@ class BucketStore:
 
     async def _check_again(self, run: str, attempt: Attempt, payload_keys: Sequence[str]) -> None:
         """Raise `DataLost` if numbers of an attempt are published: its payloads would hide that others are lost."""
-        published, _ = await self._read_published(run)
+        published = await self._read_published_again(run)
         for bucket, (written, own) in attempt.written.items():
             if written - own < published.get(bucket, 0) <= written:
                 await self.show_loss(run, bucket, payload_keys)
                 raise self._record_loss(run, bucket, published[bucket], written - own)
+
+    async def _read_published_again(self, run: str) -> dict[int, int]:
+        """Read what is published, some times if the node is away: without an answer the count would hide a loss."""
+        for pause_s in READ_AGAIN_S:
+            with contextlib.suppress(ServiceUnavailable):
+                return (await self._read_published(run))[0]
+            await asyncio.sleep(pause_s)
+        return (await self._read_published(run))[0]
 
     def _check(
         self, run: str, published: Mapping[int, int], written: Mapping[int, Any], replies: Sequence[Any]

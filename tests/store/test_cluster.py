@@ -210,20 +210,33 @@ def test_a_loss_is_accepted_while_its_bucket_is_checked_again(
     on_cluster(cluster.url, work)
 
 
+@pytest.mark.parametrize("cuts", [0, 2])
 def test_an_append_of_a_suspended_server_does_not_hide_a_loss(
-    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch, cuts: int
 ) -> None:
-    """It read what is published before another server stored a group, which the bucket has lost since."""
+    """It read what is published before another server stored a group, which the bucket has lost since.
+
+    The second read may be cut some times: without an answer the loss would stay hidden.
+    """
 
     async def work(store: Store) -> None:
+        name, left = f"suspended-{cuts}", cuts
         monkeypatch.setattr(buckets, "SUSPENDED_S", 0.0)
+        monkeypatch.setattr(buckets, "READ_AGAIN_S", (0.0, 0.0))
         first, second = names_of_one_bucket(2)
         suspended = await Store.open(cluster.url)
         read = buckets_of(suspended)._read_published
 
+        async def read_cut(run: str) -> tuple[dict[int, int], int]:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise ServiceUnavailable("the connection was cut")
+            return await read(run)
+
         async def read_long_ago(run: str) -> tuple[dict[int, int], int]:
             published = await read(run)
-            monkeypatch.setattr(buckets_of(suspended), "_read_published", read)
+            monkeypatch.setattr(buckets_of(suspended), "_read_published", read_cut)
             assert await append(store, run, to_append(first)) == [True]
             cluster.owner(keys.written(run, keys.bucket_of(first))).client.delete(
                 keys.written(run, keys.bucket_of(first))
@@ -233,9 +246,9 @@ def test_an_append_of_a_suspended_server_does_not_hide_a_loss(
         try:
             monkeypatch.setattr(buckets_of(suspended), "_read_published", read_long_ago)
             with pytest.raises(DataLost, match="has had 0 payloads, but 1 were acknowledged"):
-                await append(suspended, "suspended", to_append(second))
-            assert await buckets_of(store).find_loss("suspended")
-            assert len(await store.groups.read_entries("suspended", [1, 2])) == 1
+                await append(suspended, name, to_append(second))
+            assert await buckets_of(store).find_loss(name)
+            assert len(await store.groups.read_entries(name, [1, 2])) == 1
         finally:
             await suspended.close()
 
