@@ -10,7 +10,6 @@ import asyncio
 import contextvars
 import functools
 import heapq
-import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -244,9 +243,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Close the loop, and drop all work that never ended. The caller silences what its `finally` blocks raise."""
         for _, task in self._tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            work = task.get_coro()
-            if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # else whoever collects it later hears that it was never awaited
         self._tasks.clear()
         self._ready.clear()
         self._timers.clear()

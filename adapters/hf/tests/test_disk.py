@@ -1,4 +1,4 @@
-"""A checkpoint is on the disk of its node before the run hears of it: the run frees what an older one needs."""
+"""A checkpoint is on the disk of its node before it is reported: the run then frees what an older one needs."""
 
 from __future__ import annotations
 
