@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tests.conftest import RunClient
 from tests.trainer.whole_run import (
     BOUND,
     DISTINCT_TOKENS,
+    END_TIMEOUT_S,
     FAR,
     METRICS,
     Floats,
@@ -37,6 +40,20 @@ def outcomes(folder: Path) -> dict[str, int]:
     (engine,) = json.loads((folder / METRICS).read_text().splitlines()[-1])["engines"]
     ended: dict[str, int] = engine["outcomes"]
     return ended
+
+
+def frozen_in_sampling(engine: str) -> bool:
+    """Freeze the completions that run now, until the next load; return whether there are any, else resume.
+
+    So the load meets rollouts in the middle on any machine: whoever only looks is late when they are short.
+    """
+    httpx.post(f"{engine}/pause?mode=keep&clear_cache=false", timeout=END_TIMEOUT_S).raise_for_status()
+    metrics = httpx.get(f"{engine}/metrics", timeout=END_TIMEOUT_S).text
+    (running,) = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", metrics, re.MULTILINE)
+    if float(running):
+        return True
+    httpx.post(f"{engine}/resume", timeout=END_TIMEOUT_S).raise_for_status()
+    return False
 
 
 def stamped(rollout: dict[str, Any], logprobs: Oracle, shift: int = 0) -> Floats:
@@ -73,7 +90,9 @@ def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
     The server that samples computes them too, and cuts off requests for them to load weights.
     """
     old = {"old-engine": vllm, "old-micro-batch": "3"} if on_publish == "abort-and-resume" else {}
-    groups = generated(tmp_path, run, vllm, versions, on_publish, (), lambda: True, **old)
+    # Drained, completions end before the load, so none may be frozen.
+    sampling = (lambda: True) if on_publish == "drain" else (lambda: frozen_in_sampling(vllm))
+    groups = generated(tmp_path, run, vllm, versions, on_publish, (), sampling, **old)
     rollouts = [rollout for group in groups for rollout in group["rollouts"]]
     served = {span[0] for rollout in rollouts for span in rollout["version_spans"]}
     assert len(served) >= 3, "weights must have changed under the run"
@@ -97,7 +116,7 @@ def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
 def test_frozen_in_flight_without_spans_the_metadata_names_both_versions_and_the_older_is_stamped(
     vllm: str, versions: list[Path], logprobs: Oracle, run: RunClient, tmp_path: Path
 ) -> None:
-    groups = generated(tmp_path, run, vllm, versions, "in-flight")
+    groups = generated(tmp_path, run, vllm, versions, "in-flight", (), lambda: frozen_in_sampling(vllm))
     changed = [group for group in groups if "weight_versions" in group["metadata"]]
     assert changed, "some must have been in flight"
     for group in groups:
