@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -192,6 +193,24 @@ def test_the_newest_versions_stay_by_their_last_use(tmp_path: Path) -> None:
         for version in (1, 2, 1, 3):
             fetch(tmp_path / "local", f"{origin.uri}{version}")
     assert kept(tmp_path / "local") == ["v000001", "v000003"]
+
+
+def test_a_helper_that_dies_as_it_deletes_a_version_leaves_no_half_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die_in_the_middle(folder: Path, **options: object) -> None:
+        next(path for path in folder.rglob("*") if path.is_file()).unlink()
+        raise SystemExit
+
+    for version in (1, 2):
+        write_version(tmp_path / f"published/{version}", version)
+    with serving(tmp_path / "published") as origin:
+        fetch(tmp_path / "local", f"{origin.uri}1", keep=1)
+        with monkeypatch.context() as dying, pytest.raises(SystemExit):
+            dying.setattr(shutil, "rmtree", die_in_the_middle)
+            fetch(tmp_path / "local", f"{origin.uri}2", keep=1)
+        assert kept(tmp_path / "local") == ["v000002"]
+        assert same_files(tmp_path / "published/1", fetch(tmp_path / "local", f"{origin.uri}1", keep=1))
 
 
 def test_folders_that_only_look_like_versions_stay(tmp_path: Path) -> None:

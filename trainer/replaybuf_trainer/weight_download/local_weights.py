@@ -148,7 +148,8 @@ class LocalWeights:
         folders = sorted(self._named(_VERSION), key=lambda path: path.stat().st_mtime_ns)
         for folder in folders[: -self._keep]:
             if not _is_held(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+                # Half of a version must not look whole if this process dies here; the next download takes it up again.
+                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.part")), ignore_errors=True)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
         """Return what has such a name; the folder may have models of a user beside the versions."""
