@@ -38,7 +38,7 @@ READ_CHUNK_BYTES = 1 << 20
 
 
 class LedgerEntry(NamedTuple):
-    """An entry as it was read. `key` is random, "" in entries of older releases."""
+    """An entry as it was read. `key` is random: it identifies the history."""
 
     number: int
     record: AnyRecord

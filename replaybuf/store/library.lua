@@ -668,9 +668,7 @@ local function snapshot(keys, args, run)
   local _, newest = read_ends(run)
   redis.call('XTRIM', run.index, 'MINID', math.min(args[2], newest) .. '-0')
   redis.call('XTRIM', run.ledger, 'MINID', args[3] .. '-0')
-  if keys[3] then -- callers of an older release do not name it
-    redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
-  end
+  redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
 end
 
 -- Delete old entries. keys: old entries; args: numbers

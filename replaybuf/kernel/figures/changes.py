@@ -39,7 +39,7 @@ class Configured(NamedTuple):
 
 
 class Changes(msgspec.Struct):
-    """The newest changes, oldest first. `revision`: ledger entry of the configuration; 0 in a snapshot without it."""
+    """The newest changes, oldest first. `revision`: ledger entry of the configuration."""
 
     revision: int = 0
     newest: list[Change] = []

@@ -146,10 +146,10 @@ class Prompts:
         return Prompts(self.stored + other.stored, self.trained + other.trained, self.dropped + other.dropped)
 
     def counts(self) -> PromptCounts:
-        """Return them as the state of a run has them; a rewind may take back what only an older release counted."""
-        trained, dropped = max(0, self.trained), max(0, self.dropped)
-        share = trained / (trained + dropped) if trained or dropped else 0.0
-        return PromptCounts(stored=self.stored, trained=trained, dropped=dropped, share=share)
+        """Return them as the state of a run has them."""
+        ended = self.trained + self.dropped
+        share = self.trained / ended if ended else 0.0
+        return PromptCounts(stored=self.stored, trained=self.trained, dropped=self.dropped, share=share)
 
 
 @dataclasses.dataclass(slots=True)
@@ -157,17 +157,13 @@ class GroupHistograms:
     """All histograms of one adapter; see the module docstring.
 
     `reuse`: uses by `times_sampled`, which includes the use itself; `age_at_use`: milliseconds from arrival to batch;
-    `drop_ages`: by reason; `prompts`: groups with a prompt index by source, see `Coverage`. `prompts_*`: what a
-    snapshot of the first release counted, which knew no sources.
+    `drop_ages`: by reason; `prompts`: groups with a prompt index by source, see `Coverage`.
     """
 
     lengths: dict[str, Lengths] = dataclasses.field(default_factory=lambda: {kind: Lengths() for kind in KINDS})
     reuse: Counter[int] = dataclasses.field(default_factory=Counter)
     age_at_use: Histogram = dataclasses.field(default_factory=_ages)
     drop_ages: dict[str, Ages] = dataclasses.field(default_factory=dict)
-    prompts_stored: int = 0
-    prompts_trained: int = 0
-    prompts_dropped: int = 0
     prompts: dict[int, Prompts] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: GroupHistograms) -> GroupHistograms:
@@ -176,9 +172,6 @@ class GroupHistograms:
             self.reuse + other.reuse,
             self.age_at_use + other.age_at_use,
             _merge(self.drop_ages, other.drop_ages, Ages()),
-            self.prompts_stored + other.prompts_stored,
-            self.prompts_trained + other.prompts_trained,
-            self.prompts_dropped + other.prompts_dropped,
             _merge(self.prompts, other.prompts, Prompts()),
         )
 
@@ -239,13 +232,11 @@ class GroupHistograms:
 
         `names`: of sources, by their hashes; a source without a name here is shown by its hash.
         """
-        older = Prompts(self.prompts_stored, self.prompts_trained, self.prompts_dropped)
-        prompts = _merge(self.prompts, {_NO_SOURCE: older} if older.stored else {}, Prompts())
-        total = sum(prompts.values(), Prompts())
+        total = sum(self.prompts.values(), Prompts())
         issued = max(issued, total.stored + failed)
         ended = total.trained + total.dropped + failed
-        named = {code: (names or {}).get(code, f"#{code:08x}") for code in prompts if code}
-        rest = {_NO_SOURCE: "*"} if named and _NO_SOURCE in prompts else {}
+        named = {code: (names or {}).get(code, f"#{code:08x}") for code in self.prompts if code}
+        rest = {_NO_SOURCE: "*"} if named and _NO_SOURCE in self.prompts else {}
         return Coverage(
             issued=issued,
             stored=total.stored,
@@ -254,7 +245,7 @@ class GroupHistograms:
             failed=failed,
             pending=issued - ended,
             share=total.trained / ended if ended else 0.0,
-            sources={name: prompts[code].counts() for code, name in (named | rest).items()},
+            sources={name: self.prompts[code].counts() for code, name in (named | rest).items()},
             lengths=self._length_bias(),
         )
 

@@ -140,7 +140,7 @@ class StepFigures(msgspec.Struct):
         """Fold a batch of the groups in `rows` of the index, at these versions of the policy, [groups] each."""
         self.rows = [row for row in self.rows if row.last < record.step] if self._covers(record.step) else self.rows
         made = _row_of(record, index, rows, versions, self.pending)
-        if len(rows) and (record.at_s or record.index_end is not None):
+        if len(rows):
             _add_stored(made, index, self.rows[-1].stored if self.rows else 0, record.index_end)
         self.rows.append(made)
         self.newest_s = record.at_s or self.newest_s
@@ -230,17 +230,12 @@ def _row_of(
     return base
 
 
-def _add_stored(row: StepRow, index: Index, stored_before: int, index_end: int | None) -> None:
+def _add_stored(row: StepRow, index: Index, stored_before: int, index_end: int) -> None:
     """Add what was stored since the batch before, up to group `index_end`: a restart folds the index stream first.
 
-    Older records lack it and go by time. Clocks of servers differ, so a group may count for a neighbouring step; none
-    counts twice or not at all. Freed rows never count, because they may be gone.
+    Freed rows never count, because they may be gone.
     """
-    numbers = index["number"]
-    if index_end is None:
-        until = int(np.searchsorted(index["arrival_s"], row.at_s, "right"))
-        index_end = int(numbers[until - 1]) if until else 0
-    since, until = np.searchsorted(numbers, (stored_before, index_end), "right").tolist()
+    since, until = np.searchsorted(index["number"], (stored_before, index_end), "right").tolist()
     kept = index["state"][since:until] != FREED
     row.tokens_in = float(index["tokens"][since:until].sum(dtype=np.int64, where=kept))
     row.stored = max(stored_before, index_end)

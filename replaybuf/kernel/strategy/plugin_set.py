@@ -77,7 +77,7 @@ def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
 def required_columns(name: str, plugin: Strategy[Any] | Filter[Any]) -> tuple[str, ...]:
     """Return the columns that a plug-in and its options require. Raises `Invalid` for a name that no column has.
 
-    Options of a plug-in need not be `StrategyOptions`: those of the first release had no `requires`.
+    Options of a plug-in need not be `StrategyOptions`, which have `requires`.
     """
     declared = configured(name, lambda: plugin.requires)
     if not isinstance(declared, tuple | list) or not all(isinstance(each, str) for each in declared):

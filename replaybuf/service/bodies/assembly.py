@@ -188,7 +188,7 @@ class PackedBatch(PackedGroups):
 def hash_content(record: BatchRecord, layout: Attachment) -> bytes:
     """Return a hash of what bodies are made from, besides frames: no byte of a body depends on the rest."""
     inputs = (__version__, layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost, layout.extras)
-    timeless = encode_record(msgspec.structs.replace(record, at_s=0.0, index_end=None))
+    timeless = encode_record(msgspec.structs.replace(record, at_s=0.0, index_end=0))
     return hashlib.blake2b(msgspec.msgpack.encode(inputs) + timeless).digest()
 
 

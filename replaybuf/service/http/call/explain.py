@@ -22,7 +22,7 @@ from replaybuf.wire.ledger import BatchRecord
 SHOWN = Number("limit", 20, 0, 1000)
 """Groups that the answer lists, in the order of the strategy."""
 
-_NOT_COUNTED = "candidates: this batch was assembled by a release that did not count them"
+_NOT_COUNTED = "candidates: the counts of this batch are not kept; a backup does not hold them"
 _NOT_COMPARED = "since_last_batch: the counts of the batch before are trimmed, or were never taken"
 _NO_TRAINER = "packing: no trainer is attached, and the layout of then was not recorded"
 _NO_PACKING = "packing: the index entries of {} of {} groups are trimmed"
