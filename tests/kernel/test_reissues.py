@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from replaybuf.kernel.decide.intake import decide_tickets
 from replaybuf.kernel.decide.records import decide_rewind
-from replaybuf.kernel.decide.tickets import decide_tickets
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state import reissues
 from replaybuf.kernel.state.tickets import Ticket, TicketBook

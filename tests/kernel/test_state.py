@@ -392,11 +392,11 @@ def test_a_trainer_of_a_restored_run_gets_an_epoch_above_all_that_others_may_hav
 def test_a_run_is_finished_when_the_last_step_is_acked_and_running_again_after_a_rewind() -> None:
     run = Run(max_steps=1)
     run.store(0)
-    states = [run.state.state]
+    states = [run.state.phase]
     run.train(1)
-    states.append(run.state.state)
+    states.append(run.state.phase)
     run.rewind(0, "redeliver")
-    states.append(run.state.state)
+    states.append(run.state.phase)
     assert states == ["running", "finished", "running"]
 
 
@@ -407,7 +407,7 @@ def test_a_rewind_reopens_a_run_that_used_up_its_prompts_not_one_that_an_operato
     run = Run()
     run.apply(config_record(state="finished", reason=reason))
     run.rewind(0, "redeliver")
-    assert run.state.state == state
+    assert run.state.phase == state
 
 
 def test_a_ticket_has_lost_the_lowest_version_of_all_rewinds_since_its_generation() -> None:

@@ -24,7 +24,7 @@ from replaybuf.service.http import routes
 from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.call import handlers
 from replaybuf.service.http.call.calls import CALLS
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.served_run import Run

@@ -42,10 +42,10 @@ def decide_create(config: RunConfig, now_s: float) -> ConfigRecord:
     return ConfigRecord(config=recorded(resolved), max_uses=bounds.max_uses, at_s=now_s)
 
 
-def decide_status(state: RunState, status: RunPhase, reason: str | None, now_s: float) -> ConfigRecord:
+def decide_phase(state: RunState, phase: RunPhase, reason: str | None, now_s: float) -> ConfigRecord:
     """Decide that the run is running, paused or finished from here on."""
     config = recorded(config_of(state))
-    return ConfigRecord(config=config, max_uses=state.max_uses, state=status, reason=reason, at_s=now_s)
+    return ConfigRecord(config=config, max_uses=state.max_uses, state=phase, reason=reason, at_s=now_s)
 
 
 def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[AnyRecord]:
@@ -59,7 +59,7 @@ def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[An
     for start in range(0, len(live), PIECE):
         numbers = live[start : start + PIECE].tolist()
         yield EvictRecord(step=state.next_step, numbers={TAIL: numbers}, at_s=now_s)
-    yield decide_status(state, "finished", "prompts", now_s)
+    yield decide_phase(state, "finished", "prompts", now_s)
 
 
 def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRecord | None:
@@ -75,19 +75,19 @@ def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRec
             check_live_groups(state, changed, ranks)
         if patch.strategy or changed.on_stale != config.on_stale:
             _check_unacked_batches(state, changed, bounds)
-    status: Any = patch.state or state.config_state
-    if state.state == "finished" and state.config_state != "finished" and patch.state not in (None, "finished"):
+    phase: Any = patch.state or state.config_phase
+    if state.phase == "finished" and state.config_phase != "finished" and patch.state not in (None, "finished"):
         raise Conflict(
-            f"the run is finished for good, because it reached max_steps = {config.max_steps}; it cannot be {status}",
+            f"the run is finished for good, because it reached max_steps = {config.max_steps}; it cannot be {phase}",
             name="state",
-            value=status,
+            value=phase,
             bound="finished",
         )
-    reason = "operator" if patch.state else state.config_reason
-    reason = None if status == "running" else reason
-    if (changed, max_uses, status, reason) == (config, state.max_uses, state.config_state, state.config_reason):
+    reason = "operator" if patch.state else state.phase_reason
+    reason = None if phase == "running" else reason
+    if (changed, max_uses, phase, reason) == (config, state.max_uses, state.config_phase, state.phase_reason):
         return None
-    return ConfigRecord(config=recorded(changed), max_uses=max_uses, state=status, reason=reason, at_s=now_s)
+    return ConfigRecord(config=recorded(changed), max_uses=max_uses, state=phase, reason=reason, at_s=now_s)
 
 
 def check_revision(state: RunState, revision: int | None) -> None:
@@ -105,11 +105,11 @@ def check_revision(state: RunState, revision: int | None) -> None:
 
 def check_deletable(state: RunState, run: str) -> None:
     """Raise `Conflict` unless a run is finished."""
-    if state.state != "finished":
+    if state.phase != "finished":
         raise Conflict(
-            f'run {run} is {state.state}; only a finished run can be deleted: send PATCH {{"state": "finished"}} first',
+            f'run {run} is {state.phase}; only a finished run can be deleted: send PATCH {{"state": "finished"}} first',
             name="state",
-            value=state.state,
+            value=state.phase,
             bound="finished",
         )
 

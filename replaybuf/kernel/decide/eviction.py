@@ -45,7 +45,7 @@ def decide_removals(
     a group when it arrives (`only`), and all groups again if `filtered`. Raises `StrategyFault`.
     """
     index, filtered = state.index, filtered or only is not None
-    running = state.state != "paused"  # a failed plug-in is not called again before the run resumes
+    running = state.phase != "paused"  # a failed plug-in is not called again before the run resumes
     asks_plugins = running and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
     size, step = len(index) if only is None else len(only), PLUGIN_PIECE if asks_plugins else PIECE
     for start in range(0, size, step):
@@ -83,7 +83,7 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
     rows, unfit = _split_unfit(state, selector, rows)
     if unfit:
         yield DeadLetterRecord(numbers=unfit, at_s=now_s)
-    if state.state == "paused":
+    if state.phase == "paused":
         return
     unusable: ByReason = {}
     for adapter in config.adapter_names:

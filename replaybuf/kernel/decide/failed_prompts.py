@@ -25,7 +25,7 @@ def decide_failed(state: RunState, ticket: Ticket, reason: str, now_s: float) ->
 def decide_failed_share(state: RunState, now_s: float) -> ConfigRecord | None:
     """Decide to pause or finish a running run whose share is exceeded, as `tickets.on_failed_share` says."""
     config, why = state.config, explain_failed_share(state)
-    if config is None or why is None or state.state != "running" or config.tickets.on_failed_share == "alarm":
+    if config is None or why is None or state.phase != "running" or config.tickets.on_failed_share == "alarm":
         return None
     return ConfigRecord(
         config=recorded(config),

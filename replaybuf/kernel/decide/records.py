@@ -94,10 +94,10 @@ def check_requestable(state: RunState, step: int, look_ahead: int) -> None:
     if step in state.batches:
         return
     max_steps = config_of(state).max_steps
-    if state.state == "finished" or (max_steps is not None and step >= max_steps):
+    if state.phase == "finished" or (max_steps is not None and step >= max_steps):
         detail = f"step is {step}; the run is finished after {counted(state.step, 'step')}"
-        if (state.config_reason or "").startswith(FAILED_SHARE):
-            detail = f"{detail}: {state.config_reason}"
+        if (state.phase_reason or "").startswith(FAILED_SHARE):
+            detail = f"{detail}: {state.phase_reason}"
         raise RunFinished(detail, name="step", value=step, bound=state.step)
     if step < state.step:
         raise Gone(

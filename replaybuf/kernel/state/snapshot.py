@@ -23,7 +23,7 @@ from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.rows.prompt_set import PromptSet
 from replaybuf.kernel.state.failed_prompts import FailedPrompts, FailedWindow
-from replaybuf.kernel.state.history import Attachment, BatchState, RecordedBatch, VoidedBatch
+from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import Rotation
@@ -49,9 +49,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     entries: int
     trimmed_entries: int
     config: dict[str, Any] | None
-    config_state: RunPhase
-    config_reason: str | None
-    attachment: Attachment | None
+    config_phase: RunPhase = msgspec.field(name="config_state")
+    phase_reason: str | None = msgspec.field(name="config_reason")
+    attachment: AttachedTrainer | None
     step: int
     next_step: int
     generation: int

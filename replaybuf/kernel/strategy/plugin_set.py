@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import Invalid, StrategyFault
-from replaybuf.kernel.strategy.admissions import Admission
+from replaybuf.kernel.strategy.admission_plugin import Admission
 from replaybuf.kernel.strategy.advantages import advantages
 from replaybuf.kernel.strategy.contract import Budget, Feedback, Filter, Strategy
 from replaybuf.kernel.strategy.options import check_options

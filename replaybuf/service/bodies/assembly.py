@@ -17,7 +17,7 @@ import msgspec
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.kernel.decide.records import BatchDraft, GroupLabel
 from replaybuf.kernel.rows.column_table import ColumnTable
-from replaybuf.kernel.state.history import Attachment
+from replaybuf.kernel.state.history import AttachedTrainer
 from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
 from replaybuf.packing.batches import PackedGroups
 from replaybuf.service.bodies.release import release
@@ -185,14 +185,14 @@ class PackedBatch(PackedGroups):
         return f'"{name.hexdigest()}"'
 
 
-def hash_content(record: BatchRecord, layout: Attachment) -> bytes:
+def hash_content(record: BatchRecord, layout: AttachedTrainer) -> bytes:
     """Return a hash of what bodies are made from, besides frames: no byte of a body depends on the rest."""
     inputs = (__version__, layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost, layout.extras)
     timeless = encode_record(msgspec.structs.replace(record, at_s=0.0, index_end=0))
     return hashlib.blake2b(msgspec.msgpack.encode(inputs) + timeless).digest()
 
 
-def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) -> PackedBatch:
+def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: AttachedTrainer) -> PackedBatch:
     """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
     frames = {entry.number: entry for entry in fetched.entries}
     planned: list[PlannedGroup] = []

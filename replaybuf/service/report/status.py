@@ -152,8 +152,8 @@ def render_run_state(
     }
     return RunStatus(
         run=run,
-        state=state.state,
-        paused_reason=state.config_reason if state.config_state == "paused" else None,
+        state=state.phase,
+        paused_reason=state.phase_reason if state.config_phase == "paused" else None,
         strategy=ChosenStrategy(**config["strategy"]),
         durability=durability,
         epoch=state.epoch,

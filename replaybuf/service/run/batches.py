@@ -139,7 +139,7 @@ class Batches:
         # A recorded batch may be further ahead: it was made before a live change of the strategy.
         if step not in state.batches and step > state.step + self._selector.bounds.look_ahead:
             with pace.work():
-                return self._selector.explain("awaiting_ack" if state.state == "running" else state.state)
+                return self._selector.explain("awaiting_ack" if state.phase == "running" else state.phase)
         try:
             async with self._journal.decision():
                 self._journal.check_epoch(epoch)  # an attach may have rewound the history to before this step
@@ -157,7 +157,7 @@ class Batches:
     async def end_if_used_up(self) -> None:
         """Finish a run that has no prompts left, no ticket out and too few groups for a batch."""
         state = self._state
-        if state.state != "running" or state.next_step > state.step:
+        if state.phase != "running" or state.next_step > state.step:
             return  # a batch is in training: check again after its ack
         async with self._journal.decision():
             if self._selector.why_waiting():

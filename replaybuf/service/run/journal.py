@@ -26,7 +26,7 @@ from replaybuf.errors import (
     ServiceUnavailable,
     StrategyFault,
 )
-from replaybuf.kernel.decide.config import decide_status
+from replaybuf.kernel.decide.config import decide_phase
 from replaybuf.kernel.rows.index import Numbers
 from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.kernel.state.snapshot import Snapshot, decode_snapshot, restore
@@ -302,9 +302,9 @@ class Journal:
 
     async def pause(self, fault: StrategyFault) -> None:
         """Pause a running run because a plug-in failed. Called within a decision."""
-        if self.state.config_state == "running":
+        if self.state.config_phase == "running":
             logger.error("run paused run=%s reason=%s", self.name, fault.detail)
-            await self.set_status("paused", fault.detail)
+            await self.set_phase("paused", fault.detail)
 
     async def append(self, record: AnyRecord, candidates: Candidates | None = None) -> None:
         """Write one record, and what a batch was chosen from, then apply the record. Called within a decision."""
@@ -332,9 +332,9 @@ class Journal:
             raise
         self._apply(*entry)
 
-    async def set_status(self, status: RunPhase, reason: str | None) -> None:
+    async def set_phase(self, phase: RunPhase, reason: str | None) -> None:
         """Record that the run is running, paused or finished. Called within a decision."""
-        await self.append(decide_status(self.state, status, reason, self.clock.wall()))
+        await self.append(decide_phase(self.state, phase, reason, self.clock.wall()))
 
     async def records(self, after: int, limit: int) -> AsyncIterator[tuple[int, AnyRecord]]:
         """Read up to `limit` ledger records behind entry `after`, of those that can be lost no more."""

@@ -23,12 +23,12 @@ from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.report.state_cache import StateCache
-from replaybuf.service.run.append.admission import AdmissionCheck
-from replaybuf.service.run.append.admissions import Admissions
+from replaybuf.service.run.append.admission_plugins import AdmissionPlugins
 from replaybuf.service.run.append.appends import Appends
 from replaybuf.service.run.append.arrivals import Arrivals
 from replaybuf.service.run.append.attempts import AttemptSweep
 from replaybuf.service.run.append.eviction import Eviction
+from replaybuf.service.run.append.group_check import GroupCheck
 from replaybuf.service.run.append.late_columns import LateColumnWriter
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
@@ -73,18 +73,18 @@ class Run:
         self.eviction = Eviction(journal, self.selector, self.book)
         self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
         self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
-        self.admission = AdmissionCheck(journal, self.book)
-        self.admissions = Admissions(journal)
+        self.group_check = GroupCheck(journal, self.book)
+        self.admission_plugins = AdmissionPlugins(journal)
         self.spill = Spill(journal, self.selector)
         self.attempt_sweep = AttemptSweep(journal)
         self.appends = Appends(
             journal,
             self.side_state,
             self.selector,
-            self.admission,
+            self.group_check,
             self.arrivals,
             self.spill,
-            self.admissions,
+            self.admission_plugins,
         )
         self.batches = Batches(journal, self.selector, self.eviction, self.tickets)
         self.late_columns = LateColumnWriter(journal, self.arrivals, self.eviction, self.spill)
@@ -175,7 +175,7 @@ class Run:
         """Wake every waiter, and close what the work of this run needs: nothing of it may go on."""
         self.wake()
         self.spill.close()
-        self.admissions.close()
+        self.admission_plugins.close()
 
     @property
     def written_by_others(self) -> bool:
@@ -224,7 +224,7 @@ class Run:
         """Do what time requires: what a leader owes, and a look at why the run waits."""
         if self.journal.leading:
             await self._tick_leader()
-        self.admissions.tick()
+        self.admission_plugins.tick()
         self.state_cache.look()
 
     async def _tick_leader(self) -> None:

@@ -16,7 +16,7 @@ from replaybuf.service.http.body.decoder_process import Failure, Job, Outcome, t
 from replaybuf.service.http.body.decoders import DecoderPool
 from replaybuf.service.http.body.frame_stream import FrameStream, GrowingBytes
 from replaybuf.service.http.body.requests import BodyParts, media_type
-from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, Incoming
+from replaybuf.service.run.append.group_check import LARGE_GROUP_BYTES, Incoming
 from replaybuf.service.turns import Turn
 from replaybuf.store.chunks import CHUNK_BYTES
 from replaybuf.wire.frame import MEDIA_TYPE, decode_frame

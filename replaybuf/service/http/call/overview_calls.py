@@ -84,12 +84,12 @@ def describe_row(run: Run) -> RunRow:
     waits = run.state_cache.waits().run
     live, rows = state.pool.live.totals(), state.figures.rows
     idle_s = _age(run, max(rows[-1].at_s, rows[-1].acked_s)) if rows else None
-    still = state.state == "running" and stands_still(idle_s, rows[-RATE_ROWS:])
-    trains = state.state == "running" and not still and measured.steps_per_s > 0
+    still = state.phase == "running" and stands_still(idle_s, rows[-RATE_ROWS:])
+    trains = state.phase == "running" and not still and measured.steps_per_s > 0
     return RunRow(
         run=run.name,
-        state=state.state,
-        paused_reason=state.config_reason if state.config_state == "paused" else None,
+        state=state.phase,
+        paused_reason=state.phase_reason if state.config_phase == "paused" else None,
         strategy=run.journal.config.strategy.name,
         step=state.step,
         max_steps=run.journal.config.max_steps,

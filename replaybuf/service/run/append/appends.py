@@ -24,12 +24,12 @@ from replaybuf.errors import (
     ServiceUnavailable,
     TooLarge,
 )
-from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room, limits_room
+from replaybuf.kernel.decide.intake import NO_LOAD, decide_room, limits_room
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, RUN_FINISHED, AdmissionCheck, Incoming
-from replaybuf.service.run.append.admissions import Admissions, PluginTime
+from replaybuf.service.run.append.admission_plugins import AdmissionPlugins, PluginTime
 from replaybuf.service.run.append.arrivals import Arrivals
+from replaybuf.service.run.append.group_check import LARGE_GROUP_BYTES, RUN_FINISHED, GroupCheck, Incoming
 from replaybuf.service.run.append.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
@@ -53,16 +53,16 @@ class Appends:
         journal: Journal,
         side_state: SideState,
         selector: Selector,
-        admission: AdmissionCheck,
+        group_check: GroupCheck,
         arrivals: Arrivals,
         spill: Spill,
-        admissions: Admissions,
+        admission_plugins: AdmissionPlugins,
     ) -> None:
         self._journal = journal
-        self._admissions = admissions
+        self._admission_plugins = admission_plugins
         self._side_state = side_state
         self._selector = selector
-        self._admission = admission
+        self._group_check = group_check
         self._arrivals = arrivals
         self._spill = spill
         self._entering = Load()
@@ -177,14 +177,14 @@ class Appends:
         They see no group that is rejected without them, and no repeat of a stored one.
         """
         journal, verdicts = self._journal, list[GroupRejected | None]()
-        identities = [self._admission.identity(item) for item in chunk]
+        identities = [self._group_check.identity(item) for item in chunk]
         numbers = await journal.store.groups.find_numbers(journal.name, [name for pair in identities for name in pair])
         for item, by_id, by_prompt in zip(chunk, numbers[::2], numbers[1::2], strict=True):
             verdict = None
             if by_id is None and by_prompt is None:
                 try:
                     pending = await self._check_one(item)
-                    verdict = await self._admissions.check(pending, specs, plugin_time.until_s)
+                    verdict = await self._admission_plugins.check(pending, specs, plugin_time.until_s)
                 except GroupRejected:
                     pass  # for a reason that is found again before it is stored
                 except NoRoom as error:
@@ -232,8 +232,8 @@ class Appends:
 
     async def _check_one(self, item: Incoming) -> PendingGroup:
         if item.nbytes <= LARGE_GROUP_BYTES:
-            return self._admission.check(item)
-        return await asyncio.to_thread(self._admission.check, item)
+            return self._group_check.check(item)
+        return await asyncio.to_thread(self._group_check.check, item)
 
     async def _answer_refused(
         self,
@@ -244,7 +244,7 @@ class Appends:
         """Answer `duplicate` for a repeat of a stored group, even if a bound has changed since; else `rejected`."""
         journal = self._journal
         with journal.recording_loss():
-            identities = [self._admission.identity(chunk[position]) for position in refused]
+            identities = [self._group_check.identity(chunk[position]) for position in refused]
             repeats = await journal.store.groups.find_repeats(journal.name, identities)
         for (position, rejection), repeat in zip(refused.items(), repeats, strict=True):
             self._side_state.duplicates += repeat is not None

@@ -42,7 +42,7 @@ class Incoming(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "nbytes", self.group.nbytes)
 
 
-class AdmissionCheck:
+class GroupCheck:
     """Checks the groups of one run."""
 
     def __init__(self, journal: Journal, book: TicketBook) -> None:
@@ -62,7 +62,7 @@ class AdmissionCheck:
         """Return the group with advantages, frame and checksum. Raises `GroupRejected`."""
         if item.rejection or item.group is None:
             raise item.rejection or GroupRejected("malformed", "the group does not decode")
-        if self._journal.state.state == "finished":
+        if self._journal.state.phase == "finished":
             raise GroupRejected(RUN_FINISHED, f"run {self._journal.name} is finished and takes no groups")
         config = self._journal.config
         frame = item.frame
