@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import GroupRejected, counted
+from replaybuf.wire.drop_reasons import RejectionReason
 from replaybuf.wire.names import Name
 from replaybuf.wire.proofs import join_proofs, split_proofs
 
@@ -301,7 +302,7 @@ _PER_PROMPT = ("prompt_mask", "prompt_logprobs")
 _SOME, _ALL_OR_NONE = "missing for some rollouts", "given for all rollouts or none"
 
 
-def _rejected(reason: str, name: str, value: object, bound: str) -> GroupRejected:
+def _rejected(reason: RejectionReason, name: str, value: object, bound: str) -> GroupRejected:
     return GroupRejected(reason, f"{name}: {value}; needed: {bound}", name=name, value=str(value), bound=bound)
 
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram, Prompts
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
-from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.ledger import (
     AckRecord,
     AddedColumns,
@@ -170,7 +170,7 @@ class Model:
                 group.evicted = None
             lost = group.newest > version and group.number <= until
             if lost and (group.evicted is None or later) and not group.freed and not group.poison:
-                group.evicted, group.evicted_s = (step, LOST_LINEAGE), self.now_s
+                group.evicted, group.evicted_s = (step, "lost_lineage"), self.now_s
         self.step, self.published = step, version
         self.next_step = max([step, *(s + 1 for s in self.batches)])
         self.checkpoints = [c for c in self.checkpoints if c <= step]

@@ -22,8 +22,6 @@ from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
 _MERGED = {"strategy", "limits", "batch", "adapters", "state"}
 """Fields of a PATCH that change a part of theirs; the others replace the field of the configuration."""
-TAIL = "tail"
-"""Reason of groups left after the last prompt: too few for a batch, or `batch.tail` is `drop`."""
 
 
 def config_of(state: RunState) -> RunConfig:
@@ -58,7 +56,7 @@ def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[An
     live = state.index["number"][state.index.live()]
     for start in range(0, len(live), PIECE):
         numbers = live[start : start + PIECE].tolist()
-        yield EvictRecord(step=state.next_step, numbers={TAIL: numbers}, at_s=now_s)
+        yield EvictRecord(step=state.next_step, numbers={"tail": numbers}, at_s=now_s)
     yield decide_phase(state, "finished", "prompts", now_s)
 
 

@@ -21,10 +21,10 @@ from replaybuf.kernel.strategy.answer_checks import check_evictions
 from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups, Rows, Strategy
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.config import LARGEST_INTEGER
+from replaybuf.wire.drop_reasons import DeadLetterReason
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AnyRecord, DeadLetterRecord, EvictRecord
 
-ADAPTER_REMOVED = "adapter_removed"
 PIECE = 65_536
 """Most groups that are checked at once, and so the most numbers in one ledger record: at most 330 kB."""
 PLUGIN_PIECE = 8_192
@@ -90,7 +90,7 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
         own_rows = rows[index["adapter"][rows] == hash_name(adapter)] if adapter else rows
         if config.phase_of(adapter) == "finished":
             if len(own_rows):
-                unusable.setdefault(ADAPTER_REMOVED, []).extend(index["number"][own_rows].tolist())
+                unusable.setdefault("adapter_removed", []).extend(index["number"][own_rows].tolist())
             continue
         own_rows = _apply_bounds(state, selector, adapter, own_rows, unusable)
         if len(own_rows):
@@ -112,7 +112,7 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
         strange = adapters != 0
     over = ~strange & (index["tokens"][rows] > (state.token_budget or LARGEST_INTEGER))
     unfit = strange | over
-    rows_by_reason = {"over_budget": over, "unknown_adapter": strange}
+    rows_by_reason: dict[DeadLetterReason, npt.NDArray[np.bool_]] = {"over_budget": over, "unknown_adapter": strange}
     if config.admissions:
         rows_by_reason["not_admitted"] = ~unfit & ~have_all(index["columns"][rows], ADMITTED_BIT)
         unfit |= rows_by_reason["not_admitted"]

@@ -47,7 +47,6 @@ from replaybuf.wire.ledger import (
     newest_group,
 )
 
-LOST_LINEAGE = "lost_lineage"
 FEEDBACK_STEPS = 16
 """A strategy observes the feedback of this many newest steps."""
 _KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, TicketRecord)
@@ -355,7 +354,7 @@ class RunState:
         kept = (index["evicted_at"] == NEVER) & (index["state"] != EVICTED)  # an evicted one was reissued
         lost &= kept | (index["evicted_at"] > record.step)
         self.pool.restore(np.flatnonzero(lost))
-        self._evict(np.flatnonzero(lost), LOST_LINEAGE, record)
+        self._evict(np.flatnonzero(lost), "lost_lineage", record)
 
     def _void(self, steps: list[int], generation: int) -> None:
         for step in reversed(steps):

@@ -24,7 +24,6 @@ from replaybuf.kernel.rows.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.rows.prompt_set import PromptSet
 from replaybuf.kernel.state.failed_prompts import FailedPrompts, FailedWindow
 from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch
-from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
 from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import Rotation
 from replaybuf.kernel.state.run_state import RunPhase, RunState
@@ -196,7 +195,7 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
     bad = np.flatnonzero(fresh & (index["state"] == DEAD))  # dead before any ledger record: by the index entry
     if len(bad):
         index["state"][bad] = LIVE
-        pool.dead_letter(bad, BAD_INDEX_ENTRY, None, 0.0)
+        pool.dead_letter(bad, "bad_index_entry", None, 0.0)
     freed = np.flatnonzero(np.frombuffer(freed_as, np.uint8)) + state.trimmed
     aside = index["number"][index["number"] <= state.trimmed]
     expected = np.frombuffer(snapshot.set_aside, np.int64)

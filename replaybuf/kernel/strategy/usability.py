@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import LIVE, Index
-from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds
 from replaybuf.kernel.strategy.stale_policies import BOUNDED_COLUMNS, StalePolicies
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.drop_reasons import UnusableReason
 from replaybuf.wire.group import hash_name
 
 _ALL = slice(None)
@@ -27,7 +28,7 @@ class UsabilityRule(NamedTuple):
     rule: str
     columns: tuple[str, ...]
     kept: Callable[..., npt.NDArray[np.bool_]]
-    reason: str
+    reason: UnusableReason
     when: Literal["select", "evict", "both"] = "select"
 
     def holds(self, index: Index, rows: npt.NDArray[np.int64] | slice = _ALL) -> npt.NDArray[np.bool_]:
@@ -47,7 +48,7 @@ def usability_rules(
     # Checked before a rewind, then stored after it by a direct writer or a leader that died.
     published = state.published[adapter]
     rule = "has no token of a version that is not published"
-    yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, LOST_LINEAGE, "evict")
+    yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, "lost_lineage", "evict")
     if bounds.max_uses is not None:
         most = bounds.max_uses
         rule = f"keeps the max_uses of {most}"

@@ -18,13 +18,13 @@ from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.kernel.decide.records import BatchDraft, GroupLabel
 from replaybuf.kernel.rows.column_table import ColumnTable
 from replaybuf.kernel.state.history import AttachedTrainer
-from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
 from replaybuf.packing.batches import PackedGroups
 from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry, Store
 from replaybuf.store.keys import late_column
 from replaybuf.version import __version__
 from replaybuf.wire.column.token_versions import count_stale
+from replaybuf.wire.drop_reasons import broken_payload
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group, hash_name
 from replaybuf.wire.ledger import BatchRecord, encode_record
@@ -122,20 +122,18 @@ def _open_frames(
 
 def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     if frame is None and not entry.strings.payload_key:
-        raise BrokenFrame(f"index entry {entry.number} has no payload key", name=BAD_INDEX_ENTRY)
+        raise broken_payload("bad_index_entry", f"index entry {entry.number} has no payload key")
     label = entry.strings
     size = sum(len(name.encode()) for name in (label.group_id, label.prompt_id, label.adapter, label.payload_key))
     if size > LARGEST_STRINGS_BYTES:
-        raise BrokenFrame(
-            f"index entry {entry.number} has ids of {size} bytes; the maximum is {LARGEST_STRINGS_BYTES}",
-            name=BAD_INDEX_ENTRY,
-        )
+        detail = f"index entry {entry.number} has ids of {size} bytes; the maximum is {LARGEST_STRINGS_BYTES}"
+        raise broken_payload("bad_index_entry", detail)
     group = decode_payload(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
-        raise BrokenFrame("the lengths of the frame differ from its index entry", name="length_mismatch")
+        raise broken_payload("length_mismatch", "the lengths of the frame differ from its index entry")
     codes = int(entry.values["adapter"]), hash_name(entry.strings.adapter), hash_name(group.adapter)
     if len({*codes}) > 1:
-        raise BrokenFrame("the adapter of the frame differs from its index entry", name="adapter_mismatch")
+        raise broken_payload("adapter_mismatch", "the adapter of the frame differs from its index entry")
     return group
 
 

@@ -29,7 +29,7 @@ from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.admission_plugins import AdmissionPlugins, PluginTime
 from replaybuf.service.run.append.arrivals import Arrivals
-from replaybuf.service.run.append.group_check import LARGE_GROUP_BYTES, RUN_FINISHED, GroupCheck, Incoming
+from replaybuf.service.run.append.group_check import LARGE_GROUP_BYTES, GroupCheck, Incoming
 from replaybuf.service.run.append.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
@@ -298,9 +298,9 @@ def _refusal(results: list[contract.AppendResult]) -> Invalid | TooLarge | RunFi
     detail = first.detail or ""
     if all(result.reason == "too_large" for result in results):
         return TooLarge(detail, name=first.name, value=first.value, bound=first.bound)
-    if all(result.reason == RUN_FINISHED for result in results):
+    if all(result.reason == "run_finished" for result in results):
         how = 'PATCH {"state": "running"} opens a run again that did not reach max_steps'
-        return RunFinished(f"{detail}; {how}", name="groups", value=RUN_FINISHED)
+        return RunFinished(f"{detail}; {how}", name="groups", value="run_finished")
     which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
     return InvalidGroups(f"{which}: {first.reason}: {detail}", results, name="groups", value=first.reason)
 
