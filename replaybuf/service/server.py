@@ -193,13 +193,11 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
     except ValueError:
         loopback = options.host == "localhost"
     if not loopback:
-        raise Invalid(
+        detail = (
             f"host is {options.host!r} and there is no tokens file; without tokens the service binds loopback only. "
-            f"Make one: {command_line('tokens', 'new')} --role operator --name NAME --tokens-file FILE",
-            name="host",
-            value=options.host,
-            bound="loopback, or --tokens-file",
+            f"Make one: {command_line('tokens', 'new')} --role operator --name NAME --tokens-file FILE"
         )
+        raise Invalid(detail, name="host", value=options.host, bound="loopback, or --tokens-file")
 
 
 def _check_advertised(url: str | None) -> None:
@@ -209,9 +207,5 @@ def _check_advertised(url: str | None) -> None:
     try:
         addresses_of(url)
     except Invalid as error:
-        raise Invalid(
-            f"advertise_url is {url!r}; use http://HOST:PORT or unix:/PATH",
-            name="advertise_url",
-            value=url,
-            bound="http://HOST:PORT or unix:/PATH",
-        ) from error
+        detail = f"advertise_url is {url!r}; use http://HOST:PORT or unix:/PATH"
+        raise Invalid(detail, name="advertise_url", value=url, bound="http://HOST:PORT or unix:/PATH") from error

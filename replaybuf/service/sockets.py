@@ -114,12 +114,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise ServiceUnavailable(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)",
-            name="port",
-            value=port,
-            bound="a free port",
-        ) from None
+        detail = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)"
+        raise ServiceUnavailable(detail, name="port", value=port, bound="a free port") from None
     listening.setblocking(False)
     return listening
 
@@ -127,10 +123,6 @@ def _listen(host: str, port: int) -> socket.socket:
 def certificate_of(options: ServeOptions) -> Certificate | None:
     """Return the certificate of a server, or None. Raises `Invalid`."""
     if options.uds and options.tls_cert and options.tls_key:
-        raise Invalid(
-            f"uds is {options.uds}; with TLS a server listens on TCP only. Start another server for the socket",
-            name="uds",
-            value=str(options.uds),
-            bound=None,
-        )
+        detail = f"uds is {options.uds}; with TLS a server listens on TCP only. Start another server for the socket"
+        raise Invalid(detail, name="uds", value=str(options.uds), bound=None)
     return open_certificate(options.tls_cert, options.tls_key)

@@ -112,13 +112,11 @@ async def _serve_by_workers(options: ServeOptions) -> None:
 def _check(options: ServeOptions) -> None:
     if options.tcp and options.port and options.port + options.workers > LARGEST_PORT:
         last = options.port + options.workers
-        raise Invalid(
+        detail = (
             f"port is {options.port} and workers is {options.workers}: the last worker needs port {last}; choose a "
-            f"--port of at most {LARGEST_PORT - options.workers}",
-            name="port",
-            value=options.port,
-            bound=LARGEST_PORT - options.workers,
+            f"--port of at most {LARGEST_PORT - options.workers}"
         )
+        raise Invalid(detail, name="port", value=options.port, bound=LARGEST_PORT - options.workers)
 
 
 def _pass_signals_to(workers: Workers) -> None:

@@ -158,11 +158,8 @@ class CopyStore:
         """
         if self._connection.cluster:
             # Nothing checks the lease in the slot of a payload: a restore that stood still would write over another.
-            raise UnsupportedServer(
-                f"{self._connection.url} is a Redis Cluster; restore to one server (redis://HOST:PORT/DB)",
-                name="redis_url",
-                value=self._connection.url,
-            )
+            detail = f"{self._connection.url} is a Redis Cluster; restore to one server (redis://HOST:PORT/DB)"
+            raise UnsupportedServer(detail, name="redis_url", value=self._connection.url)
         pipe = self._connection.client.pipeline(transaction=True)
         pipe.sismember(keys.RUNS, run)
         pipe.get(keys.deleted(run))

@@ -181,11 +181,8 @@ def _read_candidates(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[in
     try:
         return number, msgspec.msgpack.decode(fields[b"c"], type=prepared(Candidates))
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(
-            f"what the batch at ledger entry {number} was chosen from does not decode: {error}",
-            name="entry",
-            value=number,
-        ) from error
+        detail = f"what the batch at ledger entry {number} was chosen from does not decode: {error}"
+        raise Unreadable(detail, name="entry", value=number) from error
 
 
 def _reaching(record: AnyRecord, newest_group: bytes | str) -> AnyRecord:

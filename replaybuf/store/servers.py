@@ -42,14 +42,12 @@ class ServerStore:
         owner = (await self._connection.run_durably(pipe))[-1]
         if owner is not None and text(owner) != deployment:
             ours = f"this server is of {deployment!r}" if deployment else "this server names none"
-            raise Conflict(
+            detail = (
                 f"{self._connection.url} belongs to the deployment {text(owner)!r}, and {ours}: start it with "
                 f"--deployment {text(owner)}, or with another Redis; if that deployment is gone, delete the key "
-                f"{keys.DEPLOYMENT}",
-                name="deployment",
-                value=deployment,
-                bound=text(owner),
+                f"{keys.DEPLOYMENT}"
             )
+            raise Conflict(detail, name="deployment", value=deployment, bound=text(owner))
 
     async def announce(self, holder: str, release: str, most_silent_s: float, wall_s: float) -> list[AnnouncedServer]:
         """Announce a server, and forget those that have been silent for longer; return all, this one first.

@@ -180,13 +180,11 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
             )
         length = struct.unpack_from("<Q", rest, 8)[0]
         if rest[:4] != MAGIC or not PREFIX.size <= length <= len(rest):
-            raise BrokenFrame(
+            detail = (
                 f"a frame of {counted(length, 'byte')} does not fit the {counted(len(rest), 'byte')} left, or its "
-                "magic is wrong",
-                name="length",
-                value=length,
-                bound=len(rest),
+                "magic is wrong"
             )
+            raise BrokenFrame(detail, name="length", value=length, bound=len(rest))
         yield rest[:length]
         rest = rest[length:]
 
@@ -195,12 +193,10 @@ def read_length(prefix: bytes) -> int:
     """Read the length of a frame from its first `PREFIX_BYTES`. Raises `BrokenFrame` if they start no frame."""
     magic, _, length, _, _ = PREFIX.unpack(prefix)
     if magic != MAGIC or length < PREFIX_BYTES:
-        raise BrokenFrame(
-            f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}",
-            name="length",
-            value=length,
-            bound=PREFIX_BYTES,
+        detail = (
+            f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}"
         )
+        raise BrokenFrame(detail, name="length", value=length, bound=PREFIX_BYTES)
     return int(length)
 
 
@@ -252,26 +248,14 @@ def check_prefix(buffer: memoryview, expected: bytes = MAGIC) -> int:
     if magic != expected:
         raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {expected!r}", name="magic")
     if version != FORMAT_VERSION:
-        raise BrokenFrame(
-            f"frame format version is {version}; this release reads {FORMAT_VERSION}",
-            name="version",
-            value=version,
-            bound=FORMAT_VERSION,
-        )
+        detail = f"frame format version is {version}; this release reads {FORMAT_VERSION}"
+        raise BrokenFrame(detail, name="version", value=version, bound=FORMAT_VERSION)
     if total != len(buffer) or header_length > len(buffer) - PREFIX.size:
-        raise BrokenFrame(
-            f"frame says {counted(total, 'byte')} with a header of {header_length}; it has {len(buffer)}",
-            name="length",
-            value=total,
-            bound=len(buffer),
-        )
+        detail = f"frame says {counted(total, 'byte')} with a header of {header_length}; it has {len(buffer)}"
+        raise BrokenFrame(detail, name="length", value=total, bound=len(buffer))
     if header_length > LARGEST_HEADER_BYTES:
-        raise BrokenFrame(
-            f"frame header has {header_length} bytes; the maximum is {LARGEST_HEADER_BYTES}",
-            name="header",
-            value=header_length,
-            bound=LARGEST_HEADER_BYTES,
-        )
+        detail = f"frame header has {header_length} bytes; the maximum is {LARGEST_HEADER_BYTES}"
+        raise BrokenFrame(detail, name="header", value=header_length, bound=LARGEST_HEADER_BYTES)
     return PREFIX.size + int(header_length)
 
 
@@ -279,12 +263,8 @@ def check_checksum(buffer: memoryview) -> None:
     """Raise `BrokenFrame` if the checksum of a frame does not fit its bytes."""
     stored, computed = stored_checksum(buffer), crc32c.crc32c(buffer[_CHECKED_FROM:])
     if stored != computed:
-        raise BrokenFrame(
-            f"frame checksum is {stored:#010x}; its bytes give {computed:#010x}",
-            name="crc32c",
-            value=stored,
-            bound=computed,
-        )
+        detail = f"frame checksum is {stored:#010x}; its bytes give {computed:#010x}"
+        raise BrokenFrame(detail, name="crc32c", value=stored, bound=computed)
 
 
 def _read_header(raw: memoryview) -> FrameHeader:

@@ -80,12 +80,8 @@ def check_names(names: Iterable[str]) -> None:
     listed = list(names)
     if not listed or len(listed) > len(FIXED_NAMES) + MOST_PARTS:
         most = len(FIXED_NAMES) + MOST_PARTS
-        raise Invalid(
-            f"columns has {counted(len(listed), 'name')}; it needs 1 to {most}",
-            name="columns",
-            value=len(listed),
-            bound=[1, most],
-        )
+        detail = f"columns has {counted(len(listed), 'name')}; it needs 1 to {most}"
+        raise Invalid(detail, name="columns", value=len(listed), bound=[1, most])
     for name in listed:
         check_name(name)
 
@@ -175,15 +171,13 @@ def decode_columns(frame: bytes | memoryview) -> LateColumns:
         fits = end <= column.offset and column.offset + column.length <= len(buffer)
         whole = not (column.offset % ALIGNMENT_BYTES or column.length % dtype.itemsize)
         if not (fits and whole) or column.dtype != dtype.str or column.codec != "raw":
-            raise BrokenFrame(
+            detail = (
                 f"column {name} is {column.codec} {column.dtype} with {counted(column.length, 'byte')} at offset "
                 f"{column.offset}; "
                 f"it must be raw {dtype.str} at a multiple of {ALIGNMENT_BYTES}, behind byte {end}, and end by byte "
-                f"{len(buffer)}",
-                name=name,
-                value=column.offset,
-                bound=len(buffer),
+                f"{len(buffer)}"
             )
+            raise BrokenFrame(detail, name=name, value=column.offset, bound=len(buffer))
         end = column.offset + column.length
         arrays[name] = np.frombuffer(buffer[column.offset : end], dtype)
     return LateColumns(header.group_id, header.lengths, arrays)

@@ -18,22 +18,15 @@ from replaybuf.wire.config_patch import AdapterChange
 def change_adapters(config: RunConfig, changes: Mapping[str, AdapterChange | None]) -> RunConfig:
     """Return the configuration with these changes; None removes an adapter. Raises `Conflict` and `Invalid`."""
     if not config.adapters:
-        raise Conflict(
-            "the run has no adapters, and its groups have none; create a run with adapters under another name",
-            name="adapters",
-            value=sorted(changes),
-        )
+        detail = "the run has no adapters, and its groups have none; create a run with adapters under another name"
+        raise Conflict(detail, name="adapters", value=sorted(changes))
     adapters = dict(config.adapters)
     for name, change in changes.items():
         adapters[name] = _remove(name, adapters) if change is None else _add_or_change(name, change, adapters)
     changed = msgspec.structs.replace(config, adapters=adapters)
     if not changed.kept_adapters:
-        raise Conflict(
-            "the change removes the last adapter; pause it, or finish the run",
-            name="adapters",
-            value=sorted(changes),
-            bound="one adapter left",
-        )
+        detail = "the change removes the last adapter; pause it, or finish the run"
+        raise Conflict(detail, name="adapters", value=sorted(changes), bound="one adapter left")
     return changed
 
 
@@ -54,11 +47,9 @@ def _add_or_change(name: str, change: AdapterChange, adapters: Mapping[str, Adap
     for fixed in ("groups_per_batch", "prompts", "steps_per_publish"):
         if before and getattr(spec, fixed) != getattr(before, fixed):
             field, old, new = f"adapters.{name}.{fixed}", getattr(before, fixed), getattr(spec, fixed)
-            raise Conflict(
+            detail = (
                 f"{field} is {old} and cannot change to {new}, also after the adapter was removed; PATCH changes "
-                "`paused` of an adapter. For other sizes add an adapter with another name",
-                name=field,
-                value=new,
-                bound=old,
+                "`paused` of an adapter. For other sizes add an adapter with another name"
             )
+            raise Conflict(detail, name=field, value=new, bound=old)
     return spec

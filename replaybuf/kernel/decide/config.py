@@ -75,12 +75,10 @@ def decide_patch(state: RunState, patch: ConfigPatch, now_s: float) -> ConfigRec
             _check_unacked_batches(state, changed, bounds)
     phase: Any = patch.state or state.config_phase
     if state.phase == "finished" and state.config_phase != "finished" and patch.state not in (None, "finished"):
-        raise Conflict(
-            f"the run is finished for good, because it reached max_steps = {config.max_steps}; it cannot be {phase}",
-            name="state",
-            value=phase,
-            bound="finished",
+        detail = (
+            f"the run is finished for good, because it reached max_steps = {config.max_steps}; it cannot be {phase}"
         )
+        raise Conflict(detail, name="state", value=phase, bound="finished")
     reason = "operator" if patch.state else state.phase_reason
     reason = None if phase == "running" else reason
     if (changed, max_uses, phase, reason) == (config, state.max_uses, state.config_phase, state.phase_reason):
@@ -92,24 +90,20 @@ def check_revision(state: RunState, revision: int | None) -> None:
     """Raise `Conflict` if the run was changed after the `revision` that the caller has seen; None = any."""
     changes = state.figures.changes
     if revision is not None and revision != changes.revision:
-        raise Conflict(
+        detail = (
             f"if_revision is {revision}; the run has revision {changes.revision} and nothing was changed: read it "
-            f"again. Changed meanwhile: {changes.describe_since(revision) or 'unknown'}",
-            name="if_revision",
-            value=revision,
-            bound=changes.revision,
+            f"again. Changed meanwhile: {changes.describe_since(revision) or 'unknown'}"
         )
+        raise Conflict(detail, name="if_revision", value=revision, bound=changes.revision)
 
 
 def check_deletable(state: RunState, run: str) -> None:
     """Raise `Conflict` unless a run is finished."""
     if state.phase != "finished":
-        raise Conflict(
-            f'run {run} is {state.phase}; only a finished run can be deleted: send PATCH {{"state": "finished"}} first',
-            name="state",
-            value=state.phase,
-            bound="finished",
+        detail = (
+            f'run {run} is {state.phase}; only a finished run can be deleted: send PATCH {{"state": "finished"}} first'
         )
+        raise Conflict(detail, name="state", value=state.phase, bound="finished")
 
 
 def _patched(config: RunConfig, patch: ConfigPatch) -> RunConfig:
@@ -135,13 +129,11 @@ def check_live_groups(state: RunState, config: RunConfig, ranks: int) -> None:
     kept = np.isin(index["state"], (LIVE, IN_BATCHES))
     largest = int(index["tokens"][kept].max(initial=0))
     if budget is not None and largest > budget:
-        raise Conflict(
+        detail = (
             f"a batch would hold {counted(budget, 'token')} on {counted(ranks, 'rank')}; the largest live group "
-            f"has {largest}, and no batch could ever hold it: set a larger batch.tokens_per_batch",
-            name="batch.tokens_per_batch",
-            value=budget,
-            bound=largest,
+            f"has {largest}, and no batch could ever hold it: set a larger batch.tokens_per_batch"
         )
+        raise Conflict(detail, name="batch.tokens_per_batch", value=budget, bound=largest)
 
 
 def _check_not_fixed(state: RunState, before: BatchSpec, after: BatchSpec) -> None:
@@ -151,13 +143,11 @@ def _check_not_fixed(state: RunState, before: BatchSpec, after: BatchSpec) -> No
     old, new = msgspec.to_builtins(before), msgspec.to_builtins(after)
     names = [name for name in new if new[name] != old[name]]
     changes = ", ".join(f"batch.{name} from {old[name]} to {new[name]}" for name in names)
-    raise Conflict(
+    detail = (
         f"the trainer of epoch {state.epoch} attached with fixed: true, because it needs equal batches, so {changes} "
-        "is refused. Stop it, attach without fixed, change the batches, and start the trainer with its new size",
-        name="fixed",
-        value=names,
-        bound=[],
+        "is refused. Stop it, attach without fixed, change the batches, and start the trainer with its new size"
     )
+    raise Conflict(detail, name="fixed", value=names, bound=[])
 
 
 def _check_unacked_batches(state: RunState, config: RunConfig, bounds: Bounds) -> None:
@@ -172,9 +162,5 @@ def _check_unacked_batches(state: RunState, config: RunConfig, bounds: Bounds) -
             ("max_uses", bounds.max_uses, int(state.index["times_sampled"][rows].max())),
         ):
             if bound is not None and largest > bound:
-                raise Conflict(
-                    f"{name} would be {bound}; batch {step} is not acked yet and has {largest}: ack it first",
-                    name=name,
-                    value=bound,
-                    bound=largest,
-                )
+                detail = f"{name} would be {bound}; batch {step} is not acked yet and has {largest}: ack it first"
+                raise Conflict(detail, name=name, value=bound, bound=largest)

@@ -186,12 +186,10 @@ class RunState:
             return
         first, last = int(numbers[0]), int(numbers[-1])
         if first > self.trimmed and (first != self.stored + 1 or last - first + 1 != len(numbers)):
-            raise LedgerGap(
-                f"index entries {first} to {last} ({len(numbers)} of them) follow {self.stored}; the stream has a gap",
-                name="number",
-                value=first,
-                bound=self.stored + 1,
+            detail = (
+                f"index entries {first} to {last} ({len(numbers)} of them) follow {self.stored}; the stream has a gap"
             )
+            raise LedgerGap(detail, name="number", value=first, bound=self.stored + 1)
         entries = self.pool.store(numbers, entries, malformed)
         self.deliver(entries["adapter"], entries["prompt_index"])
 

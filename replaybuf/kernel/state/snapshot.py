@@ -162,13 +162,11 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     ledger record. Raises `DataLost` if groups of the snapshot are missing.
     """
     if state.trimmed != snapshot.trimmed or state.stored < snapshot.stored:
-        raise DataLost(
+        detail = (
             f"the index stream ends at group {state.stored}; the snapshot at ledger entry {snapshot.entries} has "
-            f"{counted(snapshot.stored, 'group')}: Redis lost data",
-            name="stored",
-            value=state.stored,
-            bound=snapshot.stored,
+            f"{counted(snapshot.stored, 'group')}: Redis lost data"
         )
+        raise DataLost(detail, name="stored", value=state.stored, bound=snapshot.stored)
     for name in _OF_STATE:
         setattr(state, name, getattr(snapshot, name))
     state.config = None if snapshot.config is None else read_config(snapshot.config, "the snapshot")
@@ -201,11 +199,8 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
     expected = np.frombuffer(snapshot.set_aside, np.int64)
     missing = np.setdiff1d(expected, aside)
     if len(missing):
-        raise DataLost(
-            f"group {missing[0]} was set aside by a trimming and is missing: Redis lost data",
-            name="number",
-            value=int(missing[0]),
-        )
+        detail = f"group {missing[0]} was set aside by a trimming and is missing: Redis lost data"
+        raise DataLost(detail, name="number", value=int(missing[0]))
     index.free(index.rows_of(np.concatenate([np.setdiff1d(aside, expected), freed])))
     pool.columns.late_names = snapshot.late_names
     index.put_late(np.frombuffer(snapshot.late_rows, LATE_ROW))
@@ -221,12 +216,8 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 def decode_snapshot(raw: bytes) -> Snapshot:
     """Read a snapshot. Raises `Unreadable` for another version and for bytes that do not decode."""
     if raw[: len(MAGIC)] != MAGIC:
-        raise Unreadable(
-            f"the snapshot has format {raw[: len(MAGIC)]!r}; this release reads {MAGIC!r}",
-            name="snapshot",
-            value=repr(raw[: len(MAGIC)]),
-            bound=repr(MAGIC),
-        )
+        detail = f"the snapshot has format {raw[: len(MAGIC)]!r}; this release reads {MAGIC!r}"
+        raise Unreadable(detail, name="snapshot", value=repr(raw[: len(MAGIC)]), bound=repr(MAGIC))
     try:
         return _decode(zlib.decompress(raw[_HEADER_BYTES:]))
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -213,12 +213,8 @@ def _required(
     )
     parts = {name for names in required for name in names if name not in FIXED_NAMES}
     if len(parts) > MOST_PARTS:
-        raise Invalid(
-            f"requires names {len(parts)} reward parts; the maximum is {MOST_PARTS}",
-            name="requires",
-            value=sorted(parts),
-            bound=MOST_PARTS,
-        )
+        detail = f"requires names {len(parts)} reward parts; the maximum is {MOST_PARTS}"
+        raise Invalid(detail, name="requires", value=sorted(parts), bound=MOST_PARTS)
     return required
 
 

@@ -114,11 +114,8 @@ class Journal:
         """
         if not self.leading:
             where = self.leader_url or "another server, not known yet"
-            raise NotLeader(
-                f"run {self.name} is led by {where}; send the request there, or again after its lease has ended",
-                name="leader",
-                value=self.leader_url,
-            )
+            detail = f"run {self.name} is led by {where}; send the request there, or again after its lease has ended"
+            raise NotLeader(detail, name="leader", value=self.leader_url)
         return self.token
 
     def check_epoch(self, epoch: int) -> None:
@@ -126,12 +123,8 @@ class Journal:
         if epoch > self.state.epoch:
             self.check_leading()
         if epoch != self.state.epoch or epoch < 1:
-            raise Fenced(
-                f"epoch is {epoch}; the run is attached with epoch {self.state.epoch}",
-                name="epoch",
-                value=epoch,
-                bound=self.state.epoch,
-            )
+            detail = f"epoch is {epoch}; the run is attached with epoch {self.state.epoch}"
+            raise Fenced(detail, name="epoch", value=epoch, bound=self.state.epoch)
         self.presence.record_trainer()
 
     @contextlib.asynccontextmanager

@@ -306,14 +306,12 @@ class Run:
         ours, wanted = self.journal.config, resolve_config(config)[0]
         fields = differing_fields(ours, wanted) and differing_fields(resolve_config(ours)[0], wanted)
         if fields:
-            raise Conflict(
+            detail = (
                 f"run {self.name!r} exists with another configuration; these fields differ: {', '.join(fields)}. "
                 "Change strategy, filters, limits or adapters with PATCH, keep the stored configuration with PUT "
-                "?if_absent=true, or choose another name",
-                name="config",
-                value=fields,
-                bound="the stored configuration",
+                "?if_absent=true, or choose another name"
             )
+            raise Conflict(detail, name="config", value=fields, bound="the stored configuration")
 
     def describe(self) -> RunStatus:
         """Render the state of the run."""

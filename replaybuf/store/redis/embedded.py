@@ -160,11 +160,8 @@ class EmbeddedServer:
     def _set_appendfsync(self) -> None:
         answer = _ask(self.socket_path, b"CONFIG SET appendfsync %b\r\n" % self.appendfsync.encode())
         if not answer.startswith(b"+OK"):
-            raise ServiceUnavailable(
-                f"embedded Valkey in {self.data_dir} refused appendfsync {self.appendfsync}: {answer!r}",
-                name="appendfsync",
-                value=self.appendfsync,
-            )
+            detail = f"embedded Valkey in {self.data_dir} refused appendfsync {self.appendfsync}: {answer!r}"
+            raise ServiceUnavailable(detail, name="appendfsync", value=self.appendfsync)
 
     async def _launch(self) -> None:
         config = _CONFIG | {"dir": str(self.data_dir), "unixsocket": str(self.socket_path)}

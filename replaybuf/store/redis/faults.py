@@ -77,14 +77,12 @@ def lacks_functions(error: Exception) -> bool:
 
 def data_lost(run: str, cause: str, **missing: int) -> DataLost:
     """Build the error of a Redis that lacks acknowledged data: `missing` entries and groups."""
-    return DataLost(
+    detail = (
         f"run {run}: {cause}; Redis was emptied, or replaced by an older copy. The service writes nothing more for "
         "this run. Restore Redis from its append-only file; the service then continues. To go on without what is "
-        f"missing: replaybuf runs accept-loss {run}",
-        name="redis",
-        value=run,
-        **missing,
+        f"missing: replaybuf runs accept-loss {run}"
     )
+    return DataLost(detail, name="redis", value=run, **missing)
 
 
 def older(run: str, known: Ends, shown: Ends, *, relaxed: bool) -> DataLost | LedgerGap:

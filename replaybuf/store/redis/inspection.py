@@ -162,13 +162,11 @@ async def _answer_of(address: str, command: Awaitable[Any]) -> Any:
 
 def _check_nodes(nodes: Sequence[Inspection], policy: WritePolicy, what: str, url: str) -> None:
     if policy.level == "strict" and (faults := find_faults(nodes)):
-        raise UnsupportedServer(
+        detail = (
             f"{what} does not keep acknowledged writes: {'; '.join(faults)}. Change this on every node, "
-            "replicas too, or serve with --durability relaxed",
-            name="redis_url",
-            value=url,
-            bound="strict",
+            "replicas too, or serve with --durability relaxed"
         )
+        raise UnsupportedServer(detail, name="redis_url", value=url, bound="strict")
 
 
 def find_faults(nodes: Sequence[Inspection]) -> list[str]:

@@ -251,12 +251,10 @@ def pack(commands: Iterable[Sequence[Any]]) -> list[Any]:
             if word.__class__ not in _BYTES or len(word) <= _LARGE_BYTES:
                 continue
             if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
-                raise TooLarge(
-                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
-                    name="redis",
-                    value=len(word),
-                    bound=LARGEST_STORED_BYTES,
+                detail = (
+                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}"
                 )
+                raise TooLarge(detail, name="redis", value=len(word), bound=LARGEST_STORED_BYTES)
             before = b"\r\n" if start else b"*%d\r\n" % len(words)
             pieces += b"%b%b$%d\r\n" % (before, _pack_words(words[start:place]), len(word)), word
             start = place + 1

@@ -53,12 +53,8 @@ async def describe_group(
     number = (await run.journal.store.groups.find_numbers(run.name, [group_id]))[0]
     entries = await run.journal.store.groups.read_entries(run.name, [number]) if number else []
     if number is not None and number <= run.state.trimmed and not entries:
-        raise Gone(
-            f"group {group_id!r} has number {number}; the history of groups up to {run.state.trimmed} is trimmed",
-            name="group_id",
-            value=group_id,
-            bound=run.state.trimmed,
-        )
+        detail = f"group {group_id!r} has number {number}; the history of groups up to {run.state.trimmed} is trimmed"
+        raise Gone(detail, name="group_id", value=group_id, bound=run.state.trimmed)
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     frames = await fetch_frames(run, entries)

@@ -39,10 +39,6 @@ async def _read(request: Request, group_id: str, largest_bytes: int) -> LateColu
     # In a thread: the checksum of 64 MB takes a while, and its work releases Python's lock.
     late = await asyncio.to_thread(decode_columns, await read_body(request, largest_bytes))
     if late.group_id != group_id:
-        raise Invalid(
-            f"the frame is for group {late.group_id!r}; the path names {group_id!r}",
-            name="group_id",
-            value=late.group_id,
-            bound=group_id,
-        )
+        detail = f"the frame is for group {late.group_id!r}; the path names {group_id!r}"
+        raise Invalid(detail, name="group_id", value=late.group_id, bound=group_id)
     return late

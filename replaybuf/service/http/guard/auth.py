@@ -218,21 +218,15 @@ def _caller(token: StoredToken) -> Caller:
 def _check_role(token: StoredToken, allowed: frozenset[str]) -> None:
     roles = [*sorted(allowed), "operator"]
     if token.role not in roles:
-        raise Forbidden(
+        detail = (
             f"token {token.name!r} has the role {token.role}; this call needs {' or '.join(roles)}. Use a token "
-            f"with such a role: replaybuf tokens new --role {roles[0]}",
-            name="role",
-            value=token.role,
-            bound=roles,
+            f"with such a role: replaybuf tokens new --role {roles[0]}"
         )
+        raise Forbidden(detail, name="role", value=token.role, bound=roles)
 
 
 def _check_run(token: StoredToken, run: str | None) -> None:
     if token.runs and run not in token.runs:
         what = "this call is for all runs" if run is None else f"this call is for {run}"
-        raise Forbidden(
-            f"token {token.name!r} is limited to the runs {', '.join(token.runs)}; {what}",
-            name="run",
-            value=run,
-            bound=list(token.runs),
-        )
+        detail = f"token {token.name!r} is limited to the runs {', '.join(token.runs)}; {what}"
+        raise Forbidden(detail, name="run", value=run, bound=list(token.runs))

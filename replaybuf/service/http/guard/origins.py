@@ -115,13 +115,11 @@ class OwnPagesOnly:
             self._last_host = host
             return host
         self._traffic.refused["foreign_host"] += 1
-        raise Forbidden(
+        detail = (
             f"host is {host!r}; this server has the names {', '.join(sorted(self._hosts.names))}. To add a name: "
-            "serve --allowed-host NAME",
-            name="host",
-            value=host,
-            bound=sorted(self._hosts.names),
+            "serve --allowed-host NAME"
         )
+        raise Forbidden(detail, name="host", value=host, bound=sorted(self._hosts.names))
 
     def _check_page(self, marks: dict[bytes, str], host: str, scope: Scope) -> None:
         origin, site = marks.get(b"origin"), marks.get(b"sec-fetch-site", "none").lower()
@@ -131,13 +129,11 @@ class OwnPagesOnly:
             return
         self._traffic.refused["foreign_page"] += 1
         name, value = ("origin", origin) if origin is not None else ("sec-fetch-site", site)
-        raise Forbidden(
+        detail = (
             f"{name} is {value!r}; only pages of this server may call it from a browser. To allow the pages of a "
-            "proxy in front of it: serve --allowed-host HOST[:PORT]",
-            name=name,
-            value=value,
-            bound=f"http://{host}",
+            "proxy in front of it: serve --allowed-host HOST[:PORT]"
         )
+        raise Forbidden(detail, name=name, value=value, bound=f"http://{host}")
 
 
 def _opens_console(marks: dict[bytes, str], scope: Scope) -> bool:

@@ -112,13 +112,8 @@ class AdmissionPlugins:
 
     async def _check(self, item: PendingGroup, specs: Sequence[AdmissionSpec], until_s: float) -> GroupRejected | None:
         if self._waiting >= MOST_WAITING:
-            raise NoRoom(
-                f"{self._waiting} requests wait for the admission check of run {self._journal.name}; retry later",
-                name="admissions",
-                value=self._waiting,
-                bound=MOST_WAITING,
-                retry_after_s=RETRY_S,
-            )
+            detail = f"{self._waiting} requests wait for the admission check of run {self._journal.name}; retry later"
+            raise NoRoom(detail, name="admissions", value=self._waiting, bound=MOST_WAITING, retry_after_s=RETRY_S)
         self._waiting += 1
         async with contextlib.AsyncExitStack() as stack:
             try:
