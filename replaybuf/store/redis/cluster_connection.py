@@ -10,8 +10,7 @@ import redis.asyncio as aioredis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from replaybuf.store.redis.sentinel_answers import as_text
-from replaybuf.store.redis.split import find_split
+from replaybuf.store.redis.server import find_split, text
 
 NODE_TIMEOUT_S = 15.0
 """Default of `cluster-node-timeout`, for a user that may not read it."""
@@ -38,7 +37,7 @@ class NodeConnection(aioredis.Connection):
             raise RedisConnectionError(f"{self.host}:{self.port} {why}")
 
     async def _info(self) -> str:
-        return as_text(await self._ask("INFO", "server", "replication"))
+        return text(await self._ask("INFO", "server", "replication"))
 
     async def _read_timeout_s(self) -> float:
         try:

@@ -53,6 +53,7 @@ from replaybuf.store.redis.inspection import (
 )
 from replaybuf.store.redis.pipeline import ExchangeClient, FastPipeline, IdleConnections
 from replaybuf.store.redis.server import ServerReport, check_version
+from replaybuf.store.redis.server import text as text
 from replaybuf.store.topology import URL_FORMS, parse_topology
 
 COMMAND_TIMEOUT_S = 10.0
@@ -389,8 +390,3 @@ class Connection:
             raise unavailable(self.url, f"does not answer; the next try is within {self.command_timeout_s} s")
         if self._stalled_until_s and claim:
             self._stalled_until_s = now_s + self.command_timeout_s
-
-
-def text(value: Any) -> str:
-    """Return a string reply as text; some commands reply with bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -31,6 +31,7 @@ from replaybuf.store.redis.server import (
     read_replicas,
     read_settings,
     read_version,
+    text,
 )
 from replaybuf.store.topology import Topology
 
@@ -246,7 +247,7 @@ async def _read_config(client: aioredis.Redis, answer: Answer) -> tuple[dict[str
         if not refused and (not isinstance(cause, ResponseError) or isinstance(error, ServiceUnavailable)):
             raise
         return {}, str(cause)
-    return {_text(key): _text(value) for key, value in raw.items()}, None
+    return {text(key): text(value) for key, value in raw.items()}, None
 
 
 async def _has_waitaof(client: aioredis.Redis, answer: Answer) -> bool:
@@ -257,7 +258,3 @@ async def _has_waitaof(client: aioredis.Redis, answer: Answer) -> bool:
             return False
         raise
     return True
-
-
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
