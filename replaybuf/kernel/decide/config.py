@@ -12,6 +12,7 @@ from replaybuf.errors import Conflict, Invalid, NotFound, counted
 from replaybuf.kernel.decide.adapter_changes import change_adapters
 from replaybuf.kernel.decide.eviction import PIECE
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
+from replaybuf.kernel.state.queries import explain_failed_share
 from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.strategy.selection import Selector
@@ -44,6 +45,14 @@ def decide_phase(state: RunState, phase: RunPhase, reason: str | None, now_s: fl
     """Decide that the run is running, paused or finished from here on."""
     config = recorded(config_of(state))
     return ConfigRecord(config=config, max_uses=state.max_uses, state=phase, reason=reason, at_s=now_s)
+
+
+def decide_failed_share(state: RunState, now_s: float) -> ConfigRecord | None:
+    """Decide to pause or finish a running run whose share is exceeded, as `tickets.on_failed_share` says."""
+    rule, why = config_of(state).tickets.on_failed_share, explain_failed_share(state)
+    if why is None or state.phase != "running" or rule == "alarm":
+        return None
+    return decide_phase(state, "paused" if rule == "pause" else "finished", why, now_s)
 
 
 def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[AnyRecord]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.decide.reissues import list_reissued
+from replaybuf.kernel.decide.prompts import list_reissued
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
 from replaybuf.kernel.rows.index import LIVE, Index, Numbers
 from replaybuf.kernel.state.run_state import RunState

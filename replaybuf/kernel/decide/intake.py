@@ -13,7 +13,7 @@ import numpy as np
 
 from replaybuf.errors import NoRoom
 from replaybuf.kernel.decide.config import config_of
-from replaybuf.kernel.decide.reissues import may_reissue
+from replaybuf.kernel.decide.prompts import may_reissue
 from replaybuf.kernel.state.limits import Load, count_fitting
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange

@@ -60,9 +60,9 @@ def check_adapter(adapter: str, config: RunConfig) -> None:
 # ---------------------------------------------------------------------- groups
 
 
-def decide_evict(state: RunState, by_reason: dict[str, list[int]], now_s: float) -> EvictRecord:
-    """Decide that no batch from the next step on uses these groups."""
-    return EvictRecord(step=state.next_step, numbers=by_reason, at_s=now_s)
+def decide_overlong(state: RunState, numbers: list[int], now_s: float) -> EvictRecord:
+    """Decide that no batch uses groups whose prompts leave no token of the trainer's rows for a completion."""
+    return EvictRecord(step=state.next_step, numbers={"overlong": numbers}, at_s=now_s)
 
 
 def decide_dead_letters(broken: dict[int, str], now_s: float) -> DeadLetterRecord:

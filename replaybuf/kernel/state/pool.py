@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.figures.adapter_counts import AdapterCounts, count_staleness
-from replaybuf.kernel.figures.histograms import ages_ms
+from replaybuf.kernel.figures.histograms import AdapterCounts, ages_ms, count_staleness
 from replaybuf.kernel.rows.column_table import ColumnTable
 from replaybuf.kernel.rows.index import (
     DEAD,

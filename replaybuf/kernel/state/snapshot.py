@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import DataLost, Unreadable, counted
-from replaybuf.kernel.figures.adapter_counts import AdapterCounts
+from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.rows.prompt_set import PromptSet
@@ -89,21 +89,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
 _OF_FAILED = ("failed_prompts", "failed", "failed_start", "failed_after")
-_OF_REISSUES = ("reissued", "waiting")
-_LATE = ("late_names", "late_rows")
-_OTHERS = (
-    "config",
-    "stored",
-    "trimmed",
-    "groups_used",
-    "set_aside",
-    "rows",
-    "sizes",
-    *_OF_FAILED,
-    *_OF_REISSUES,
-    *_LATE,
-)
-_OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
+_OF_INDEX = ("stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", "late_names", "late_rows")
+_OTHERS = {"config", "reissued", "waiting", *_OF_POOL, *_OF_FAILED, *_OF_INDEX}
+_OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in _OTHERS)
 
 
 def _to_bytes(value: Any) -> Any:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from replaybuf.errors import Invalid
 from replaybuf.kernel.decide.config import decide_create, decide_end
 from replaybuf.kernel.decide.eviction import decide_removals
-from replaybuf.kernel.decide.failed_prompts import decide_failed
 from replaybuf.kernel.decide.intake import decide_room, decide_tickets
+from replaybuf.kernel.decide.prompts import decide_failed
 from replaybuf.kernel.decide.records import (
     GroupLabel,
     decide_ack,

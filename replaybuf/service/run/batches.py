@@ -15,7 +15,7 @@ import numpy as np
 from replaybuf.errors import Conflict, Invalid, StrategyFault
 from replaybuf.kernel.decide.candidates import count_candidates
 from replaybuf.kernel.decide.config import decide_end
-from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_evict, draft_batch
+from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_overlong, draft_batch
 from replaybuf.kernel.figures.waits import TrainerWaits
 from replaybuf.kernel.state.history import BatchState, RecordedBatch
 from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status, find_group_state
@@ -235,9 +235,7 @@ class Batches:
                 continue
             overlong = await self._overlong(fetched)
             if overlong:
-                await self._journal.append(
-                    decide_evict(self._state, {"overlong": overlong}, self._journal.clock.wall())
-                )
+                await self._journal.append(decide_overlong(self._state, overlong, self._journal.clock.wall()))
                 continue
             draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
             record = await call_beside(len(numbers), complete_record, draft, fetched)
