@@ -29,9 +29,9 @@ from replaybuf.service.http.forwarding import Forwarding
 from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.guard.connection import Connection
 from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit
+from replaybuf.service.http.guard.gates import StartGate
 from replaybuf.service.http.guard.handshake import Handshake
 from replaybuf.service.http.guard.origins import HostNames, OwnPagesOnly
-from replaybuf.service.http.guard.start_gate import StartGate
 from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions

@@ -86,13 +86,19 @@ async def fetch_groups(store: Store, run: str, numbers: Sequence[int], columns: 
 
 async def _fetch_piece(store: Store, run: str, numbers: Sequence[int], late: Mapping[int, list[str]]) -> FetchedGroups:
     entries = await store.groups.read_entries(run, numbers)
+    return await asyncio.to_thread(_open_frames, numbers, entries, await read_frames(store, run, entries, late), late)
+
+
+async def read_frames(
+    store: Store, run: str, entries: Sequence[IndexEntry], late: Mapping[int, list[str]]
+) -> dict[str, bytes | None]:
+    """Read the frames of groups and of their late columns, by key; None = missing. `late`: columns by number."""
     sizes: dict[str, int] = {}
     for entry in entries:
         own, size = entry.strings.payload_key, int(entry.values["frame_bytes"])
         # A column is smaller than the frame, which has several columns of its length.
         sizes |= {own: size} | {late_column(own, name): size for name in late.get(entry.number, ())}
-    frames = dict(zip(sizes, await store.groups.read_frames(run, sizes), strict=True))
-    return await asyncio.to_thread(_open_frames, numbers, entries, frames, late)
+    return dict(zip(sizes, await store.groups.read_frames(run, sizes), strict=True))
 
 
 def _open_frames(

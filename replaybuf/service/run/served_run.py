@@ -24,9 +24,8 @@ from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.report.state_cache import StateCache
 from replaybuf.service.run.append.admission_plugins import AdmissionPlugins
-from replaybuf.service.run.append.appends import Appends
+from replaybuf.service.run.append.appends import Appends, AttemptSweep
 from replaybuf.service.run.append.arrivals import Arrivals
-from replaybuf.service.run.append.attempts import AttemptSweep
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.append.group_check import GroupCheck
 from replaybuf.service.run.append.late_columns import LateColumnWriter
