@@ -109,9 +109,8 @@ def configured(name: str, call: Callable[[], T]) -> T:
         try:
             return call_twice_limited(call)
         except TookTooLong as error:
-            raise Invalid(
-                f"plug-in {name!r}, when it was configured, {error}", name=name, value=name, bound=CALL_LIMIT_S
-            ) from error
+            detail = f"plug-in {name!r}, when it was configured, {error}"
+            raise Invalid(detail, name=name, value=name, bound=CALL_LIMIT_S) from error
 
 
 @contextlib.contextmanager

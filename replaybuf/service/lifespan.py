@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from replaybuf.errors import Invalid
 from replaybuf.service.host import Service
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.tasks import cancel_all
+from replaybuf.service.turns import cancel_all
 from replaybuf.store import EmbeddedServer, Store, WritePolicy, lock_folder
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 

@@ -41,9 +41,8 @@ def listening_sockets(options: ServeOptions) -> Iterator[dict[str, socket.socket
 def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
     """Open the listening sockets, by the address for clients. Raises as `listening_sockets`."""
     if not options.tcp and not options.uds:
-        raise Invalid(
-            "tcp is off and uds is not set; set one of them", name="uds", value=None, bound="a path, or --tcp"
-        )
+        detail = "tcp is off and uds is not set; set one of them"
+        raise Invalid(detail, name="uds", value=None, bound="a path, or --tcp")
     listening = {}
     if options.tcp:
         tcp = _listen(options.host, options.port)

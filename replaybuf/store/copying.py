@@ -250,12 +250,11 @@ class CopyStore:
         (answer,) = await (self._connection.run_durably(pipe) if durably else self._connection.run(pipe.execute()))
         written, replies = answer
         if not written:
-            raise Conflict(
+            detail = (
                 f"the restore of run {run} lost its lease of {restore.lease_s:g} s on {self._connection.url}: it stood "
-                "still, or another process created, restored or deleted the run; start the restore again",
-                name="run",
-                value=run,
+                "still, or another process created, restored or deleted the run; start the restore again"
             )
+            raise Conflict(detail, name="run", value=run)
         return list(replies)
 
 

@@ -27,7 +27,7 @@ from replaybuf.store.entries import (
     read_chunk,
     read_stored,
 )
-from replaybuf.store.loss.ends import Ends
+from replaybuf.store.known_ends import Ends
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.faults import dropped_payload
 from replaybuf.store.redis.pipeline import read_values

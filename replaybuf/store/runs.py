@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
-from replaybuf.store.loss.ends import Ends, Loss, read_known
+from replaybuf.store.known_ends import Ends, Loss, read_known
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.pipeline import FastPipeline
 from replaybuf.store.tickets import WHOLE

@@ -195,10 +195,8 @@ class SpillStore:
     def check_supported(self) -> None:
         """Raise `Invalid` on a cluster: a frame and the record of its move may be on different nodes."""
         if self._connection.cluster:
-            raise Invalid(
-                f"spill cannot be used with a Redis Cluster ({self._connection.url}); add nodes or memory to it",
-                name="spill",
-            )
+            detail = f"spill cannot be used with a Redis Cluster ({self._connection.url}); add nodes or memory to it"
+            raise Invalid(detail, name="spill")
 
     async def read_folder(self, run: str) -> tuple[str, str] | None:
         """Read URL and name of a run's folder; None before the first move.

@@ -175,9 +175,8 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
     rest = memoryview(body)
     while rest:
         if len(rest) < PREFIX.size:
-            raise BrokenFrame(
-                f"{counted(len(rest), 'byte')} left; the minimum of a frame is {PREFIX.size}", name="length"
-            )
+            detail = f"{counted(len(rest), 'byte')} left; the minimum of a frame is {PREFIX.size}"
+            raise BrokenFrame(detail, name="length")
         length = struct.unpack_from("<Q", rest, 8)[0]
         if rest[:4] != MAGIC or not PREFIX.size <= length <= len(rest):
             detail = (
@@ -228,9 +227,8 @@ def _header_of(group: Group) -> FrameHeader:
 
 
 def _too_large(name: str, value: int, bound: int) -> TooLarge:
-    return TooLarge(
-        f"the {name} of the group has {value} bytes; the maximum is {bound}", name=name, value=value, bound=bound
-    )
+    detail = f"the {name} of the group has {value} bytes; the maximum is {bound}"
+    return TooLarge(detail, name=name, value=value, bound=bound)
 
 
 def aligned(offset: int) -> int:

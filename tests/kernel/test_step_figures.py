@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replaybuf.kernel.figures import step_figures
-from replaybuf.kernel.figures.changes import MOST_CHANGES
+from replaybuf.kernel.figures.events import MOST_CHANGES
 from replaybuf.kernel.figures.step_figures import StepFigures, StepRow, merge, stands_still
 from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, recorded

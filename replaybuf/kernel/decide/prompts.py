@@ -10,7 +10,7 @@ from replaybuf.kernel.state.reissues import MOST_WAITING, newest_numbers
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.stale_policies import StalePolicies
+from replaybuf.kernel.strategy.usability import StalePolicies
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.ledger import TicketRecord
 

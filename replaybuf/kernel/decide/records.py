@@ -23,7 +23,7 @@ from replaybuf.kernel.state.queries import list_purgeable
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.kernel.strategy.selection import BatchSelection, Selector
-from replaybuf.kernel.strategy.stale_policies import loss_mask_bound
+from replaybuf.kernel.strategy.usability import loss_mask_bound
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.ledger import (

@@ -81,9 +81,8 @@ def required_columns(name: str, plugin: Strategy[Any] | Filter[Any]) -> tuple[st
     """
     declared = configured(name, lambda: plugin.requires)
     if not isinstance(declared, tuple | list) or not all(isinstance(each, str) for each in declared):
-        raise Invalid(
-            f"requires of {name!r} is {declared!r}; it must be a tuple of names of columns", name="requires", value=name
-        )
+        detail = f"requires of {name!r} is {declared!r}; it must be a tuple of names of columns"
+        raise Invalid(detail, name="requires", value=name)
     columns = dict.fromkeys((*declared, *(getattr(plugin.options, "requires", None) or ())))
     for column in columns:
         check_name(column)

@@ -203,13 +203,12 @@ def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: AttachedTrai
     groups: list[Group] = []
     for entry in record.groups:
         if entry.number not in fetched.groups:
-            raise Gone(
+            detail = (
                 f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone: "
                 f"{fetched.broken[entry.number]}; attach with on_resume = resample at step {record.step} or an earlier "
-                "one to assemble it again without the group",
-                name="group_id",
-                value=entry.group_id,
+                "one to assemble it again without the group"
             )
+            raise Gone(detail, name="group_id", value=entry.group_id)
         groups.append(fetched.groups[entry.number])
         values = frames[entry.number].values
         planned.append(

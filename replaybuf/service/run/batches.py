@@ -29,7 +29,7 @@ from replaybuf.service.bodies.assembly import (
     join_fetched,
     pack_batch,
 )
-from replaybuf.service.bodies.record import describe_batch
+from replaybuf.service.bodies.explanation import describe_batch
 from replaybuf.service.bodies.writer import Bodies, Part
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.journal import Journal

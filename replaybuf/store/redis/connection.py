@@ -27,8 +27,7 @@ from redis.retry import Retry as BlockingRetry
 from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
-from replaybuf.store.loss.ends import Ends, read_known
-from replaybuf.store.loss.known_ends import KnownEnds
+from replaybuf.store.known_ends import Ends, KnownEnds, read_known
 from replaybuf.store.redis.awake import keep_awake
 from replaybuf.store.redis.cluster import Cluster
 from replaybuf.store.redis.cluster_pipeline import Router

@@ -145,12 +145,11 @@ def _count_values(buffer: memoryview, columns: dict[str, Column], finish_reasons
     completion_lengths = _lengths(buffer, "completion_lengths", columns)
     rollouts = len(prompt_lengths)
     if not finish_reasons == len(completion_lengths) == rollouts:
-        raise BrokenFrame(
+        detail = (
             f"frame has {rollouts} prompt_lengths, {len(completion_lengths)} completion_lengths and {finish_reasons} "
-            "finish_reasons; it needs one of each per rollout",
-            name="rollouts",
-            value=rollouts,
+            "finish_reasons; it needs one of each per rollout"
         )
+        raise BrokenFrame(detail, name="rollouts", value=rollouts)
     values = {"rollout": rollouts, "prompt token": sum(prompt_lengths), "completion token": sum(completion_lengths)}
     if "proofs" in columns or "proof_lengths" in columns:
         if not columns.keys() >= {"proofs", "proof_lengths"}:
@@ -163,9 +162,8 @@ def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple
     column = columns[name]
     count = column.length // _LENGTH_BYTES
     if count > LARGEST_ROLLOUTS:
-        raise BrokenFrame(
-            f"frame has {counted(count, 'rollout')}; the maximum is {LARGEST_ROLLOUTS}", name="rollouts", value=count
-        )
+        detail = f"frame has {counted(count, 'rollout')}; the maximum is {LARGEST_ROLLOUTS}"
+        raise BrokenFrame(detail, name="rollouts", value=count)
     if column.offset + column.length > len(buffer) or column.length % _LENGTH_BYTES:
         raise _misplaced(name, column, 0, len(buffer))
     lengths = struct.unpack_from(f"<{count}i", buffer, column.offset)

@@ -168,12 +168,11 @@ async def read_patch(request: Request) -> ConfigPatch:
     media_type(request, {"application/json"})
     body = await read_body(request, MAX_CONTROL_BODY_BYTES)
     for name in decode_json(body, dict[str, Any]).keys() & _FIXED_FIELDS:
-        raise Malformed(
+        detail = (
             f"{name} is fixed when the run is created; PATCH changes {', '.join(_PATCH_FIELDS)}. To use another "
-            f"{name}, create a run with another name",
-            name=name,
-            bound=_PATCH_FIELDS,
+            f"{name}, create a run with another name"
         )
+        raise Malformed(detail, name=name, bound=_PATCH_FIELDS)
     patch = decode_json(body, ConfigPatch)
     check_strings(patch)
     return patch
@@ -262,9 +261,8 @@ def text(request: Request, parameter: Text) -> str | None:
     value = request.query_params.get(name, parameter.default)
     check_string(name, value or "", parameter.most_bytes)
     if value is not None and choices and value not in choices:
-        raise Invalid(
-            f"{name} is {value!r}; it must be one of {', '.join(choices)}", name=name, value=value, bound=choices
-        )
+        detail = f"{name} is {value!r}; it must be one of {', '.join(choices)}"
+        raise Invalid(detail, name=name, value=value, bound=choices)
     return value
 
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Forbidden, Invalid, Malformed, ReplaybufError
-from replaybuf.service.http.reply.problems import error_response
+from replaybuf.service.http.reply.json_pieces import error_response
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 
@@ -37,9 +37,8 @@ class HostNames:
         for name in options.allowed_hosts:
             if not _HOST.fullmatch(name):
                 bound = "HOST or HOST:PORT"
-                raise Invalid(
-                    f"allowed_host is {name!r}; it must be {bound}", name="allowed_host", value=name, bound=bound
-                )
+                detail = f"allowed_host is {name!r}; it must be {bound}"
+                raise Invalid(detail, name="allowed_host", value=name, bound=bound)
         advertised = addresses_of(options.advertise_url) if options.advertise_url else ()
         named = [url.partition("://")[2] for url in advertised if "://" in url]
         self.named = frozenset(name.lower() for name in [*named, *options.allowed_hosts])
@@ -102,9 +101,8 @@ class OwnPagesOnly:
 
     def _check_host(self, hosts: list[str], scope: Scope) -> str:
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
-            raise Malformed(
-                f"the request has {len(hosts)} Host headers; it must have one", name="host", value=hosts, bound=1
-            )
+            detail = f"the request has {len(hosts)} Host headers; it must have one"
+            raise Malformed(detail, name="host", value=hosts, bound=1)
         host = hosts[0] if hosts else ""
         if host and host == self._last_host:
             return host
