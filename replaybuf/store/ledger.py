@@ -153,9 +153,7 @@ class LedgerStore:
         left, chunk = count, FIRST_CHUNK_ENTRIES
         while left is None or left > 0:
             chunk = chunk if left is None else min(left, chunk)
-            pipe = self._connection.pipeline()
-            pipe.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk)
-            (raw,) = await self._connection.read(run, pipe)
+            raw = await self._connection.read_one(run, "XRANGE", keys.ledger(run), f"({after}-0", "+", "COUNT", chunk)
             if not raw:
                 return
             size = sum(len(fields.get(b"r", b"")) for _, fields in raw)
@@ -170,9 +168,9 @@ class LedgerStore:
 
         Returns them with their entries, newest first. Raises `Unreadable`.
         """
-        pipe = self._connection.pipeline()
-        pipe.xrevrange(keys.candidates(run), max="+" if upto is None else f"{upto}-0", min="-", count=count)
-        (candidates,) = await self._connection.read(run, pipe)
+        newest = "+" if upto is None else f"{upto}-0"
+        words = ("XREVRANGE", keys.candidates(run), newest, "-", "COUNT", count)
+        candidates = await self._connection.read_one(run, *words)
         return [_read_candidates(*candidate) for candidate in candidates or ()]
 
 

@@ -39,17 +39,12 @@ class SampleStore:
 
     async def list_steps(self, run: str) -> list[int]:
         """List the steps that have samples, newest first."""
-        pipe = self._connection.pipeline()
-        pipe.hkeys(keys.samples(run))
-        (names,) = await self._connection.read(run, pipe)
+        names = await self._connection.read_one(run, "HKEYS", keys.samples(run))
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     async def read(self, run: str, steps: Sequence[int]) -> list[bytes | None]:
         """Read the samples of these steps; None = the step has none."""
-        pipe = self._connection.pipeline()
-        pipe.hmget(keys.samples(run), [str(step) for step in steps])
-        (samples,) = await self._connection.read(run, pipe)
-        return list(samples)
+        return list(await self._connection.read_one(run, "HMGET", keys.samples(run), *map(str, steps)))
 
 
 class CursorStore:
@@ -60,10 +55,7 @@ class CursorStore:
 
     async def read(self, run: str) -> list[bytes]:
         """Read all cursors of a run. Raises `DataLost` if Redis is older than known."""
-        pipe = self._connection.pipeline()
-        pipe.hvals(keys.cursors(run))
-        (fields,) = await self._connection.read(run, pipe)
-        return list(fields)
+        return list(await self._connection.read_one(run, "HVALS", keys.cursors(run)))
 
     async def write(self, run: str, token: str, name: str, raw: bytes) -> None:
         """Set a cursor, durably; empty bytes forget it. Raises `NotLeader`."""
@@ -87,7 +79,5 @@ class EvaluationStore:
 
     async def read_newest(self, run: str, limit: int) -> list[bytes]:
         """Read the newest `limit` results, oldest first."""
-        pipe = self._connection.pipeline()
-        pipe.xrevrange(keys.evaluations(run), count=limit)
-        (entries,) = await self._connection.run(pipe.execute())
+        entries = await self._connection.run(self._connection.client.xrevrange(keys.evaluations(run), count=limit))
         return [fields[_FIELD] for _, fields in reversed(entries) if _FIELD in fields]

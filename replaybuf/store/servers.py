@@ -56,9 +56,9 @@ class ServerStore:
 
         One function call reads, compares and forgets, so a server that announces itself meanwhile is not forgotten.
         """
-        pipe = self._connection.pipeline()
-        pipe.fcall("rb_announce", 1, keys.SERVERS, holder, release, int(most_silent_s * 1000), int(wall_s * 1000))
-        (reply,) = await self._connection.run(pipe.execute())
+        words = (holder, release, int(most_silent_s * 1000), int(wall_s * 1000))
+        call = self._connection.client.execute_command("FCALL", "rb_announce", 1, keys.SERVERS, *words)
+        reply = await self._connection.run(call)
         fields = [iter(reply)] * 5
         return [
             AnnouncedServer(text(name), text(of), int(alive) / 1000, int(silent) / 1000, int(ahead or 0) / 1000)

@@ -275,6 +275,14 @@ class Connection:
         self.check_reply(run, "", replies.pop())
         return replies
 
+    async def read_one(self, run: str, *words: Any) -> Any:
+        """Execute one read of a run. Raises what `check_reply` raises."""
+        return (await self.read(run, self.pipeline().execute_command(*words)))[0]
+
+    async def write_one(self, *words: Any) -> Any:
+        """Execute one write, durably."""
+        return (await self.run_durably(self.pipeline().execute_command(*words)))[0]
+
     def explain(self, error: RedisError | OSError) -> ReplaybufError:
         """Translate an error of the Redis client."""
         return translate(error, self.url, self.command_timeout_s, self._explain_outage())
