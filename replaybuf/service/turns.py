@@ -18,6 +18,8 @@ FEW = 2_000
 """Work on so many items takes a few milliseconds: less than a thread would delay it on a busy machine."""
 TURN_S = 0.005
 """A turn of the loop costs about 20 µs, so short items share one."""
+logger = logging.getLogger(__name__)
+CANCEL_AGAIN_S = 1.0
 
 
 class Turn:
@@ -65,11 +67,6 @@ async def call_beside(size: int, call: Callable[P, T], *arguments: P.args, **opt
     if size <= FEW:
         return call(*arguments, **options)
     return await asyncio.to_thread(call, *arguments, **options)
-
-
-logger = logging.getLogger(__name__)
-
-CANCEL_AGAIN_S = 1.0
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -20,6 +20,17 @@ import msgspec
 from replaybuf.wire.config import RUN_NAME
 from replaybuf.wire.decoding import prepared
 
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".ends"
+LINE_BYTES = 1024
+"""A payload key of the longest names takes at most 700 bytes as JSON."""
+LINES = 2
+MOST_OPEN = 128
+"""Files kept open: opening one takes as long as writing a line, and a service has about 100 live runs."""
+SYNC_S = 0.2
+"""Time of one call of `sync`; the files left wait for the next."""
+
 
 class Ends(msgspec.Struct, frozen=True, order=True):
     """Where the streams of a run end: number of the newest ledger entry and of the newest group; 0 = none.
@@ -65,9 +76,6 @@ class Loss(NamedTuple):
     def groups(self) -> int:
         """Groups that are missing; one of them may be there as another group under its number."""
         return max(0, self.known.group - self.shown.group)
-
-
-logger = logging.getLogger(__name__)
 
 
 class KnownEnds:
@@ -142,18 +150,6 @@ class KnownEnds:
         """Bring the files to the disk. Blocks: call it in a thread while serving."""
         if self._saved:
             self._saved.sync()
-
-
-logger = logging.getLogger(__name__)
-
-SUFFIX = ".ends"
-LINE_BYTES = 1024
-"""A payload key of the longest names takes at most 700 bytes as JSON."""
-LINES = 2
-MOST_OPEN = 128
-"""Files kept open: opening one takes as long as writing a line, and a service has about 100 live runs."""
-SYNC_S = 0.2
-"""Time of one call of `sync`; the files left wait for the next."""
 
 
 class SavedEnds:

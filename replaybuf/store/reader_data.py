@@ -12,6 +12,9 @@ from replaybuf.store.redis.connection import Connection
 
 KEPT_BYTES = 16 << 20
 """Samples of one run; the oldest steps go first."""
+KEPT_RESULTS = 10_000
+"""Results kept per run; the oldest are removed first."""
+_FIELD = b"result"
 
 
 class SampleStore:
@@ -60,11 +63,6 @@ class CursorStore:
     async def write(self, run: str, token: str, name: str, raw: bytes) -> None:
         """Set a cursor, durably; empty bytes forget it. Raises `NotLeader`."""
         await self._connection.call(run, "rb_cursor", [keys.cursors(run)], [name, raw], token, durably=True)
-
-
-KEPT_RESULTS = 10_000
-"""Results kept per run; the oldest are removed first."""
-_FIELD = b"result"
 
 
 class EvaluationStore:

@@ -15,6 +15,10 @@ from replaybuf.wire.config import RunConfig
 from replaybuf.wire.ledger import CheckpointRecord, ConfigRecord, PolicyRecord, RewindRecord
 
 MOST_MOMENTS = 4096
+MOST_CHANGES = 64
+MOST_LINES = 16
+LONGEST_VALUE = 120
+"""Characters of an old or new value; the ledger has all of it."""
 
 
 class Publication(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -76,12 +80,6 @@ class Milestones(msgspec.Struct):
         """Find the checkpoint that freed a group which was last used at `last_step`."""
         fitting = (freeing for freeing in self.freeings if freeing.step > last_step)
         return next((freeing for freeing in fitting if freeing.through is None or number <= freeing.through), None)
-
-
-MOST_CHANGES = 64
-MOST_LINES = 16
-LONGEST_VALUE = 120
-"""Characters of an old or new value; the ledger has all of it."""
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -24,6 +24,26 @@ from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointR
 MOST_NAMES = 128
 """Names of a run, over all its steps; an ack brings at most 64."""
 _MISSING = math.nan
+T = TypeVar("T", int, float)
+STILL_STEPS = 10
+STILL_S = 30.0
+STILL_UNKNOWN_S = 300.0
+"""A run may be idle for so long, and for `STILL_STEPS`, before it stands still; without two acked steps for longer."""
+MOST_ROWS = 4096
+"""About 0.7 MB in memory and 0.4 MB in a snapshot."""
+_Integers = npt.NDArray[np.int64]
+_MEANS = (
+    "groups",
+    "rollouts",
+    "tokens",
+    "tokens_in",
+    "reward_mean",
+    "reward_std",
+    "staleness",
+    "uses",
+    "age_s",
+    "fill",
+)
 
 
 class StepMetrics(msgspec.Struct):
@@ -86,17 +106,6 @@ def mean_per_step(values: Sequence[tuple[int, float]]) -> float:
     return sum(value * (number / steps) for number, value in values)  # a sum of products may be infinite
 
 
-T = TypeVar("T", int, float)
-
-STILL_STEPS = 10
-STILL_S = 30.0
-STILL_UNKNOWN_S = 300.0
-"""A run may be idle for so long, and for `STILL_STEPS`, before it stands still; without two acked steps for longer."""
-
-MOST_ROWS = 4096
-"""About 0.7 MB in memory and 0.4 MB in a snapshot."""
-
-
 class StepRow(msgspec.Struct, array_like=True, gc=False):
     """Figures of the batch of `step`, or means per step over `steps` merged steps.
 
@@ -137,21 +146,6 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
     def last(self) -> int:
         """The last step of the row."""
         return self.step + self.steps - 1
-
-
-_Integers = npt.NDArray[np.int64]
-_MEANS = (
-    "groups",
-    "rollouts",
-    "tokens",
-    "tokens_in",
-    "reward_mean",
-    "reward_std",
-    "staleness",
-    "uses",
-    "age_s",
-    "fill",
-)
 
 
 class StepFigures(msgspec.Struct):

@@ -38,7 +38,7 @@ class Load(msgspec.Struct, frozen=True):
 
     @classmethod
     def total(cls, loads: Sequence[Load]) -> Load:
-        """Return the sum of at least one load."""
+        """Return the sum of some loads."""
         return loads[0] if len(loads) == 1 else cls(*map(sum, zip(*map(astuple, loads), strict=True)))
 
     def over(self, limits: Limits) -> NoRoom | None:

@@ -15,6 +15,10 @@ from replaybuf.wire.config import EVERY_OTHER_SOURCE, RunConfig, StalePolicy
 from replaybuf.wire.drop_reasons import UnusableReason
 from replaybuf.wire.group import hash_name
 
+BOUNDED_COLUMNS = ("policy_version", "policy_version_max", "source")
+"""Columns that `StalePolicies.bounded_versions` reads."""
+_ALL = slice(None)
+
 
 class StalePolicies(NamedTuple):
     """What happens to too stale groups, by the hash of their source; `rest` is the policy of every other source.
@@ -53,10 +57,6 @@ class StalePolicies(NamedTuple):
         return np.where(self.have("mask", sources), newest, oldest)
 
 
-BOUNDED_COLUMNS = ("policy_version", "policy_version_max", "source")
-"""Columns that `StalePolicies.bounded_versions` reads."""
-
-
 def bounded_versions(config: RunConfig, index: Index, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """Return the version of each of these rows to which `max_staleness` applies."""
     return StalePolicies.of(config).bounded_versions(*(index[name][rows] for name in BOUNDED_COLUMNS))
@@ -71,9 +71,6 @@ def loss_mask_bound(config: RunConfig, max_staleness: int | None) -> int | None:
     if "mask" in StalePolicies.of(config).used:
         bounds.append(max_staleness)
     return min((bound for bound in bounds if bound is not None), default=None)
-
-
-_ALL = slice(None)
 
 
 class UsabilityRule(NamedTuple):

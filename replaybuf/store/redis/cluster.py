@@ -36,6 +36,9 @@ NODE_TIMEOUT_S = 15.0
 """Default of `cluster-node-timeout`, for a user that may not read it."""
 OFFSETS_MS = 50
 """Time for the offsets of replicas to move on."""
+ASK_TIMEOUT_S = 1.0
+MOST_ASKED = 8
+"""Nodes that are asked at once; the next call asks others."""
 
 
 class NodeConnection(aioredis.Connection):
@@ -76,11 +79,6 @@ class NodeConnection(aioredis.Connection):
 
 class NodeTlsConnection(NodeConnection, aioredis.SSLConnection):
     """The same with TLS."""
-
-
-ASK_TIMEOUT_S = 1.0
-MOST_ASKED = 8
-"""Nodes that are asked at once; the next call asks others."""
 
 
 class ClusterNode:

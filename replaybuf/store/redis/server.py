@@ -17,6 +17,10 @@ LIBRARY = "replaybuf1"
 LIBRARY_CODE = files("replaybuf.store").joinpath("library.lua").read_text()
 CONFIG_NAMES = ("appendonly", "appendfsync", "no-appendfsync-on-rewrite", "maxmemory-policy")
 """Settings that `read_settings` needs."""
+LINK_DOWN_FACTOR = 11
+"""Ten times, and a first time until the primary counts as down."""
+_FOLLOWS = re.compile(r"^slave\d+:.*\bstate=online,offset=[1-9]", re.MULTILINE)
+"""A replica that has loaded what it got: until then its offset is 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,12 +134,6 @@ def read_settings(
         refusal=refusal,
         fails_over=fails_over,
     )
-
-
-LINK_DOWN_FACTOR = 11
-"""Ten times, and a first time until the primary counts as down."""
-_FOLLOWS = re.compile(r"^slave\d+:.*\bstate=online,offset=[1-9]", re.MULTILINE)
-"""A replica that has loaded what it got: until then its offset is 0."""
 
 
 def find_split(info: str, *, replicas: int, down_after_s: float) -> str | None:

@@ -30,6 +30,8 @@ MAX_GROUPS = 10_000
 """Groups in one body; their results must fit one answer."""
 DECODED_HERE_BYTES = 256 << 10
 """JSON that is decoded on the event loop: at most 13 ms, 1 ms for groups that are right."""
+MAX_FEEDBACK_BODY_BYTES = 1 << 20
+"""An ack brings feedback for each group of a batch."""
 
 
 def read_groups(request: Request, max_group_bytes: int, decoders: DecoderPool) -> AsyncIterator[Incoming]:
@@ -127,10 +129,6 @@ def decode_incoming(frame: memoryview, max_bytes: int) -> Incoming:
         reason, name = ("too_large", "limits.max_group_bytes") if large else ("broken_frame", error.name)
         rejection = GroupRejected(reason, error.detail, name=name, value=error.value, bound=error.bound)
         return Incoming(None, rejection=rejection)
-
-
-MAX_FEEDBACK_BODY_BYTES = 1 << 20
-"""An ack brings feedback for each group of a batch."""
 
 
 async def read_ack(request: Request, decoders: DecoderPool) -> AckRequest:

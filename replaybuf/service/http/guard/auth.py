@@ -22,6 +22,7 @@ LONGEST_WATCH_S = 3600.0
 """No call waits longer, and the timers of the event loop have a limit that an expiry in the far future exceeds."""
 ENDED_AT_ONCE, ENDING_PAUSE_S = 32, 0.01
 """Calls that end together, and the pause until the next ones do: 2,048 at once hold the event loop for 0.3 s."""
+BURST_S = 2.0
 
 
 class Caller(NamedTuple):
@@ -226,9 +227,6 @@ def _check_run(token: StoredToken, run: str | None) -> None:
         what = "this call is for all runs" if run is None else f"this call is for {run}"
         detail = f"token {token.name!r} is limited to the runs {', '.join(token.runs)}; {what}"
         raise Forbidden(detail, name="run", value=run, bound=list(token.runs))
-
-
-BURST_S = 2.0
 
 
 class TokenRate:

@@ -19,6 +19,7 @@ PIECE_ITEMS = 4096
 """Items of a list that are encoded at once."""
 PIECE_BYTES = 64 << 10
 """Bytes that are sent at once; other calls are served between two pieces."""
+MEDIA_TYPE = "application/problem+json"
 
 
 async def json_in_pieces(value: dict[str, Any]) -> Response:
@@ -83,9 +84,6 @@ def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:
             yield bytes(part)
             part.clear()
     yield bytes(part)
-
-
-MEDIA_TYPE = "application/problem+json"
 
 
 def error_response(error: ReplaybufError, request: str = "") -> Response:

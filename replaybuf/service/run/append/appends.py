@@ -42,8 +42,12 @@ from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
 
+logger = logging.getLogger(__name__)
+
 MOST_CHECKS = 8
 """Groups that are outdated as often have met as many changes of the run: their producer sends them again."""
+SWEEP_PERIOD_S = 600.0
+"""An attempt may take so long. One that takes twice as long is refused, and starts again."""
 
 
 class Appends:
@@ -330,14 +334,8 @@ def _load(item: PendingGroup) -> Load:
     return Load(1, item.group.tokens, len(item.frame), len(item.frame))
 
 
-logger = logging.getLogger(__name__)
-
-SWEEP_PERIOD_S = 600.0
-"""An attempt may take so long. One that takes twice as long is refused, and starts again."""
-
-
 class AttemptSweep:
-    """Sweeps the attempts of one run, on its leader."""
+    """Deletes what append attempts left behind that were cut between their two steps, on a Redis Cluster."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
