@@ -7,7 +7,7 @@ one exists.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -95,28 +95,23 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
     lines: tuple[str, ...]
 
 
-class Configured(NamedTuple):
-    """The configuration of a run and its state, as the last record set it."""
-
-    config: RunConfig | None
-    state: str
-
-
 class Changes(msgspec.Struct):
     """The newest changes, oldest first. `revision`: ledger entry of the configuration."""
 
     revision: int = 0
     newest: list[Change] = []
 
-    def add_config(self, entry: int, step: int, record: ConfigRecord, before: Configured, after: RunConfig) -> None:
-        """Note ledger entry `entry`, which replaces a configuration at the next unacked step `step`."""
+    def add_config(
+        self, entry: int, step: int, record: ConfigRecord, before: RunConfig | None, phase: str, after: RunConfig
+    ) -> None:
+        """Note ledger entry `entry`, which replaces a configuration and a phase at the next unacked step `step`."""
         self.revision = entry
-        if before.config is None:
+        if before is None:
             return
-        lines = _lines(msgspec.to_builtins(before.config), msgspec.to_builtins(after), "")
-        if record.state != before.state:
+        lines = _lines(msgspec.to_builtins(before), msgspec.to_builtins(after), "")
+        if record.state != phase:
             reason = f" ({record.reason})" if record.reason else ""
-            lines.append(f"state: {before.state} → {record.state}{reason}")
+            lines.append(f"state: {phase} → {record.state}{reason}")
         self._add(Change(entry, step, record.at_s, record.by, tuple(lines[:MOST_LINES])))
 
     def add_rewind(self, entry: int, record: RewindRecord) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
-from replaybuf.kernel.figures.events import Configured
 from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
@@ -264,9 +263,9 @@ class RunState:
             self.figures.drop(reason, self.pool.dead_letter(rows, reason, versions, record.at_s))
 
     def _configure(self, record: ConfigRecord) -> None:
-        before = Configured(self.config, self.config_phase)
+        before, phase = self.config, self.config_phase
         self.config = read_config(record.config, f"ledger entry {self.entries}")
-        self.figures.changes.add_config(self.entries, self.step, record, before, self.config)
+        self.figures.changes.add_config(self.entries, self.step, record, before, phase, self.config)
         for name in self.config.adapter_names:
             self.published.setdefault(name, 0)
             self.weights_uri.setdefault(name, None)
