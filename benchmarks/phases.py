@@ -40,10 +40,10 @@ PHASES = {
     "decode": "wire/frame.py:decode_frame wire/column/columns.py",
     "written anew": "wire/frame.py:encode_frame",
     "advantages": "kernel/strategy/advantages.py",
-    "check": "wire/group_check.py run/append/admission.py",
+    "check": "wire/group_check.py run/append/group_check.py",
     "index entry": "store/groups.py:_entr store/groups.py:_publish_words rows/index.py:encode_entry store/entries.py",
     "Redis": "store/redis/ redis/asyncio/ store/groups.py asyncio/streams.py",
-    "fold": "run/journal.py kernel/state/run_state.py store/loss/",
+    "fold": "run/journal.py kernel/state/run_state.py store/known_ends.py",
     "after storing": "run/append/arrivals.py run/append/eviction.py",
     "orchestration": "run/append/",
 }

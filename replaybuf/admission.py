@@ -1,6 +1,6 @@
-"""Names that admission plug-ins build on. `replaybuf.kernel.strategy.admissions` documents each of them."""
+"""Names that admission plug-ins build on. `replaybuf.kernel.strategy.admission_plugin` documents each of them."""
 
-from replaybuf.kernel.strategy.admissions import Admission, AdmissionOptions, Refusal
+from replaybuf.kernel.strategy.admission_plugin import Admission, AdmissionOptions, Refusal
 from replaybuf.wire.group import Group, split_rollouts
 
 __all__ = ["Admission", "AdmissionOptions", "Group", "Refusal", "split_rollouts"]

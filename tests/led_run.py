@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from replaybuf.service.bodies.writer import Part
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from replaybuf.cli.service import AsJson, print_json
 from replaybuf.errors import Invalid, ReplaybufError, StrategyFault
-from replaybuf.kernel.strategy.admissions import Admission, AdmissionOptions
+from replaybuf.kernel.strategy.admission_plugin import Admission, AdmissionOptions
 from replaybuf.kernel.strategy.contract import Filter, Strategy
 from replaybuf.kernel.strategy.options import REQUIRED, StrategyOptions, check_options, describe_options
 from replaybuf.kernel.strategy.plugin_set import bounds_of

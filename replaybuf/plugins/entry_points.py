@@ -55,12 +55,8 @@ def find(group: str, name: str) -> EntryPoint:
         kind = group.rpartition(".")[2].removesuffix("s").replace("ie", "y")
         if adapter := _ADAPTERS.get((group, name)):
             raise MissingExtra(f"the {kind} plug-in {name!r}", adapter=adapter)
-        raise Invalid(
-            f"{kind} is {name!r}; installed: {', '.join(names(group)) or 'none'}",
-            name=kind,
-            value=name,
-            bound=names(group),
-        )
+        detail = f"{kind} is {name!r}; installed: {', '.join(names(group)) or 'none'}"
+        raise Invalid(detail, name=kind, value=name, bound=names(group))
     return next(iter(matching))
 
 
@@ -113,9 +109,8 @@ def configured(name: str, call: Callable[[], T]) -> T:
         try:
             return call_twice_limited(call)
         except TookTooLong as error:
-            raise Invalid(
-                f"plug-in {name!r}, when it was configured, {error}", name=name, value=name, bound=CALL_LIMIT_S
-            ) from error
+            detail = f"plug-in {name!r}, when it was configured, {error}"
+            raise Invalid(detail, name=name, value=name, bound=CALL_LIMIT_S) from error
 
 
 @contextlib.contextmanager

@@ -34,9 +34,8 @@ from replaybuf.service.rotation import TICK_ROUNDS, WATCH_ROUNDS, BusyRuns, Rota
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
-from replaybuf.service.tasks import cancel_all, do_all, raise_first
 from replaybuf.service.traffic import Traffic
-from replaybuf.service.turns import Work, do_in_turn, in_turns
+from replaybuf.service.turns import Work, cancel_all, do_all, do_in_turn, in_turns, raise_first
 from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
 from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name

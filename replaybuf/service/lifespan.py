@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from replaybuf.errors import Invalid
 from replaybuf.service.host import Service
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.tasks import cancel_all
+from replaybuf.service.turns import cancel_all
 from replaybuf.store import EmbeddedServer, Store, WritePolicy, lock_folder
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
@@ -23,12 +23,8 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
     """
     policy = WritePolicy(options.durability, options.wait_replicas, options.wait_timeout_s)
     if not options.redis_url and policy.replicas:
-        raise Invalid(
-            f"wait_replicas is {policy.replicas}; the embedded Valkey has no replicas; set --redis-url",
-            name="wait_replicas",
-            value=policy.replicas,
-            bound=0,
-        )
+        detail = f"wait_replicas is {policy.replicas}; the embedded Valkey has no replicas; set --redis-url"
+        raise Invalid(detail, name="wait_replicas", value=policy.replicas, bound=0)
     tokenizer = await asyncio.to_thread(Tokenizer, options.tokenizer) if options.tokenizer else None
     server = None if options.redis_url else EmbeddedServer(options.data_dir, options.durability)
     if server:

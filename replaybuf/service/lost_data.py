@@ -28,13 +28,11 @@ async def accept_loss(service: Service, name: str, request: LossRequest, *, by: 
         seen = missing == (request.entries, request.groups)
         record = LossRecord(entries=loss.entries, groups=loss.groups, by=by, at_s=service.clock.wall())
         if not seen or not await service.store.runs.accept_loss(name, loss, encode_record(record)):
-            raise Conflict(
+            detail = (
                 f"entries are {request.entries} and groups {request.groups}; Redis lacks {lacks(*missing)} of {name}: "
-                "send these numbers if you accept that",
-                name="entries",
-                value=[request.entries, request.groups],
-                bound=list(missing),
+                "send these numbers if you accept that"
             )
+            raise Conflict(detail, name="entries", value=[request.entries, request.groups], bound=list(missing))
         logger.critical("loss accepted run=%s entries=%d groups=%d by=%s", name, loss.entries, loss.groups, by or "-")
     left = loss.shown
     return AcceptedLoss(

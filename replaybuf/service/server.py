@@ -29,9 +29,9 @@ from replaybuf.service.http.forwarding import Forwarding
 from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.guard.connection import Connection
 from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable, raise_descriptor_limit
+from replaybuf.service.http.guard.gates import StartGate
 from replaybuf.service.http.guard.handshake import Handshake
 from replaybuf.service.http.guard.origins import HostNames, OwnPagesOnly
-from replaybuf.service.http.guard.start_gate import StartGate
 from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
@@ -193,13 +193,11 @@ def _check_exposure(options: ServeOptions, tokens: Tokens) -> None:
     except ValueError:
         loopback = options.host == "localhost"
     if not loopback:
-        raise Invalid(
+        detail = (
             f"host is {options.host!r} and there is no tokens file; without tokens the service binds loopback only. "
-            f"Make one: {command_line('tokens', 'new')} --role operator --name NAME --tokens-file FILE",
-            name="host",
-            value=options.host,
-            bound="loopback, or --tokens-file",
+            f"Make one: {command_line('tokens', 'new')} --role operator --name NAME --tokens-file FILE"
         )
+        raise Invalid(detail, name="host", value=options.host, bound="loopback, or --tokens-file")
 
 
 def _check_advertised(url: str | None) -> None:
@@ -209,9 +207,5 @@ def _check_advertised(url: str | None) -> None:
     try:
         addresses_of(url)
     except Invalid as error:
-        raise Invalid(
-            f"advertise_url is {url!r}; use http://HOST:PORT or unix:/PATH",
-            name="advertise_url",
-            value=url,
-            bound="http://HOST:PORT or unix:/PATH",
-        ) from error
+        detail = f"advertise_url is {url!r}; use http://HOST:PORT or unix:/PATH"
+        raise Invalid(detail, name="advertise_url", value=url, bound="http://HOST:PORT or unix:/PATH") from error

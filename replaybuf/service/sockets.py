@@ -41,9 +41,8 @@ def listening_sockets(options: ServeOptions) -> Iterator[dict[str, socket.socket
 def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
     """Open the listening sockets, by the address for clients. Raises as `listening_sockets`."""
     if not options.tcp and not options.uds:
-        raise Invalid(
-            "tcp is off and uds is not set; set one of them", name="uds", value=None, bound="a path, or --tcp"
-        )
+        detail = "tcp is off and uds is not set; set one of them"
+        raise Invalid(detail, name="uds", value=None, bound="a path, or --tcp")
     listening = {}
     if options.tcp:
         tcp = _listen(options.host, options.port)
@@ -114,12 +113,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise ServiceUnavailable(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)",
-            name="port",
-            value=port,
-            bound="a free port",
-        ) from None
+        detail = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)"
+        raise ServiceUnavailable(detail, name="port", value=port, bound="a free port") from None
     listening.setblocking(False)
     return listening
 
@@ -127,10 +122,6 @@ def _listen(host: str, port: int) -> socket.socket:
 def certificate_of(options: ServeOptions) -> Certificate | None:
     """Return the certificate of a server, or None. Raises `Invalid`."""
     if options.uds and options.tls_cert and options.tls_key:
-        raise Invalid(
-            f"uds is {options.uds}; with TLS a server listens on TCP only. Start another server for the socket",
-            name="uds",
-            value=str(options.uds),
-            bound=None,
-        )
+        detail = f"uds is {options.uds}; with TLS a server listens on TCP only. Start another server for the socket"
+        raise Invalid(detail, name="uds", value=str(options.uds), bound=None)
     return open_certificate(options.tls_cert, options.tls_key)

@@ -1,11 +1,12 @@
-"""Long work beside the other tasks of the event loop: in turns with them, or in a thread."""
+"""Long work beside the other tasks of the event loop: in turns with them, or in a thread. Ends of background tasks."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import ParamSpec, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from replaybuf.errors import ServiceUnavailable
 
@@ -17,6 +18,8 @@ FEW = 2_000
 """Work on so many items takes a few milliseconds: less than a thread would delay it on a busy machine."""
 TURN_S = 0.005
 """A turn of the loop costs about 20 µs, so short items share one."""
+logger = logging.getLogger(__name__)
+CANCEL_AGAIN_S = 1.0
 
 
 class Turn:
@@ -64,3 +67,25 @@ async def call_beside(size: int, call: Callable[P, T], *arguments: P.args, **opt
     if size <= FEW:
         return call(*arguments, **options)
     return await asyncio.to_thread(call, *arguments, **options)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks again and again until each has ended: a library may swallow a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        for task in left:
+            logger.warning("job did not end when cancelled job=%s at=%s", task.get_name(), task.get_stack(limit=1))
+
+
+async def do_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at once to their ends. Raises the first of their errors."""
+    raise_first(await asyncio.gather(*work, return_exceptions=True))
+
+
+def raise_first(outcomes: Iterable[BaseException | None]) -> None:
+    """Raise the first error among the outcomes of several pieces of work."""
+    if failure := next((outcome for outcome in outcomes if outcome), None):
+        raise failure

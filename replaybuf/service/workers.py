@@ -24,7 +24,7 @@ from replaybuf.logs import announce
 from replaybuf.service import server
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.sockets import listening_sockets
-from replaybuf.service.tasks import cancel_all
+from replaybuf.service.turns import cancel_all
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.decoding import prepared
 
@@ -112,13 +112,11 @@ async def _serve_by_workers(options: ServeOptions) -> None:
 def _check(options: ServeOptions) -> None:
     if options.tcp and options.port and options.port + options.workers > LARGEST_PORT:
         last = options.port + options.workers
-        raise Invalid(
+        detail = (
             f"port is {options.port} and workers is {options.workers}: the last worker needs port {last}; choose a "
-            f"--port of at most {LARGEST_PORT - options.workers}",
-            name="port",
-            value=options.port,
-            bound=LARGEST_PORT - options.workers,
+            f"--port of at most {LARGEST_PORT - options.workers}"
         )
+        raise Invalid(detail, name="port", value=options.port, bound=LARGEST_PORT - options.workers)
 
 
 def _pass_signals_to(workers: Workers) -> None:
@@ -180,9 +178,8 @@ class Workers:
             if self._stopping.is_set():
                 return
             if not self._serving[number].is_set():
-                raise ServiceUnavailable(
-                    f"worker {number} ended with {code} before it served; its own message says why", name="workers"
-                )
+                detail = f"worker {number} ended with {code} before it served; its own message says why"
+                raise ServiceUnavailable(detail, name="workers")
             pause_s = SHORTEST_PAUSE_S if loop.time() - began_s > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
             logger.error("worker ended number=%d code=%d; it starts again in %.1f s", number, code, pause_s)
             with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
 """Durable storage in Redis streams: keys, the function library, the store, the embedded server."""
 
 from replaybuf.store.entries import AppendResult, IndexChunk, IndexEntry, PendingGroup
-from replaybuf.store.loss.ends import Ends
+from replaybuf.store.known_ends import Ends
 from replaybuf.store.redis.durability import WritePolicy
 from replaybuf.store.redis.embedded import EmbeddedServer, lock_folder
 from replaybuf.store.redis.server import ServerReport

@@ -158,11 +158,8 @@ class CopyStore:
         """
         if self._connection.cluster:
             # Nothing checks the lease in the slot of a payload: a restore that stood still would write over another.
-            raise UnsupportedServer(
-                f"{self._connection.url} is a Redis Cluster; restore to one server (redis://HOST:PORT/DB)",
-                name="redis_url",
-                value=self._connection.url,
-            )
+            detail = f"{self._connection.url} is a Redis Cluster; restore to one server (redis://HOST:PORT/DB)"
+            raise UnsupportedServer(detail, name="redis_url", value=self._connection.url)
         pipe = self._connection.client.pipeline(transaction=True)
         pipe.sismember(keys.RUNS, run)
         pipe.get(keys.deleted(run))
@@ -253,12 +250,11 @@ class CopyStore:
         (answer,) = await (self._connection.run_durably(pipe) if durably else self._connection.run(pipe.execute()))
         written, replies = answer
         if not written:
-            raise Conflict(
+            detail = (
                 f"the restore of run {run} lost its lease of {restore.lease_s:g} s on {self._connection.url}: it stood "
-                "still, or another process created, restored or deleted the run; start the restore again",
-                name="run",
-                value=run,
+                "still, or another process created, restored or deleted the run; start the restore again"
             )
+            raise Conflict(detail, name="run", value=run)
         return list(replies)
 
 

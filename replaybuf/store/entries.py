@@ -31,7 +31,7 @@ _LARGEST_BIT = 2**32 - 1
 class EntryStrings(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The variable part of an index entry; `lengths` are the tokens of each rollout, int32 bytes.
 
-    `ticket_s`: seconds since the epoch when the ticket was issued; None = unknown, and in older entries.
+    `ticket_s`: seconds since the epoch when the ticket was issued; None = unknown.
     """
 
     group_id: str

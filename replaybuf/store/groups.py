@@ -27,7 +27,7 @@ from replaybuf.store.entries import (
     read_chunk,
     read_stored,
 )
-from replaybuf.store.loss.ends import Ends
+from replaybuf.store.known_ends import Ends
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.faults import dropped_payload
 from replaybuf.store.redis.pipeline import read_values
@@ -270,9 +270,7 @@ class GroupStore:
         entries = {entry.number: entry for reply in replies if reply for entry in read_chunk(reply, run).entries()}
         missing = [number for number in numbers if number not in entries]
         if missing:
-            pipe = self._connection.pipeline()
-            pipe.hmget(keys.old_entries(run), [str(number) for number in missing])
-            (old,) = await self._connection.read(run, pipe)
+            old = await self._connection.read_one(run, "HMGET", keys.old_entries(run), *map(str, missing))
             for number, raw in zip(missing, old, strict=True):
                 if raw is not None:
                     (entries[number],) = read_stored(np.array([number]), [raw], run).entries()
@@ -282,9 +280,7 @@ class GroupStore:
         """Look up the numbers stored under these ids; 0 = the group was stored, and its history is trimmed."""
         if not group_ids:
             return []
-        pipe = self._connection.pipeline()
-        pipe.hmget(keys.group_ids(run), list(group_ids))
-        (replies,) = await self._connection.read(run, pipe)
+        replies = await self._connection.read_one(run, "HMGET", keys.group_ids(run), *group_ids)
         numbers = [None if number is None else int(number) for number in replies]
         pipe = self._connection.pipeline()
         asked: list[int] = []

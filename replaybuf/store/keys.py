@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import crc32c
 
@@ -59,19 +59,32 @@ BUCKETS = 64
 NONCE_BYTES = 8
 
 
-def index(run: str) -> str:
-    """Build the key of the stream of groups."""
-    return f"rb:{{{run}}}:idx"
+def _of_run(part: str) -> Callable[[str], str]:
+    """Return a function that builds this key of a run."""
+    return lambda run: f"rb:{{{run}}}:{part}"
 
 
-def group_ids(run: str) -> str:
-    """Build the key of the deduplication hash."""
-    return f"rb:{{{run}}}:gid"
-
-
-def old_entries(run: str) -> str:
-    """Build the key of the index entries that trimming had to keep."""
-    return f"rb:{{{run}}}:old"
+# The table above says what each key holds.
+index = _of_run("idx")
+group_ids = _of_run("gid")
+old_entries = _of_run("old")
+snapshot = _of_run("snap")
+ledger = _of_run("led")
+candidates = _of_run("candidates")
+evaluations = _of_run("evals")
+samples = _of_run("samples")
+cursors = _of_run("cursors")
+spill = _of_run("spill")
+tickets = _of_run("tickets")
+counts = _of_run("counts")
+fence = _of_run("fence")
+lead = _of_run("lead")
+lost = _of_run("lost")
+incarnation = _of_run("incarnation")
+deleted = _of_run("deleted")
+buckets = _of_run("buckets")
+no_names = _of_run("none")
+"""Never exists: the place of a list that is in another slot."""
 
 
 def prompts_done(run: str, adapter: str) -> str:
@@ -79,90 +92,15 @@ def prompts_done(run: str, adapter: str) -> str:
     return f"rb:{{{run}}}:done:{adapter}"
 
 
-def snapshot(run: str) -> str:
-    """Build the key of the snapshot."""
-    return f"rb:{{{run}}}:snap"
-
-
-def ledger(run: str) -> str:
-    """Build the key of the stream of decisions."""
-    return f"rb:{{{run}}}:led"
-
-
 def new_entry() -> int:
     """Build a new key for a ledger entry. Counters are whole numbers of at most 18 digits, and it is one of them."""
     return int(secrets.token_hex(7), 16)
-
-
-def candidates(run: str) -> str:
-    """Build the key of the stream of what batches were chosen from."""
-    return f"rb:{{{run}}}:candidates"
-
-
-def evaluations(run: str) -> str:
-    """Build the key of the stream of evaluation results."""
-    return f"rb:{{{run}}}:evals"
-
-
-def samples(run: str) -> str:
-    """Build the key of the rollouts of trained steps that stay readable."""
-    return f"rb:{{{run}}}:samples"
-
-
-def cursors(run: str) -> str:
-    """Build the key of the cursors of readers."""
-    return f"rb:{{{run}}}:cursors"
-
-
-def spill(run: str) -> str:
-    """Build the key of the spilled groups."""
-    return f"rb:{{{run}}}:spill"
-
-
-def tickets(run: str) -> str:
-    """Build the key of the tickets by deadline."""
-    return f"rb:{{{run}}}:tickets"
-
-
-def counts(run: str) -> str:
-    """Build the key of the counters."""
-    return f"rb:{{{run}}}:counts"
-
-
-def fence(run: str) -> str:
-    """Build the key of the fencing token."""
-    return f"rb:{{{run}}}:fence"
-
-
-def lead(run: str) -> str:
-    """Build the key of the lease."""
-    return f"rb:{{{run}}}:lead"
-
-
-def lost(run: str) -> str:
-    """Build the key of the ends that a server knows and Redis lacks."""
-    return f"rb:{{{run}}}:lost"
-
-
-def incarnation(run: str) -> str:
-    """Build the key of the number of deletions of runs of this name."""
-    return f"rb:{{{run}}}:incarnation"
 
 
 @functools.lru_cache(maxsize=1024)
 def guarded(run: str) -> tuple[str, ...]:
     """List the first keys of each function that works on one run, in the order of `library.lua`."""
     return (fence(run), ledger(run), index(run), group_ids(run), counts(run), lost(run), incarnation(run))
-
-
-def deleted(run: str) -> str:
-    """Build the key of the mark of a deleted run."""
-    return f"rb:{{{run}}}:deleted"
-
-
-def no_names(run: str) -> str:
-    """Build a key that never exists, in the slot of a run: the place of a list that is in another slot."""
-    return f"rb:{{{run}}}:none"
 
 
 def all_of(run: str, adapters: Iterable[str]) -> list[str]:
@@ -213,11 +151,6 @@ def attempts(run: str, bucket: int) -> str:
 def written(run: str, bucket: int) -> str:
     """Build the key of the number of payloads that were ever written to a bucket."""
     return f"rb:{{{run}/{bucket:02d}}}:written"
-
-
-def buckets(run: str) -> str:
-    """Build the key of what is published of the buckets of a run."""
-    return f"rb:{{{run}}}:buckets"
 
 
 def payload_prefixes(run: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ READ_CHUNK_BYTES = 1 << 20
 
 
 class LedgerEntry(NamedTuple):
-    """An entry as it was read. `key` is random, "" in entries of older releases."""
+    """An entry as it was read. `key` is random: it identifies the history."""
 
     number: int
     record: AnyRecord
@@ -153,9 +153,7 @@ class LedgerStore:
         left, chunk = count, FIRST_CHUNK_ENTRIES
         while left is None or left > 0:
             chunk = chunk if left is None else min(left, chunk)
-            pipe = self._connection.pipeline()
-            pipe.xrange(keys.ledger(run), min=f"({after}-0", max="+", count=chunk)
-            (raw,) = await self._connection.read(run, pipe)
+            raw = await self._connection.read_one(run, "XRANGE", keys.ledger(run), f"({after}-0", "+", "COUNT", chunk)
             if not raw:
                 return
             size = sum(len(fields.get(b"r", b"")) for _, fields in raw)
@@ -170,9 +168,9 @@ class LedgerStore:
 
         Returns them with their entries, newest first. Raises `Unreadable`.
         """
-        pipe = self._connection.pipeline()
-        pipe.xrevrange(keys.candidates(run), max="+" if upto is None else f"{upto}-0", min="-", count=count)
-        (candidates,) = await self._connection.read(run, pipe)
+        newest = "+" if upto is None else f"{upto}-0"
+        words = ("XREVRANGE", keys.candidates(run), newest, "-", "COUNT", count)
+        candidates = await self._connection.read_one(run, *words)
         return [_read_candidates(*candidate) for candidate in candidates or ()]
 
 
@@ -181,11 +179,8 @@ def _read_candidates(entry_id: bytes, fields: Mapping[bytes, bytes]) -> tuple[in
     try:
         return number, msgspec.msgpack.decode(fields[b"c"], type=prepared(Candidates))
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(
-            f"what the batch at ledger entry {number} was chosen from does not decode: {error}",
-            name="entry",
-            value=number,
-        ) from error
+        detail = f"what the batch at ledger entry {number} was chosen from does not decode: {error}"
+        raise Unreadable(detail, name="entry", value=number) from error
 
 
 def _reaching(record: AnyRecord, newest_group: bytes | str) -> AnyRecord:

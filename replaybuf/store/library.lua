@@ -12,11 +12,8 @@ end
 
 -- Numbers of the newest ledger entry and of the newest group, and the key of that entry ('' = it has none).
 local function read_ends(run)
-  local found = redis.call('HMGET', run.counts, 'entries', 'stored', 'entry_key')
-  if not found[1] then -- no entry yet, or entries of a release that did not count them
-    found[1] = number_of(redis.call('XREVRANGE', run.ledger, '+', '-', 'COUNT', 1)[1])
-  end
-  return tonumber(found[1]), tonumber(found[2] or 0), found[3] or ''
+  local counts = redis.call('HMGET', run.counts, 'entries', 'stored', 'entry_key')
+  return tonumber(counts[1] or 0), tonumber(counts[2] or 0), counts[3] or ''
 end
 
 -- Whether ledger entry `known` of the caller is in the ledger under its key ('' = unknown). `newest`, `newest_key`: what
@@ -668,9 +665,7 @@ local function snapshot(keys, args, run)
   local _, newest = read_ends(run)
   redis.call('XTRIM', run.index, 'MINID', math.min(args[2], newest) .. '-0')
   redis.call('XTRIM', run.ledger, 'MINID', args[3] .. '-0')
-  if keys[3] then -- callers of an older release do not name it
-    redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
-  end
+  redis.call('XTRIM', keys[3], 'MINID', args[3] .. '-0')
 end
 
 -- Delete old entries. keys: old entries; args: numbers

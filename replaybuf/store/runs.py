@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 from replaybuf.errors import Gone, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
-from replaybuf.store.loss.ends import Ends, Loss, read_known
+from replaybuf.store.known_ends import Ends, Loss, read_known
 from replaybuf.store.redis.connection import Connection, text
 from replaybuf.store.redis.pipeline import FastPipeline
 from replaybuf.store.tickets import WHOLE
@@ -160,9 +160,9 @@ class RunStore:
 
     async def release_lease(self, run: str, holder: str) -> None:
         """Release the lease if `holder` has it."""
-        pipe = self._connection.pipeline()
-        pipe.fcall("rb_resign", 1, keys.lead(run), holder)
-        await self._connection.run(pipe.execute())
+        await self._connection.run(
+            self._connection.client.execute_command("FCALL", "rb_resign", 1, keys.lead(run), holder)
+        )
 
     # ------------------------------------------------------------------ lost data
 
@@ -194,9 +194,7 @@ class RunStore:
         shown, known = loss
         names = [*keys.guarded(run), keys.lead(run)]
         arguments = [shown.entry, shown.group, known.incarnation, known.entry, known.group, record, keys.new_entry()]
-        pipe = self._connection.pipeline()
-        pipe.fcall("rb_accept_loss", len(names), *names, *arguments)
-        (incarnation,) = await self._connection.run_durably(pipe)
+        incarnation = await self._connection.write_one("FCALL", "rb_accept_loss", len(names), *names, *arguments)
         if incarnation:
             self._connection.known.begin(run, int(incarnation))
         if incarnation and self._buckets:
@@ -267,18 +265,15 @@ class RunStore:
         return {name: mark for name, mark in marks.items() if mark.startswith(DELETING)}
 
     async def _abandon(self, run: str, mark: str, deletion: str) -> bool:
-        pipe = self._connection.pipeline()
-        pipe.fcall("rb_abandon", 2, keys.deleted(run), keys.lead(run), mark, deletion)
-        (abandoned,) = await self._connection.run_durably(pipe)
-        return bool(abandoned)
+        return await self._change("rb_abandon", [keys.deleted(run), keys.lead(run)], [mark, deletion])
 
     async def erase(self, run: str, mark: str, names: Sequence[str]) -> bool:
         """Delete keys of a deleted run. Returns False, and deletes nothing, if its mark has changed."""
         if self._buckets is None:
-            return await self._erase("rb_erase", [keys.deleted(run), *names], [mark])
+            return await self._change("rb_erase", [keys.deleted(run), *names], [mark])
         # Between the two another server may finish the deletion, but no run gets the same payload keys: a cluster takes
         # no restored runs.
-        marked = await self._erase("rb_erase", [keys.deleted(run)], [mark])
+        marked = await self._change("rb_erase", [keys.deleted(run)], [mark])
         if marked and self._buckets:
             await self._buckets.unlink(names, durably=True)
         return marked
@@ -292,7 +287,7 @@ class RunStore:
         if self._connection.cluster:  # other slots: the names go after the mark, and again by `read_deletions`
             lists = (keys.no_names(run), keys.no_names(run))
         names = [keys.deleted(run), *lists, keys.incarnation(run), *keys.all_of(run, adapters)]
-        erased = await self._erase("rb_erase_last", names, [mark, run, NAME_TAKEN_S])
+        erased = await self._change("rb_erase_last", names, [mark, run, NAME_TAKEN_S])
         if erased and self._connection.cluster:
             await self._forget_names([run])
         return erased
@@ -300,15 +295,10 @@ class RunStore:
     async def _forget_names(self, runs: Sequence[str]) -> None:
         """Remove deleted runs of a cluster from the list of all runs, then from the list of work."""
         for key in (keys.RUNS, keys.DELETING) if runs else ():
-            pipe = self._connection.pipeline()
-            pipe.srem(key, *runs)
-            await self._connection.run_durably(pipe)
+            await self._connection.write_one("SREM", key, *runs)
 
-    async def _erase(self, function: str, names: Sequence[str], arguments: Sequence[str | int]) -> bool:
-        pipe = self._connection.pipeline()
-        pipe.fcall(function, len(names), *names, *arguments)
-        (erased,) = await self._connection.run_durably(pipe)
-        return bool(erased)
+    async def _change(self, function: str, names: Sequence[str], arguments: Sequence[str | int]) -> bool:
+        return bool(await self._connection.write_one("FCALL", function, len(names), *names, *arguments))
 
 
 def read_incarnation(run: str, raw: bytes | None) -> int:

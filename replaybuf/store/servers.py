@@ -42,14 +42,12 @@ class ServerStore:
         owner = (await self._connection.run_durably(pipe))[-1]
         if owner is not None and text(owner) != deployment:
             ours = f"this server is of {deployment!r}" if deployment else "this server names none"
-            raise Conflict(
+            detail = (
                 f"{self._connection.url} belongs to the deployment {text(owner)!r}, and {ours}: start it with "
                 f"--deployment {text(owner)}, or with another Redis; if that deployment is gone, delete the key "
-                f"{keys.DEPLOYMENT}",
-                name="deployment",
-                value=deployment,
-                bound=text(owner),
+                f"{keys.DEPLOYMENT}"
             )
+            raise Conflict(detail, name="deployment", value=deployment, bound=text(owner))
 
     async def announce(self, holder: str, release: str, most_silent_s: float, wall_s: float) -> list[AnnouncedServer]:
         """Announce a server, and forget those that have been silent for longer; return all, this one first.
@@ -58,9 +56,9 @@ class ServerStore:
 
         One function call reads, compares and forgets, so a server that announces itself meanwhile is not forgotten.
         """
-        pipe = self._connection.pipeline()
-        pipe.fcall("rb_announce", 1, keys.SERVERS, holder, release, int(most_silent_s * 1000), int(wall_s * 1000))
-        (reply,) = await self._connection.run(pipe.execute())
+        words = (holder, release, int(most_silent_s * 1000), int(wall_s * 1000))
+        call = self._connection.client.execute_command("FCALL", "rb_announce", 1, keys.SERVERS, *words)
+        reply = await self._connection.run(call)
         fields = [iter(reply)] * 5
         return [
             AnnouncedServer(text(name), text(of), int(alive) / 1000, int(silent) / 1000, int(ahead or 0) / 1000)

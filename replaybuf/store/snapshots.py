@@ -29,9 +29,7 @@ class SnapshotStore:
 
     async def read(self, run: str) -> bytes | None:
         """Read the snapshot; None = none was written yet."""
-        pipe = self._connection.pipeline()
-        pipe.get(keys.snapshot(run))
-        raw: bytes | None = (await self._connection.read(run, pipe))[0]
+        raw: bytes | None = await self._connection.read_one(run, "GET", keys.snapshot(run))
         return raw
 
     async def write(
@@ -48,17 +46,14 @@ class SnapshotStore:
 
     async def read_old_entries(self, run: str) -> AsyncIterator[IndexChunk]:
         """Read the entries that trimming kept, in the order of their numbers, in chunks."""
-        key, pipe = keys.old_entries(run), self._connection.pipeline()
-        pipe.hkeys(key)
-        fields = (await self._connection.read(run, pipe))[0]
+        key = keys.old_entries(run)
+        fields = await self._connection.read_one(run, "HKEYS", key)
         if strange := next((field for field in fields if not WHOLE.fullmatch(field)), None):
             raise Unreadable(f"{key} has the field {strange[:80]!r}; fields are numbers of groups", name=key)
         numbers = np.sort(np.array(fields, np.int64))
         for start in range(0, len(numbers), READ_CHUNK_ENTRIES):
             chunk = numbers[start : start + READ_CHUNK_ENTRIES]
-            pipe = self._connection.pipeline()
-            pipe.hmget(key, [str(number) for number in chunk.tolist()])
-            (raw,) = await self._connection.read(run, pipe)
+            raw = await self._connection.read_one(run, "HMGET", key, *map(str, chunk.tolist()))
             yield read_stored(chunk, raw, run)
 
     async def delete_old_entries(self, run: str, token: str, numbers: Sequence[int]) -> None:

@@ -195,10 +195,8 @@ class SpillStore:
     def check_supported(self) -> None:
         """Raise `Invalid` on a cluster: a frame and the record of its move may be on different nodes."""
         if self._connection.cluster:
-            raise Invalid(
-                f"spill cannot be used with a Redis Cluster ({self._connection.url}); add nodes or memory to it",
-                name="spill",
-            )
+            detail = f"spill cannot be used with a Redis Cluster ({self._connection.url}); add nodes or memory to it"
+            raise Invalid(detail, name="spill")
 
     async def read_folder(self, run: str) -> tuple[str, str] | None:
         """Read URL and name of a run's folder; None before the first move.
@@ -218,16 +216,15 @@ class SpillStore:
             raise Unreadable(detail, name="spill", value=folder)
         return url, folder
 
-    async def read_spilled(self, run: str) -> dict[int, int | None]:
-        """Read the bytes in files by group, in pieces; None = all of a group, as an older release moved it."""
-        spilled: dict[int, int | None] = {}
+    async def read_spilled(self, run: str) -> dict[int, int]:
+        """Read the bytes in files by group, in pieces."""
+        spilled: dict[int, int] = {}
         position = 0
         while True:
             scan: Any = self._connection.client.hscan(keys.spill(run), position, count=_SCANNED)
             position, fields = await self._connection.run(scan)
-            for name, nbytes in ((text(name), text(value)) for name, value in fields.items()):
-                if WHOLE.fullmatch(name.encode()):
-                    spilled[int(name)] = int(nbytes) if WHOLE.fullmatch(nbytes.encode()) else None
+            pairs = [pair for pair in fields.items() if all(map(WHOLE.fullmatch, pair))]
+            spilled |= {int(number): int(nbytes) for number, nbytes in pairs}
             if not position:
                 return spilled
 

@@ -84,11 +84,8 @@ class SpillFolder(ABC):
             raise self._away(f"{doing}: {error or type(error).__name__}") from error
 
     def _away(self, why: str) -> SpillAway:
-        return SpillAway(
-            f"the spill folder {self.url} cannot be used: {why}. Nothing is lost: make the folder available again",
-            name="spill.url",
-            value=self.url,
-        )
+        detail = f"the spill folder {self.url} cannot be used: {why}. Nothing is lost: make the folder available again"
+        return SpillAway(detail, name="spill.url", value=self.url)
 
     def _not_marked(self, folder: str) -> SpillAway:
         return self._away(

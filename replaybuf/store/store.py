@@ -24,14 +24,12 @@ from typing import Any
 from replaybuf.errors import Unreadable
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.copying import CopyStore
-from replaybuf.store.cursors import CursorStore
-from replaybuf.store.evaluations import EvaluationStore
 from replaybuf.store.groups import GroupStore, with_columns
 from replaybuf.store.ledger import LedgerStore
+from replaybuf.store.reader_data import CursorStore, EvaluationStore, SampleStore
 from replaybuf.store.redis.connection import Connection
 from replaybuf.store.redis.durability import STRICT, WritePolicy
 from replaybuf.store.runs import RunStore
-from replaybuf.store.samples import SampleStore
 from replaybuf.store.servers import ServerStore
 from replaybuf.store.snapshots import SnapshotStore
 from replaybuf.store.spill import SpillStore

@@ -8,7 +8,7 @@ from typing import Any
 from replaybuf.errors import DataLost, LedgerGap, ServiceUnavailable
 from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
-from replaybuf.store.loss.ends import Ends
+from replaybuf.store.known_ends import Ends
 from replaybuf.store.redis.cluster_reads import ClusterReads
 from replaybuf.store.redis.connection import Connection, text
 

@@ -115,9 +115,8 @@ def _read_tickets(counts: Any, reply: Any) -> RunTickets:
     tickets: list[tuple[str, float | None]] = []
     for ticket, deadline_ms in zip(map(text, flat[::2]), map(float, flat[1::2]), strict=True):
         if not math.isfinite(deadline_ms):
-            raise Unreadable(
-                f"the deadline of ticket {ticket[:80]!r} is {deadline_ms}; a time is needed", name="tickets"
-            )
+            detail = f"the deadline of ticket {ticket[:80]!r} is {deadline_ms}; a time is needed"
+            raise Unreadable(detail, name="tickets")
         tickets.append((ticket, (deadline_ms - int(now_ms)) / 1000 if deadline_ms else None))
     return RunTickets(_integers(counts), tickets)
 

@@ -127,9 +127,8 @@ def _parse_cluster(url: str) -> tuple[tuple[Address, ...], dict[str, Any]]:
         return tuple(_parse_host(host, _PORT) for host in hosts.split(",")), {**options, "ssl": scheme == "rediss"}
     except ValueError:  # its message may hold a part of the password
         shown = without_password(url)
-        raise Invalid(
-            f"redis_url is {shown!r}; use {_CLUSTER_FORM}", name="redis_url", value=shown, bound=_CLUSTER_FORM
-        ) from None
+        detail = f"redis_url is {shown!r}; use {_CLUSTER_FORM}"
+        raise Invalid(detail, name="redis_url", value=shown, bound=_CLUSTER_FORM) from None
 
 
 def open_reader(url: str, **options: Any) -> redis.Redis | RedisCluster:
@@ -166,9 +165,8 @@ class SentinelUrl:
             return cls._parse(url)
         except ValueError:  # its message may hold a part of the password
             shown = without_password(url)
-            raise Invalid(
-                f"redis_url is {shown!r}; use {_SENTINEL_FORM}", name="redis_url", value=shown, bound=_SENTINEL_FORM
-            ) from None
+            detail = f"redis_url is {shown!r}; use {_SENTINEL_FORM}"
+            raise Invalid(detail, name="redis_url", value=shown, bound=_SENTINEL_FORM) from None
 
     @classmethod
     def _parse(cls, url: str) -> SentinelUrl:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.kernel.strategy.admissions import Admission, Refusal
+from replaybuf.kernel.strategy.admission_plugin import Admission, Refusal
 from replaybuf.testing.scenes import require
 from replaybuf.wire.column.columns import OPTIONAL
 from replaybuf.wire.frame import decode_frame, encode_frame

@@ -193,9 +193,8 @@ def read_batch(body: bytes | bytearray | memoryview) -> Batch:
         meta = _decode_meta(header.pop("__metadata__")[METADATA_KEY])
         tensors = {name: view_tensor(data, entry) for name, entry in header.items()}
         if not 0 <= meta.micro_batches <= len(tensors):
-            raise ValueError(
-                f"{counted(meta.micro_batches, 'micro-batch')} do not fit {counted(len(tensors), 'tensor')}"
-            )
+            detail = f"{counted(meta.micro_batches, 'micro-batch')} do not fit {counted(len(tensors), 'tensor')}"
+            raise ValueError(detail)
         rows: dict[str, dict[str, Any]] = {str(number): {} for number in range(meta.micro_batches)}
         for name, view in tensors.items():
             number, _, field = name.partition(".")

@@ -72,12 +72,8 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `Invalid` for coefficients outside their bounds, and if both are 0."""
         values = (self.linear, self.quadratic)
         if not all(0 <= value <= LARGEST_COST for value in values) or not any(values):
-            raise Invalid(
-                f"cost is {self.linear}·L + {self.quadratic}·L²; both must be in 0..{LARGEST_COST}, and one > 0",
-                name="cost",
-                value=list(values),
-                bound=LARGEST_COST,
-            )
+            detail = f"cost is {self.linear}·L + {self.quadratic}·L²; both must be in 0..{LARGEST_COST}, and one > 0"
+            raise Invalid(detail, name="cost", value=list(values), bound=LARGEST_COST)
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

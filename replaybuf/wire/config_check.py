@@ -36,12 +36,8 @@ def check_run_config(config: RunConfig, ranks: int = 1) -> None:
     if config.adapters:
         _check_adapters(config)
     elif batch.tokens_per_batch is None and batch.groups_per_batch is None:
-        raise Invalid(
-            "batch.tokens_per_batch and batch.groups_per_batch are both null; a batch would never be full",
-            name="batch.tokens_per_batch",
-            value=None,
-            bound="one of the two set",
-        )
+        detail = "batch.tokens_per_batch and batch.groups_per_batch are both null; a batch would never be full"
+        raise Invalid(detail, name="batch.tokens_per_batch", value=None, bound="one of the two set")
     _check_sizes(config, batch.token_budget(ranks))
     _check_short_batches(config)
     _check_partial_groups(config)
@@ -87,13 +83,11 @@ def _check_short_batches(config: RunConfig) -> None:
     """Reject rules for short batches that contradict each other, or that no batch could meet."""
     batch = config.batch
     if batch.timeout_s is not None and batch.tail == "drop":
-        raise Invalid(
+        detail = (
             f"batch.tail is 'drop' and batch.timeout_s is {batch.timeout_s:g}; the time-out trains short batches and "
-            "the tail drops them: set tail to 'train', or timeout_s to null",
-            name="batch.tail",
-            value="drop",
-            bound="train",
+            "the tail drops them: set tail to 'train', or timeout_s to null"
         )
+        raise Invalid(detail, name="batch.tail", value="drop", bound="train")
     sizes = [config.groups_per_batch_of(adapter) for adapter in config.kept_adapters]
     most = sum(size for size in sizes if size) if sizes and all(sizes) else None
     if most is not None and batch.min_groups > most:
@@ -155,12 +149,8 @@ def _check_adapters(config: RunConfig) -> None:
             raise Invalid(f"adapters has {name!r}; a name must match {bound}", name="adapters", value=name, bound=bound)
         other = coded.setdefault(hash_name(name), name)
         if other != name:
-            raise Invalid(
-                f"adapters {other!r} and {name!r} have the same code, {hash_name(name)}; rename one of them",
-                name="adapters",
-                value=name,
-                bound=other,
-            )
+            detail = f"adapters {other!r} and {name!r} have the same code, {hash_name(name)}; rename one of them"
+            raise Invalid(detail, name="adapters", value=name, bound=other)
     groups = sum(config.adapters[name].groups_per_batch for name in config.kept_adapters)
     if len(config.adapters) > MOST_ADAPTERS:  # a PATCH added some
         raise _invalid("adapters", len(config.adapters), "removed ones count too", MOST_ADAPTERS)

@@ -19,8 +19,8 @@ once, the service slices, and readers get views into their buffer. A body may ho
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import crc32c
 import msgspec
@@ -39,6 +39,8 @@ from replaybuf.wire.column.columns import (
 )
 from replaybuf.wire.decoding import collector_paused
 from replaybuf.wire.group import Group, GroupJson, RolloutJson, group_from_json
+
+T = TypeVar("T")
 
 MEDIA_TYPE = "application/vnd.replaybuf.frames"
 MAGIC = b"RBF1"
@@ -95,7 +97,7 @@ def encode_frame(group: Group, *, compress: bool = False) -> bytes:
     arrays = columns_of(group)
     fields = _encode(_header_of(group))[:-1]  # without the columns, which come last: an empty map is one byte
     further = (*group.reward_parts, *(_LATER & arrays.keys()))
-    start = end = _aligned(PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
+    start = end = aligned(PREFIX.size + len(fields) + _COLUMNS_BOUND + sum(map(_entry_bound, further)))
     columns: dict[str, tuple[str, int, int, str]] = {}
     per_token: list[Any] = []  # these columns come first; the others are small
     rest: list[Any] = []
@@ -134,7 +136,7 @@ def smallest_frame_bytes(rollouts: int) -> int:
     finish_reasons = rollouts - 1
     end = PREFIX.size + len(_encode(_header_of(group))) - 1 + _COLUMNS_BOUND + finish_reasons
     for column in columns_of(group).values():
-        end = _aligned(end) + column.nbytes * rollouts
+        end = aligned(end) + column.nbytes * rollouts
     return end
 
 
@@ -145,9 +147,7 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARG
     decompresses anything, if the frame with all columns raw is larger.
     """
     buffer = memoryview(frame).toreadonly()
-    header_end = check_prefix(buffer)
-    check_checksum(buffer)
-    header = _read_header(buffer[PREFIX.size : header_end])
+    header, header_end = open_frame(buffer, _decode_header)
     arrays, parts = read_columns(buffer, header_end, header.columns, len(header.finish_reasons), max_bytes)
     return Group(
         group_id=header.group_id,
@@ -166,7 +166,7 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARG
 def is_compressed(frame: bytes | memoryview) -> bool:
     """Check whether a valid frame has compressed columns."""
     buffer = memoryview(frame)
-    header = _read_header(buffer[PREFIX.size : check_prefix(buffer)])
+    header = _read_header(buffer[PREFIX.size : _check_prefix(buffer, MAGIC)], _decode_header)
     return any(column.codec != "raw" for column in header.columns.values())
 
 
@@ -175,18 +175,15 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
     rest = memoryview(body)
     while rest:
         if len(rest) < PREFIX.size:
-            raise BrokenFrame(
-                f"{counted(len(rest), 'byte')} left; the minimum of a frame is {PREFIX.size}", name="length"
-            )
+            detail = f"{counted(len(rest), 'byte')} left; the minimum of a frame is {PREFIX.size}"
+            raise BrokenFrame(detail, name="length")
         length = struct.unpack_from("<Q", rest, 8)[0]
         if rest[:4] != MAGIC or not PREFIX.size <= length <= len(rest):
-            raise BrokenFrame(
+            detail = (
                 f"a frame of {counted(length, 'byte')} does not fit the {counted(len(rest), 'byte')} left, or its "
-                "magic is wrong",
-                name="length",
-                value=length,
-                bound=len(rest),
+                "magic is wrong"
             )
+            raise BrokenFrame(detail, name="length", value=length, bound=len(rest))
         yield rest[:length]
         rest = rest[length:]
 
@@ -195,12 +192,10 @@ def read_length(prefix: bytes) -> int:
     """Read the length of a frame from its first `PREFIX_BYTES`. Raises `BrokenFrame` if they start no frame."""
     magic, _, length, _, _ = PREFIX.unpack(prefix)
     if magic != MAGIC or length < PREFIX_BYTES:
-        raise BrokenFrame(
-            f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}",
-            name="length",
-            value=length,
-            bound=PREFIX_BYTES,
+        detail = (
+            f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}"
         )
+        raise BrokenFrame(detail, name="length", value=length, bound=PREFIX_BYTES)
     return int(length)
 
 
@@ -232,19 +227,19 @@ def _header_of(group: Group) -> FrameHeader:
 
 
 def _too_large(name: str, value: int, bound: int) -> TooLarge:
-    return TooLarge(
-        f"the {name} of the group has {value} bytes; the maximum is {bound}", name=name, value=value, bound=bound
-    )
+    detail = f"the {name} of the group has {value} bytes; the maximum is {bound}"
+    return TooLarge(detail, name=name, value=value, bound=bound)
 
 
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
+    """Return the next place of a column from an offset on."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 # ---------------------------------------------------------------------- reading
 
 
-def check_prefix(buffer: memoryview, expected: bytes = MAGIC) -> int:
+def _check_prefix(buffer: memoryview, expected: bytes) -> int:
     """Return the offset of the header's end. Raises `BrokenFrame`; `expected`: the magic of the kind of frame."""
     if len(buffer) < PREFIX.size:
         raise BrokenFrame(f"frame has {counted(len(buffer), 'byte')}; the minimum is {PREFIX.size}", name="length")
@@ -252,46 +247,32 @@ def check_prefix(buffer: memoryview, expected: bytes = MAGIC) -> int:
     if magic != expected:
         raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {expected!r}", name="magic")
     if version != FORMAT_VERSION:
-        raise BrokenFrame(
-            f"frame format version is {version}; this release reads {FORMAT_VERSION}",
-            name="version",
-            value=version,
-            bound=FORMAT_VERSION,
-        )
+        detail = f"frame format version is {version}; this release reads {FORMAT_VERSION}"
+        raise BrokenFrame(detail, name="version", value=version, bound=FORMAT_VERSION)
     if total != len(buffer) or header_length > len(buffer) - PREFIX.size:
-        raise BrokenFrame(
-            f"frame says {counted(total, 'byte')} with a header of {header_length}; it has {len(buffer)}",
-            name="length",
-            value=total,
-            bound=len(buffer),
-        )
+        detail = f"frame says {counted(total, 'byte')} with a header of {header_length}; it has {len(buffer)}"
+        raise BrokenFrame(detail, name="length", value=total, bound=len(buffer))
     if header_length > LARGEST_HEADER_BYTES:
-        raise BrokenFrame(
-            f"frame header has {header_length} bytes; the maximum is {LARGEST_HEADER_BYTES}",
-            name="header",
-            value=header_length,
-            bound=LARGEST_HEADER_BYTES,
-        )
+        detail = f"frame header has {header_length} bytes; the maximum is {LARGEST_HEADER_BYTES}"
+        raise BrokenFrame(detail, name="header", value=header_length, bound=LARGEST_HEADER_BYTES)
     return PREFIX.size + int(header_length)
 
 
-def check_checksum(buffer: memoryview) -> None:
-    """Raise `BrokenFrame` if the checksum of a frame does not fit its bytes."""
+def open_frame(buffer: memoryview, decode: Callable[[memoryview], T], expected: bytes = MAGIC) -> tuple[T, int]:
+    """Check prefix and checksum of a frame; return its header and where that ends. Raises `BrokenFrame`."""
+    header_end = _check_prefix(buffer, expected)
     stored, computed = stored_checksum(buffer), crc32c.crc32c(buffer[_CHECKED_FROM:])
     if stored != computed:
-        raise BrokenFrame(
-            f"frame checksum is {stored:#010x}; its bytes give {computed:#010x}",
-            name="crc32c",
-            value=stored,
-            bound=computed,
-        )
+        detail = f"frame checksum is {stored:#010x}; its bytes give {computed:#010x}"
+        raise BrokenFrame(detail, name="crc32c", value=stored, bound=computed)
+    return _read_header(buffer[PREFIX.size : header_end], decode), header_end
 
 
-def _read_header(raw: memoryview) -> FrameHeader:
+def _read_header(raw: memoryview, decode: Callable[[memoryview], T]) -> T:
     try:
         if len(raw) <= _SMALL_HEADER_BYTES:
-            return _decode_header(raw)
+            return decode(raw)
         with collector_paused():
-            return _decode_header(raw)
+            return decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BrokenFrame(f"frame header does not decode: {error}", name="header", value=str(error)) from error

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import GroupRejected, counted
+from replaybuf.wire.column.proofs import join_proofs, split_proofs
+from replaybuf.wire.drop_reasons import RejectionReason
 from replaybuf.wire.names import Name
-from replaybuf.wire.proofs import join_proofs, split_proofs
 
 OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "old_logprobs", "teacher_logprobs"]
 """Logprobs, float32 [C] in nats, that a group may have besides those of sampling.
@@ -184,16 +185,8 @@ def _count(mask: Bools, lengths: Int32s) -> Int32s:
     return np.array([np.count_nonzero(mask[a:b]) for a, b in zip(starts, ends, strict=True)], np.int32)
 
 
-_COLUMNS = (
-    "prompt_ids",
-    "prompt_lengths",
-    "prompt_mask",
-    "prompt_logprobs",
-    "completion_ids",
-    "completion_lengths",
-    "completion_mask",
-    *LOGPROBS,
-)
+_COLUMNS = ("prompt_ids", "prompt_lengths", "prompt_mask", "prompt_logprobs", *LOGPROBS)
+_COLUMNS += ("completion_ids", "completion_lengths", "completion_mask")
 _COLUMNS += ("rewards", "advantages", "token_advantages", "version_spans", "temperatures", "proofs", "proof_lengths")
 _columns_of = operator.attrgetter(*_COLUMNS)
 
@@ -301,7 +294,7 @@ _PER_PROMPT = ("prompt_mask", "prompt_logprobs")
 _SOME, _ALL_OR_NONE = "missing for some rollouts", "given for all rollouts or none"
 
 
-def _rejected(reason: str, name: str, value: object, bound: str) -> GroupRejected:
+def _rejected(reason: RejectionReason, name: str, value: object, bound: str) -> GroupRejected:
     return GroupRejected(reason, f"{name}: {value}; needed: {bound}", name=name, value=str(value), bound=bound)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -48,28 +48,6 @@ class DecodedGroup(msgspec.Struct, frozen=True):
     ticket: str | None = None
 
 
-class _RawRollout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`RolloutJson` whose lists of numbers are not decoded."""
-
-    prompt_ids: msgspec.Raw
-    completion_ids: msgspec.Raw
-    inference_logprobs: msgspec.Raw
-    reward: float
-    prompt_mask: msgspec.Raw = _NULL
-    prompt_logprobs: msgspec.Raw = _NULL
-    completion_mask: msgspec.Raw = _NULL
-    ref_logprobs: msgspec.Raw = _NULL
-    old_logprobs: msgspec.Raw = _NULL
-    teacher_logprobs: msgspec.Raw = _NULL
-    token_advantages: msgspec.Raw = _NULL
-    rewards: dict[Name, float] = {}
-    advantage: float | None = None
-    version_spans: list[tuple[int, int, int]] | None = None
-    finish_reason: Name | None = None
-    temperature: float = 1.0
-    proof: bytes | None = None
-
-
 class _RawGroup(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`GroupJson` whose rollouts and metadata are not decoded."""
 
@@ -89,8 +67,15 @@ class _RawGroups(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[msgspec.Raw]
 
 
-_REQUIRED = {field.name for field in msgspec.structs.fields(_RawRollout) if field.required}
-_LISTS = [field.name for field in msgspec.structs.fields(_RawRollout) if field.type is msgspec.Raw]
+_FIELDS = {field.name: field for field in msgspec.structs.fields(RolloutJson)}
+_LISTS = [name for name, field in _FIELDS.items() if {field.type, *get_args(field.type)} & {list[int], list[float]}]
+_RawRollout = msgspec.defstruct(
+    "_RawRollout",
+    [(name, msgspec.Raw) if _FIELDS[name].required else (name, msgspec.Raw, _NULL) for name in _LISTS],
+    bases=(RolloutJson,),
+    kw_only=True,
+)
+"""`RolloutJson` whose lists of numbers are not decoded."""
 
 
 def decode_json_groups(body: Body, max_group_bytes: int) -> Iterator[DecodedGroup]:
@@ -178,7 +163,7 @@ def _numbers(name: str, raw: msgspec.Raw, room: _Room) -> Numbers | None:
     A list of anything else has a quote or a bracket in one of its pieces, so that piece does not decode.
     """
     text = memoryview(raw)
-    if len(text) == len(b"null") and text.tobytes() == b"null" and name not in _REQUIRED:
+    if len(text) == len(b"null") and text.tobytes() == b"null" and not _FIELDS[name].required:
         return None
     if text[:1].tobytes() != b"[":
         raise ValueError(name)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from replaybuf.errors import BrokenFrame, Invalid, counted
 from replaybuf.wire.column.columns import ALIGNMENT_BYTES, KINDS, PART_PREFIX, Column
-from replaybuf.wire.frame import FORMAT_VERSION, PREFIX, PREFIX_BYTES, check_checksum, check_prefix
+from replaybuf.wire.frame import FORMAT_VERSION, PREFIX, PREFIX_BYTES, aligned, open_frame
 from replaybuf.wire.group import LARGEST_ROLLOUTS, LARGEST_SCORE, LOGPROBS, OPTIONAL_PER_TOKEN, Group
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE
 from replaybuf.wire.names import check_string
@@ -80,12 +80,8 @@ def check_names(names: Iterable[str]) -> None:
     listed = list(names)
     if not listed or len(listed) > len(FIXED_NAMES) + MOST_PARTS:
         most = len(FIXED_NAMES) + MOST_PARTS
-        raise Invalid(
-            f"columns has {counted(len(listed), 'name')}; it needs 1 to {most}",
-            name="columns",
-            value=len(listed),
-            bound=[1, most],
-        )
+        detail = f"columns has {counted(len(listed), 'name')}; it needs 1 to {most}"
+        raise Invalid(detail, name="columns", value=len(listed), bound=[1, most])
     for name in listed:
         check_name(name)
 
@@ -142,10 +138,10 @@ def encode_columns(late: LateColumns) -> bytes:
     arrays = [np.ascontiguousarray(values, _dtype(name)) for name, values in late.columns.items()]
     places: dict[str, Column] = {}
     header_bytes = len(_encode(_Header(late.group_id, late.lengths, {}))) + sum(map(_entry_bound, late.columns))
-    start = end = _aligned(PREFIX_BYTES + header_bytes)
+    start = end = aligned(PREFIX_BYTES + header_bytes)
     pieces: list[bytes] = []
     for name, array in zip(late.columns, arrays, strict=True):
-        offset = _aligned(end)
+        offset = aligned(end)
         pieces += [bytes(offset - end), array.tobytes()]
         places[name] = Column(array.dtype.str, offset, array.nbytes)  # type: ignore[arg-type]
         end = offset + array.nbytes
@@ -158,12 +154,7 @@ def encode_columns(late: LateColumns) -> bytes:
 def decode_columns(frame: bytes | memoryview) -> LateColumns:
     """Decode one frame into read-only views of it. Raises `BrokenFrame`, and `Invalid` for a wrong name."""
     buffer = memoryview(frame).toreadonly()
-    header_end = check_prefix(buffer, MAGIC)
-    check_checksum(buffer)
-    try:
-        header = _decode_header(buffer[PREFIX_BYTES:header_end])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BrokenFrame(f"frame header does not decode: {error}", name="header", value=str(error)) from error
+    header, header_end = open_frame(buffer, _decode_header, MAGIC)
     check_names(header.columns)
     if len(header.lengths) > LARGEST_ROLLOUTS:
         detail = f"frame has {len(header.lengths)} lengths; the maximum is {LARGEST_ROLLOUTS}"
@@ -175,15 +166,13 @@ def decode_columns(frame: bytes | memoryview) -> LateColumns:
         fits = end <= column.offset and column.offset + column.length <= len(buffer)
         whole = not (column.offset % ALIGNMENT_BYTES or column.length % dtype.itemsize)
         if not (fits and whole) or column.dtype != dtype.str or column.codec != "raw":
-            raise BrokenFrame(
+            detail = (
                 f"column {name} is {column.codec} {column.dtype} with {counted(column.length, 'byte')} at offset "
                 f"{column.offset}; "
                 f"it must be raw {dtype.str} at a multiple of {ALIGNMENT_BYTES}, behind byte {end}, and end by byte "
-                f"{len(buffer)}",
-                name=name,
-                value=column.offset,
-                bound=len(buffer),
+                f"{len(buffer)}"
             )
+            raise BrokenFrame(detail, name=name, value=column.offset, bound=len(buffer))
         end = column.offset + column.length
         arrays[name] = np.frombuffer(buffer[column.offset : end], dtype)
     return LateColumns(header.group_id, header.lengths, arrays)
@@ -196,10 +185,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 def _entry_bound(name: str) -> int:
     """Return the most bytes that a column takes in the header: name, dtype, two numbers, codec."""
     return 5 + len(name.encode()) + 1 + 4 + 9 + 9 + 5
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 # ---------------------------------------------------------------------- beside their group

@@ -114,7 +114,7 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     `stale_token_mask`: of the configuration; `masked_tokens`: sampled tokens of the stored groups that it leaves out of
     the loss.
     `late_columns`: columns that came late for at least one group; `digest` covers their content.
-    `index_end`: number of the newest group stored before it, for figures; None in older records.
+    `index_end`: number of the newest group stored before it, for figures.
     """
 
     step: int
@@ -135,7 +135,7 @@ class BatchRecord(Record, frozen=True, kw_only=True, tag="BATCH"):
     stale_token_mask: int | None = None
     masked_tokens: int = 0
     late_columns: list[str] = []
-    index_end: int | None = None
+    index_end: int = 0
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
@@ -214,7 +214,7 @@ class PolicyRecord(Record, frozen=True, kw_only=True, tag="POLICY"):
 class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
     """A prompt that failed: it ends without a group, for this reason.
 
-    `stored`: groups stored before, if the run has a rule for failed prompts; None also in older records.
+    `stored`: groups stored before, if the run has a rule for failed prompts.
     """
 
     adapter: str

@@ -67,12 +67,8 @@ def check_string(name: str, value: str, most_bytes: int = LONGEST_NAME_BYTES, *,
     # Lone halves of surrogate pairs are not printable, so what follows can be encoded.
     for position, character in enumerate(value):
         if not (character.isprintable() or (breaks and character in _BREAKS)):
-            raise Invalid(
-                f"{name} has the character U+{ord(character):04X} at position {position}; use printable characters",
-                name=name,
-                value=value,
-                bound="printable",
-            )
+            detail = f"{name} has the character U+{ord(character):04X} at position {position}; use printable characters"
+            raise Invalid(detail, name=name, value=value, bound="printable")
     size = len(value.encode())
     if size > most_bytes:
         raise Invalid(f"{name} has {size} bytes; the maximum is {most_bytes}", name=name, value=size, bound=most_bytes)

@@ -14,6 +14,7 @@ import msgspec
 from replaybuf.errors import BrokenFrame, Invalid
 from replaybuf.wire.batch import BatchGroup, BatchMeta, BodyExtra, Segment, encode_batch
 from replaybuf.wire.column.token_versions import mask_stale, token_versions
+from replaybuf.wire.drop_reasons import DeadLetterReason, broken_payload
 from replaybuf.wire.frame import decode_frame, stored_checksum
 from replaybuf.wire.group import Group
 from replaybuf.wire.group_check import truncate
@@ -100,7 +101,7 @@ def decode_payload(payload_key: str, frame: bytes | None, crc32c: int) -> Group:
     present = _present(payload_key, frame)
     group = _opened(payload_key, present, decode_frame)
     if stored_checksum(present) != crc32c:
-        raise BrokenFrame(f"payload {payload_key} is not the frame of its index entry", name="bad_checksum")
+        raise broken_payload("bad_checksum", f"payload {payload_key} is not the frame of its index entry")
     return group
 
 
@@ -111,14 +112,14 @@ def decode_late(group: Group, frames: Mapping[str, bytes | None], payload_key: s
         try:
             check_columns(group, late)
         except Invalid as error:
-            raise BrokenFrame(f"payload {payload_key}: {error.detail}", name="broken_frame") from error
+            raise broken_payload("broken_frame", f"payload {payload_key}: {error.detail}") from error
         group = add_columns(group, late.columns)
     return group
 
 
 def _present(payload_key: str, frame: bytes | None) -> bytes:
     if frame is None:
-        raise BrokenFrame(f"payload {payload_key} is missing", name="missing_payload")
+        raise broken_payload("missing_payload", f"payload {payload_key} is missing")
     return frame
 
 
@@ -126,5 +127,5 @@ def _opened(payload_key: str, frame: bytes, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(frame)
     except BrokenFrame as error:
-        reason = "bad_checksum" if error.name == "crc32c" else "broken_frame"
-        raise BrokenFrame(f"payload {payload_key}: {error.detail}", name=reason) from error
+        reason: DeadLetterReason = "bad_checksum" if error.name == "crc32c" else "broken_frame"
+        raise broken_payload(reason, f"payload {payload_key}: {error.detail}") from error

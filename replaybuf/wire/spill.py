@@ -10,7 +10,8 @@ import hashlib
 import re
 from urllib.parse import urlsplit
 
-from replaybuf.errors import BrokenFrame, Invalid
+from replaybuf.errors import Invalid
+from replaybuf.wire.drop_reasons import broken_payload
 
 MAGIC = b"RBSPILL1"
 """First bytes of a stub; a frame begins with other ones."""
@@ -85,5 +86,5 @@ def stub_path(run: str, value: bytes | None) -> str | None:
         return None
     path = value[len(MAGIC) :].decode(errors="replace")
     if _PATH.fullmatch(path) is None or not is_folder_of(run, path.partition("/")[0]):
-        raise BrokenFrame(f"the stub of a spilled frame names {path[:100]!r}", name="broken_frame")
+        raise broken_payload("broken_frame", f"the stub of a spilled frame names {path[:100]!r}")
     return path

@@ -91,9 +91,8 @@ def split_file(body: bytes | bytearray | memoryview) -> tuple[dict[str, Any], me
         raise Malformed(f"batch body has {counted(len(buffer), 'byte')}; the minimum is {_LENGTH.size}", name="body")
     length = _LENGTH.unpack_from(buffer)[0]
     if length > len(buffer) - _LENGTH.size:
-        raise Malformed(
-            f"batch header says {counted(length, 'byte')}; the body has {len(buffer)}", name="body", value=length
-        )
+        detail = f"batch header says {counted(length, 'byte')}; the body has {len(buffer)}"
+        raise Malformed(detail, name="body", value=length)
     try:
         header = msgspec.json.decode(buffer[_LENGTH.size : _LENGTH.size + length], type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -21,13 +21,11 @@ from replaybuf.strategy import Budget, BufferView, Groups, Selection, Waiting, t
 def check_slots(budget: Budget) -> None:
     """Reject a batch without a number of slots. Raises `Invalid`."""
     if budget.groups is None:
-        raise Invalid(
+        detail = (
             "exact_slots is true, but batch.groups_per_batch is null; set groups_per_batch to the number of slots of a "
-            "batch, or leave out exact_slots",
-            name="batch.groups_per_batch",
-            value=None,
-            bound="a whole number >= 1",
+            "batch, or leave out exact_slots"
         )
+        raise Invalid(detail, name="batch.groups_per_batch", value=None, bound="a whole number >= 1")
 
 
 def admit_retries(buffer: BufferView, capacity: int, max_staleness: int) -> int:

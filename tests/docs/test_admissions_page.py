@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.kernel.strategy.admissions import Admission
+from replaybuf.kernel.strategy.admission_plugin import Admission
 from replaybuf.wire.group import group_from_json
 from tests.builders import rollout, wire_group
 

@@ -18,6 +18,7 @@ from replaybuf.service.http.call.reference_pages import HTTP_GROUPS, http_index,
 from replaybuf.wire.answer.run_status import Buckets, Coverage, DropAges, Histograms, RunStatus
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
 from replaybuf.wire.contract import REASONS
+from replaybuf.wire.drop_reasons import DeadLetterReason, EvictionReason, RejectionReason
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.ledger import AnyRecord
 from replaybuf.wire.plan import Plan, PlannedGroup
@@ -136,10 +137,10 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
         for folder in ("wire", "service", "kernel")
         for path in (ROOT / "replaybuf" / folder).rglob("*.py")
     )
-    reasons = set(re.findall(r"\b(?:GroupRejected|_rejected|Rejection)\(\s*\"(\w+)\"", code)) - {"malformed"}
-    assert len(reasons) > 20
-    listed = HTTP.partition("| rejected as |")[2].partition("\n\n")[0]
-    assert {reason for reason in reasons if f"`{reason}`" not in listed} == set()
+    used = set(re.findall(r"\b(?:GroupRejected|_rejected|Rejection)\(\s*\"(\w+)\"", code)) - {"malformed"}
+    listed = re.findall(r"^\| (`.*?) \|", HTTP.partition("| rejected as |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert re.findall(r"`(\w+)`", "".join(listed)) == list(get_args(RejectionReason))
+    assert used <= {*get_args(RejectionReason)}
 
     def slugs(cls: type[ReplaybufError]) -> set[str]:
         return {cls.slug}.union(*(slugs(child) for child in cls.__subclasses__()))
@@ -159,15 +160,16 @@ def test_every_problem_type_and_reason_of_rejection_is_documented() -> None:
     assert {slug for slug in slugs(ReplaybufError) - local if f"`{slug}`" not in HTTP_PAGES["errors"]} == set()
 
 
-def test_every_strategy_ledger_type_and_reason_of_dead_letters_is_named() -> None:
-    """Both pages list the same reasons of dead letters."""
+def test_every_strategy_ledger_type_and_reason_of_a_drop_is_named() -> None:
+    """Both pages list the reasons of dead letters."""
     strategy = re.findall(r"^- Strategies:(.*)$", HTTP, re.MULTILINE)[0]
     assert {name for name in names(STRATEGIES) if f"`{name}`" not in strategy} == set()
     tags = {record.__struct_config__.tag for record in get_args(AnyRecord)}
     types = re.findall(r"Types:\s`([A-Z_ ]+)`", HTTP)[0].split()
     assert set(types) == tags and len(types) == len(tags)
     explained = re.findall(r"^\| dead letter \|(.*)$", OBSERVE, re.MULTILINE)[0]
-    reasons = set(re.findall(r"`(\w+)`", explained)) - {"tokens_per_batch"}
-    assert len(reasons) == 10
+    assert re.findall(r"`(\w+)`", explained) == list(get_args(DeadLetterReason))
+    evicted = re.findall(r"^\| evicted \|(.*)$", OBSERVE, re.MULTILINE)[0]
+    assert re.findall(r"`(\w+)`: ", evicted) == list(get_args(EvictionReason))
     listed = HTTP_PAGES["browse"].rpartition("Reasons:")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == reasons
+    assert set(re.findall(r"`(\w+)`", listed)) == {*get_args(DeadLetterReason)}

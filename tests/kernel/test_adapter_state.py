@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from replaybuf.kernel.rows.index import FREED, IN_BATCHES, LIVE
 from replaybuf.kernel.state.history import lost_version_since
 from replaybuf.kernel.state.rotation import AdapterShare, Rotation, share_batch
-from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, restore, take
 from replaybuf.wire.config import AdapterSpec
 from replaybuf.wire.group import hash_name
@@ -279,5 +279,5 @@ def test_a_rewind_evicts_groups_by_the_version_of_their_adapter() -> None:
     run.rewind(1, resample=False)
     assert run.state.published == {"": 0, "a": 1, "b": 0, "c": 1}
     assert [run.live("a"), run.live("c")] == [[], [7]]
-    assert run.state.pool.counts_of("a").evicted == {LOST_LINEAGE: 1}
+    assert run.state.pool.counts_of("a").evicted == {"lost_lineage": 1}
     assert run.state.pool.counts_of("c").evicted == {}

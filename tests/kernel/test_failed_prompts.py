@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.decide.config import decide_patch
-from replaybuf.kernel.decide.failed_prompts import decide_failed, decide_failed_share
+from replaybuf.kernel.decide.config import decide_failed_share, decide_patch
+from replaybuf.kernel.decide.prompts import decide_failed
 from replaybuf.kernel.state.failed_prompts import LEAST_ENDED, WINDOW, FailedShare, FailedWindow
 from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
 from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, take

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from replaybuf.kernel.figures import milestones
-from replaybuf.kernel.figures.milestones import Milestones
+from replaybuf.kernel.figures import events as milestones
+from replaybuf.kernel.figures.events import Milestones
 from replaybuf.wire.ledger import CheckpointRecord, PolicyRecord, RewindRecord
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from replaybuf.kernel.decide.intake import decide_tickets
 from replaybuf.kernel.decide.records import decide_rewind
-from replaybuf.kernel.decide.tickets import decide_tickets
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state import reissues
 from replaybuf.kernel.state.tickets import Ticket, TicketBook
@@ -142,7 +142,7 @@ def test_two_groups_of_a_prompt_bring_it_back_once() -> None:
 
 def test_a_list_that_is_full_drops_the_prompts_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of prompts that wait is bounded."""
-    monkeypatch.setattr("replaybuf.kernel.decide.reissues.MOST_WAITING", 1)
+    monkeypatch.setattr("replaybuf.kernel.decide.prompts.MOST_WAITING", 1)
     run = start()
     slow = fall_behind(run), take(run)
     append(run, *slow, version=0)

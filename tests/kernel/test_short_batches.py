@@ -48,7 +48,7 @@ def finish(run: VirtualRun, outcomes: list[str]) -> list[BatchRecord]:
             else:
                 run.return_ticket(ticket, "engine_error")
         outcome = run.batch(run.state.step)
-        if run.state.state == "finished":
+        if run.state.phase == "finished":
             return batches
         if isinstance(outcome, BatchRecord):
             batches.append(outcome)

@@ -75,7 +75,7 @@ def kept_story_of(state: RunState) -> dict[str, Any]:
             state.totals.histograms,
         ),
         "feedback": state.feedback,
-        "words": (state.attachment, state.config, state.max_uses, state.config_state),
+        "words": (state.attachment, state.config, state.max_uses, state.config_phase),
         "failed": (state.failed.prompts, state.failed.newest),
         "steps": (state.step, state.next_step, state.generation, state.published, state.weights_uri),
     }

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.decide.spill import START, STOP, Movable, SpillState, SpillUse, choose_moves, list_movable
+from replaybuf.kernel.decide.spill import START, STOP, Movable, choose_moves, find_excess, list_movable
 from replaybuf.kernel.rows.index import SPILLED, summarize_scores
 from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.spill import SpillState, SpillUse
 from replaybuf.kernel.strategy.contract import Groups
 from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.wire.ledger import AddedColumns, ColumnsRecord
@@ -87,7 +88,7 @@ def test_memory_counts_frames_that_are_neither_freed_nor_spilled() -> None:
     state.pool.free(state.index.rows_of([2, 3]))
     state.entries += 1
     assert spill.use == SpillUse(15, 1, 40)
-    spill.load({1: None})
+    spill.load({1: 10})
     assert state.index[SPILLED].tolist() == [10, 0, 0, 0, 0]
     assert spill.use == SpillUse(45, 1, 10)
 
@@ -109,8 +110,8 @@ def test_late_columns_of_a_spilled_group_are_in_memory_until_they_move_too() -> 
 
 def test_frames_move_from_the_upper_mark_down_to_the_lower_one() -> None:
     limit = 1000
-    assert SpillState(state_of(int(limit * START))).excess(limit) == 0
-    assert SpillState(state_of(int(limit * START), 1)).excess(limit) == int(limit * START) + 1 - int(limit * STOP)
+    assert find_excess(int(limit * START), limit) == 0
+    assert find_excess(int(limit * START) + 1, limit) == int(limit * START) + 1 - int(limit * STOP)
 
 
 def test_freed_rows_take_their_mark_with_them() -> None:

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram, Prompts
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
-from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.ledger import (
     AckRecord,
     AddedColumns,
@@ -170,7 +170,7 @@ class Model:
                 group.evicted = None
             lost = group.newest > version and group.number <= until
             if lost and (group.evicted is None or later) and not group.freed and not group.poison:
-                group.evicted, group.evicted_s = (step, LOST_LINEAGE), self.now_s
+                group.evicted, group.evicted_s = (step, "lost_lineage"), self.now_s
         self.step, self.published = step, version
         self.next_step = max([step, *(s + 1 for s in self.batches)])
         self.checkpoints = [c for c in self.checkpoints if c <= step]
@@ -262,7 +262,7 @@ def story_of(state: RunState) -> dict[str, Any]:
     numbers = range(1, state.stored + 1)
     kept = {int(n): row for n in numbers for row in index.rows_of([n]).tolist()}
     return {
-        "steps": (state.step, state.next_step, state.generation, state.oldest_step, state.state),
+        "steps": (state.step, state.next_step, state.generation, state.oldest_step, state.phase),
         "published": (state.published, state.weights_uri),
         "places": [find_group_state(state, n) for n in numbers],
         "uses": {n: (int(index["times_sampled"][row]), int(index["last_step"][row])) for n, row in kept.items()},
@@ -649,7 +649,7 @@ class RunStateMachine(RuleBasedStateMachine):
     def the_history_equals_the_model(self) -> None:
         state, model = self.state, self.model
         assert (state.step, state.next_step, state.generation) == (model.step, model.next_step, model.generation)
-        assert (state.epoch, state.config_state, state.max_uses) == (model.epoch, model.state, model.max_uses)
+        assert (state.epoch, state.config_phase, state.max_uses) == (model.epoch, model.state, model.max_uses)
         assert state.published == {"": model.published}
         assert (state.oldest_step, state.checkpoints) == (model.oldest, model.checkpoints)
         assert {index for _, index in state.failed.prompts} == model.failed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replaybuf.kernel.figures import step_figures
-from replaybuf.kernel.figures.changes import MOST_CHANGES
+from replaybuf.kernel.figures.events import MOST_CHANGES
 from replaybuf.kernel.figures.step_figures import StepFigures, StepRow, merge, stands_still
 from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, take
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, recorded
@@ -27,11 +27,11 @@ def stored(run: Run, *groups: Mapping[str, float]) -> None:
     run.state.store(np.arange(first, first + len(groups)), entries(*groups))
 
 
-def batch(run: Run, *numbers: int, at_s: float, index_end: int | None = None) -> None:
-    """Put groups into the batch of the next step."""
+def batch(run: Run, *numbers: int, at_s: float, index_end: int = 0) -> None:
+    """Put groups into the batch of the next step; `index_end`: newest group then, 0 = all that are stored."""
     state = run.state
     record = batch_record(state.next_step, [batch_entry(n) for n in numbers], generation=state.generation)
-    run.apply(msgspec.structs.replace(record, at_s=at_s, index_end=index_end))
+    run.apply(msgspec.structs.replace(record, at_s=at_s, index_end=index_end or state.stored))
 
 
 def test_a_row_has_the_figures_of_the_groups_of_its_batch() -> None:
@@ -44,7 +44,7 @@ def test_a_row_has_the_figures_of_the_groups_of_its_batch() -> None:
         {"arrival_s": 99.0, "tokens": 1000},
     )
     run.evict(3, reason="tail")
-    batch(run, 1, 2, at_s=20.0)
+    batch(run, 1, 2, at_s=20.0, index_end=2)
     run.apply(AckRecord(step=0, epoch=1, at_s=25.0))
     (row,) = run.state.figures.rows
     assert (row.step, row.groups, row.at_s, row.acked_s) == (0, 2, 20.0, 25.0)
@@ -76,13 +76,6 @@ def test_a_batch_counts_the_groups_that_were_stored_when_it_was_decided() -> Non
     stored(run, {"arrival_s": 30.0, "tokens": 70})
     batch(run, 4, at_s=40.0, index_end=4)
     assert [(row.tokens_in, row.stored) for row in run.state.figures.rows] == [(40.0, 2), (70.0, 4)]
-
-
-def test_a_batch_of_an_older_record_goes_by_the_clock() -> None:
-    run = Run()
-    stored(run, {"arrival_s": 10.0, "tokens": 10}, {"arrival_s": 30.0, "tokens": 30})
-    batch(run, 1, at_s=20.0)
-    assert [(row.tokens_in, row.stored) for row in run.state.figures.rows] == [(10.0, 1)]
 
 
 def test_staleness_is_that_of_the_step() -> None:

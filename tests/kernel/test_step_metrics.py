@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.figures.step_metrics import MOST_NAMES, StepMetrics, mean_per_step, merge_metrics
+from replaybuf.kernel.figures.step_figures import MOST_NAMES, StepMetrics, mean_per_step, merge_metrics
 from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, take
 from replaybuf.wire.ledger import AckRecord
 from tests.kernel.test_state import Run

@@ -16,8 +16,8 @@ import pytest
 
 from replaybuf.errors import InvalidGroups, NoRoom
 from replaybuf.plugins import entry_points
-from replaybuf.service.run.append import admissions
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append import admission_plugins
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import AdmissionSpec
@@ -358,13 +358,13 @@ def test_a_request_without_time_for_all_its_groups_goes_on_where_it_stopped(
 
     async def work(_: Store, run: Run) -> None:
         await send(run, wire("first", b"good"))  # the process runs now
-        check, left = admissions.Admissions._check, [2]
+        check, left = admission_plugins.AdmissionPlugins._check, [2]
 
         async def timed(self: Any, item: Any, specs: Any, until_s: float) -> Any:
             left[0] -= 1
             return await check(self, item, specs, until_s if left[0] >= 0 else 0.0)
 
-        monkeypatch.setattr(admissions.Admissions, "_check", timed)
+        monkeypatch.setattr(admission_plugins.AdmissionPlugins, "_check", timed)
         with pytest.raises(NoRoom, match="did not begin within") as caught:
             await send(run, *wires)
         assert caught.value.retry_after_s
@@ -380,21 +380,21 @@ def test_a_request_without_time_for_all_its_groups_goes_on_where_it_stopped(
 @pytest.mark.usefixtures("here")
 def test_a_full_queue_is_answered_at_once(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 429 and a time to retry; what waits is checked in turn."""
-    monkeypatch.setattr(admissions, "MOST_WAITING", 2)
-    monkeypatch.setattr(admissions, "CHECKING_S", 120.0)
+    monkeypatch.setattr(admission_plugins, "MOST_WAITING", 2)
+    monkeypatch.setattr(admission_plugins, "CHECKING_S", 120.0)
     spec = AdmissionSpec(name="word", timeout_s=2.0 * patience())
 
     async def work(_: Store, run: Run) -> None:
         await send(run, wire("first", b"good"))
         hanging = asyncio.create_task(send(run, wire("hangs", b"hang")))
-        await until(lambda: run.admissions._turn.locked())
+        await until(lambda: run.admission_plugins._turn.locked())
         waiting = [asyncio.create_task(send(run, wire(name, b"good"))) for name in "ab"]
-        await until(lambda: run.admissions.waiting == 2)
+        await until(lambda: run.admission_plugins.waiting == 2)
         began_s = time.monotonic()
         with pytest.raises(NoRoom, match="2 requests wait") as caught:
             await send(run, wire("c", b"good"))
         assert caught.value.retry_after_s and time.monotonic() - began_s < spec.timeout_s
-        assert run.admissions.deferred == 1
+        assert run.admission_plugins.deferred == 1
         assert await hanging == ["admission_timeout"]
         assert [await call for call in waiting] == [["stored"], ["stored"]]
         run.close()
@@ -409,14 +409,14 @@ def test_a_change_during_a_check_sends_the_groups_back(server: EmbeddedServer, m
 
     async def work(_: Store, run: Run) -> None:
         checking, go_on = asyncio.Event(), asyncio.Event()
-        check = run.admissions.check
+        check = run.admission_plugins.check
 
         async def slowly(*arguments: Any) -> Any:
             checking.set()
             await go_on.wait()
             return await check(*arguments)
 
-        monkeypatch.setattr(run.admissions, "check", slowly)
+        monkeypatch.setattr(run.admission_plugins, "check", slowly)
         appended = asyncio.create_task(send(run, wire("a", b"good")))
         await checking.wait()
         await run.patch(ConfigPatch(admissions=[AdmissionSpec(name="word", options={"word": "other"})]))

@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from replaybuf.service.http.guard import connection
 from replaybuf.service.http.guard.connection import MAX_HEADERS, MAX_PIPELINED, Connection
 from replaybuf.service.http.guard.connection_table import ConnectionLimits, ConnectionTable
-from replaybuf.service.http.guard.read_gate import READ_AT_ONCE
+from replaybuf.service.http.guard.gates import READ_AT_ONCE
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 from tests.conftest import ServeProcess

@@ -19,7 +19,7 @@ from replaybuf.service.bodies import writer as bodies
 from replaybuf.service.bodies.writer import Part
 from replaybuf.service.http.reply.sending import CHUNK_BYTES, BodyResponse, coding_for, matches
 from replaybuf.service.run import next_batch
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch

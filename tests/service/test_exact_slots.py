@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.batch import read_batch

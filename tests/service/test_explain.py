@@ -164,8 +164,8 @@ def test_a_voided_batch_is_explained_by_its_generation(run: RunClient) -> None:
     assert explain(run, 0)["state"] == "ready"
 
 
-def test_a_batch_of_an_older_release_says_what_is_unknown(own_service: ServeProcess, connect: Connect) -> None:
-    """Its ledger has no counts: the record alone explains the order and the packing."""
+def test_a_batch_without_its_counts_says_what_is_unknown(own_service: ServeProcess, connect: Connect) -> None:
+    """As in a restored run: the record alone explains the order and the packing."""
     run = connect(own_service.url, "older")
     epoch = start(run)
     run.train(epoch, range(2))

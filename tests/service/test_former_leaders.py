@@ -21,7 +21,7 @@ from replaybuf.backup.source import Source
 from replaybuf.backup.target import open_target
 from replaybuf.errors import Conflict, DataLost, NoRoom, NotLeader, ServiceUnavailable
 from replaybuf.service.host import Service
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, SpillSpec
@@ -296,7 +296,7 @@ def test_a_deletion_that_was_overtaken_destroys_nothing_of_the_restored_run(
             assert await first.spill.read_folder(name)
             await back_up(third, name, file)
             async with run.journal.decision():
-                await run.journal.set_status("finished", None)
+                await run.journal.set_phase("finished", None)
             await run.delete()
             await first.runs.release_lease(name, "a")
 
@@ -356,7 +356,7 @@ def test_a_restore_that_was_overtaken_changes_nothing_of_the_restored_run(
             await run.tickets.issue("me", 2, "", 0.0)
             await back_up(third, name, file)
             async with run.journal.decision():
-                await run.journal.set_status("finished", None)
+                await run.journal.set_phase("finished", None)
             await run.delete()
             await first.runs.release_lease(name, "a")
             run.close()
@@ -388,7 +388,7 @@ async def served(server: EmbeddedServer, folder: Path) -> AsyncIterator[tuple[Se
         for number in range(8):
             await append(run, f"g{number}")
         async with run.journal.decision():
-            await run.journal.set_status("finished", None)
+            await run.journal.set_phase("finished", None)
         await back_up(other, run.name, folder / "run.backup")
         try:
             yield service, other, run

@@ -20,7 +20,7 @@ from tests.conftest import group as json_group
 from tests.kernel.test_state import Run
 
 FRAMES = "5807bb3b57de99ef"
-SNAPSHOT = "91d637d293b2e4d3"
+SNAPSHOT = "231ee9140578b34f"
 BODIES = "7806d51dbf26c725"
 LEDGER = "8821a7d74b177c91"
 HEADER_BYTES = len(MAGIC) + 20

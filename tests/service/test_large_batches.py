@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replaybuf.kernel.rows.index import ENTRY
-from replaybuf.kernel.state.history import Attachment
+from replaybuf.kernel.state.history import AttachedTrainer
 from replaybuf.packing.batches import plan_of
 from replaybuf.service.bodies import assembly
 from replaybuf.service.bodies.assembly import FetchedGroups, PackedBatch, pack_batch
@@ -42,7 +42,9 @@ def packed(groups: int, ranks: int, at_s: float = 0.0) -> PackedBatch:
     record = msgspec.structs.replace(batch_record(0, [batch_entry(n) for n in numbers]), at_s=at_s)
     entries = [IndexEntry(n, np.zeros(1, ENTRY)[0], NO_STRINGS) for n in numbers]
     loaded = {n: group_from_json(wire_group(rollout(), group_id=f"g{n}")) for n in numbers}
-    return pack_batch(record, FetchedGroups(entries, loaded, {}), Attachment(epoch=1, dp_world_size=ranks, seq_len=64))
+    return pack_batch(
+        record, FetchedGroups(entries, loaded, {}), AttachedTrainer(epoch=1, dp_world_size=ranks, seq_len=64)
+    )
 
 
 def test_the_plan_of_a_rank_reads_only_its_own_share() -> None:

@@ -158,7 +158,7 @@ def test_a_server_that_another_one_led_for_meanwhile_takes_over_from_it(server: 
         assert stalled.journal.leading
         assert await leadership.renew([stalled]) == [stalled]
         await leadership.seek(stalled)
-        assert (stalled.journal.leading, stalled.state.state) == (True, "paused")
+        assert (stalled.journal.leading, stalled.state.phase) == (True, "paused")
 
     led_here(server, work)
 

@@ -21,7 +21,7 @@ from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.body.body_budget import BodyBudget
 from replaybuf.service.http.body.decoders import DecoderPool
 from replaybuf.service.http.guard.auth import Permission, Tokens
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.append.group_commit import APPEND_CHUNK
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.traffic import Traffic
@@ -265,13 +265,13 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_by_the_rules_of_t
     """What it checked is stored as long as nothing has changed; else it checks again."""
 
     async def work(store: Store, run: Run) -> None:
-        admit = run.admission.check
+        admit = run.group_check.check
 
         def overtaken(item: Incoming) -> PendingGroup:
             run.journal.follow("http://other")
             return admit(item)
 
-        monkeypatch.setattr(run.admission, "check", overtaken)
+        monkeypatch.setattr(run.group_check, "check", overtaken)
         leader = await Run.load(run.name, store)
         assert leader is not None
         await leader.lead(str((await store.runs.take_lease(run.name, "other", LEASE_S, force=True)).token))

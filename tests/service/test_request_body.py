@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replaybuf.service.http.guard.request_body import RequestBody
+from replaybuf.service.http.guard.connection import RequestBody
 
 
 def test_a_body_of_one_piece_is_that_piece() -> None:

@@ -14,7 +14,7 @@ from replaybuf.errors import NotLeader
 from replaybuf.service.run import samples as kept_samples
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
-from replaybuf.store import samples as stored_samples
+from replaybuf.store import reader_data as stored_samples
 from replaybuf.wire.answer.samples import StepSamples, encode_samples
 from replaybuf.wire.config import BatchSpec, HistorySpec
 from replaybuf.wire.contract import AttachRequest

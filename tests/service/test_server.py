@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import Invalid
 from replaybuf.service.http.guard.auth import Tokens
-from replaybuf.service.tasks import cancel_all
+from replaybuf.service.turns import cancel_all
 from tests.conftest import RunClient, ServeProcess, group
 from tests.forked import run_forked
 
@@ -230,7 +230,7 @@ def test_a_job_that_swallows_its_cancellation_is_cancelled_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is cancelled again, and named in the log."""
-    monkeypatch.setattr("replaybuf.service.tasks.CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr("replaybuf.service.turns.CANCEL_AGAIN_S", 0.01)
 
     async def end() -> bool:
         async with asyncio.timeout(10):

@@ -7,7 +7,7 @@ import time
 
 from replaybuf.kernel.state.tickets import TicketBook, parse_ticket
 from replaybuf.service.clock import Clock
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.side_state import SideState
 from replaybuf.store import EmbeddedServer, Store

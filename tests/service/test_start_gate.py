@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from starlette.types import Receive, Scope, Send
 
-from replaybuf.service.http.guard.start_gate import STARTED_AT_ONCE, StartGate
+from replaybuf.service.http.guard.gates import STARTED_AT_ONCE, StartGate
 
 CALLS = 500
 

@@ -24,7 +24,7 @@ from replaybuf.service.http import routes
 from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.call import handlers
 from replaybuf.service.http.call.calls import CALLS
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.served_run import Run
@@ -268,7 +268,7 @@ def _with_early_answers() -> Iterator[None]:
             await run.appends.append(arriving(groups))
 
     async def post_groups(request: Request) -> Response:
-        run = await handlers._service(request).storing(request.path_params["run"])
+        run = await handlers.service_of(request).storing(request.path_params["run"])
         limit = run.journal.config.limits.max_group_bytes
         groups = [group async for group in read_groups(request, limit, request.app.state.decoders)]
         asyncio.create_task(store(run, groups))  # noqa: RUF006 - the loop of a schedule keeps all tasks

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from replaybuf.errors import InvalidGroups
 from replaybuf.service.host import Service
-from replaybuf.service.run.append.admission import Incoming
+from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.wire.contract import AppendResult, Tickets
 from replaybuf.wire.frame import decode_frame, encode_frame
 from replaybuf.wire.group import Group

@@ -20,7 +20,7 @@ from replaybuf.backup import target
 from replaybuf.service import host, loop_watch, turns
 from replaybuf.service.host import Service
 from replaybuf.service.peers import balance, living_servers
-from replaybuf.service.run.append import attempts
+from replaybuf.service.run.append import appends
 from replaybuf.store import keys
 from replaybuf.store.redis import awake
 from replaybuf.wire.config import RunConfig
@@ -151,7 +151,7 @@ class Schedule:
             mock.patch.object(living_servers, "STEADY_S", 1.0),
             mock.patch.object(balance, "AGAIN_S", 1.0),
             mock.patch.object(target, "LEASE_S", 3.0),
-            mock.patch.object(attempts, "SWEEP_PERIOD_S", 1.5),
+            mock.patch.object(appends, "SWEEP_PERIOD_S", 1.5),
             mock.patch.object(awake, "FIRST_PAUSE_S", 0.02),
             mock.patch.object(turns, "TURN_S", rng.choice((-1.0, turns.TURN_S))),
             mock.patch.object(turns, "FEW", rng.choice((0, turns.FEW))),

@@ -10,8 +10,7 @@ from redis.exceptions import AskError, ResponseError
 
 from replaybuf.store import keys
 from replaybuf.store.redis.cluster_map import parse_nodes
-from replaybuf.store.redis.server import LIBRARY_CODE
-from replaybuf.store.redis.split import find_split
+from replaybuf.store.redis.server import LIBRARY_CODE, find_split
 from tests.clusters import ValkeyCluster
 from tests.simulation.mix import CLUSTER
 from tests.simulation.plan import Plan

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from replaybuf.store.redis.sentinel_answers import Answer, read_answer
-from replaybuf.store.redis.split import find_split
+from replaybuf.store.redis.server import find_split
 from tests.sentinels import NAME, Watched
 from tests.simulation.mix import SENTINEL
 from tests.simulation.plan import Plan

@@ -13,7 +13,7 @@ import pytest
 
 from replaybuf.errors import Invalid, NoRoom, NotDurable, ServiceUnavailable
 from replaybuf.store import Store, WritePolicy
-from replaybuf.store.loss.ends import NO_ENDS
+from replaybuf.store.known_ends import NO_ENDS
 from replaybuf.store.redis.durability import LONGEST_WAIT_S, Barrier, ServerSettings, assess
 from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append

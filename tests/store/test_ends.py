@@ -15,8 +15,7 @@ import redis
 
 from replaybuf.errors import DataLost, LedgerGap, NotLeader, ServiceUnavailable
 from replaybuf.store import EmbeddedServer, Ends, Store, WritePolicy, keys
-from replaybuf.store.loss.known_ends import KnownEnds
-from replaybuf.store.loss.saved_ends import LINE_BYTES
+from replaybuf.store.known_ends import LINE_BYTES, KnownEnds
 from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append, with_store
 from tests.valkeys import Valkey

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from replaybuf.kernel.state.history import Attachment
+from replaybuf.kernel.state.history import AttachedTrainer
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.selection import Selector
@@ -58,7 +58,7 @@ def _count_left_out(state: RunState, inputs: StrategyInputs, adapter: str) -> tu
     return left_out, left
 
 
-def layout_of(attachment: Attachment | None) -> Layout | None:
+def layout_of(attachment: AttachedTrainer | None) -> Layout | None:
     """Return the layout of a trainer; None if none is attached."""
     if attachment is None:
         return None

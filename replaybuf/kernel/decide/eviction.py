@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.decide.reissues import list_reissued
+from replaybuf.kernel.decide.prompts import list_reissued
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
 from replaybuf.kernel.rows.index import LIVE, Index, Numbers
 from replaybuf.kernel.state.run_state import RunState
@@ -21,10 +21,10 @@ from replaybuf.kernel.strategy.answer_checks import check_evictions
 from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups, Rows, Strategy
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.config import LARGEST_INTEGER
+from replaybuf.wire.drop_reasons import DeadLetterReason
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AnyRecord, DeadLetterRecord, EvictRecord
 
-ADAPTER_REMOVED = "adapter_removed"
 PIECE = 65_536
 """Most groups that are checked at once, and so the most numbers in one ledger record: at most 330 kB."""
 PLUGIN_PIECE = 8_192
@@ -45,7 +45,7 @@ def decide_removals(
     a group when it arrives (`only`), and all groups again if `filtered`. Raises `StrategyFault`.
     """
     index, filtered = state.index, filtered or only is not None
-    running = state.state != "paused"  # a failed plug-in is not called again before the run resumes
+    running = state.phase != "paused"  # a failed plug-in is not called again before the run resumes
     asks_plugins = running and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
     size, step = len(index) if only is None else len(only), PLUGIN_PIECE if asks_plugins else PIECE
     for start in range(0, size, step):
@@ -83,14 +83,14 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
     rows, unfit = _split_unfit(state, selector, rows)
     if unfit:
         yield DeadLetterRecord(numbers=unfit, at_s=now_s)
-    if state.state == "paused":
+    if state.phase == "paused":
         return
     unusable: ByReason = {}
     for adapter in config.adapter_names:
         own_rows = rows[index["adapter"][rows] == hash_name(adapter)] if adapter else rows
         if config.phase_of(adapter) == "finished":
             if len(own_rows):
-                unusable.setdefault(ADAPTER_REMOVED, []).extend(index["number"][own_rows].tolist())
+                unusable.setdefault("adapter_removed", []).extend(index["number"][own_rows].tolist())
             continue
         own_rows = _apply_bounds(state, selector, adapter, own_rows, unusable)
         if len(own_rows):
@@ -112,7 +112,7 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
         strange = adapters != 0
     over = ~strange & (index["tokens"][rows] > (state.token_budget or LARGEST_INTEGER))
     unfit = strange | over
-    rows_by_reason = {"over_budget": over, "unknown_adapter": strange}
+    rows_by_reason: dict[DeadLetterReason, npt.NDArray[np.bool_]] = {"over_budget": over, "unknown_adapter": strange}
     if config.admissions:
         rows_by_reason["not_admitted"] = ~unfit & ~have_all(index["columns"][rows], ADMITTED_BIT)
         unfit |= rows_by_reason["not_admitted"]

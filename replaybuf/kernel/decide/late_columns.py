@@ -22,20 +22,12 @@ def check_open(state: RunState, number: int, group_id: str) -> None:
         raise Gone(f"group {group_id!r} is {place}, and its bytes are deleted", name="group_id", value=group_id)
     if int(state.index["last_step"][rows[0]]) >= 0:
         step = int(state.index["last_step"][rows[0]])
-        raise Conflict(
-            f"group {group_id!r} was drawn by the batch of step {step}; columns are added before the first use",
-            name="group_id",
-            value=group_id,
-            bound="never used",
-        )
+        detail = f"group {group_id!r} was drawn by the batch of step {step}; columns are added before the first use"
+        raise Conflict(detail, name="group_id", value=group_id, bound="never used")
     if place != "live":
         why = f" as {reason}" if reason else ""
-        raise Conflict(
-            f"group {group_id!r} is {place}{why}; columns are added to live groups",
-            name="group_id",
-            value=group_id,
-            bound="live",
-        )
+        detail = f"group {group_id!r} is {place}{why}; columns are added to live groups"
+        raise Conflict(detail, name="group_id", value=group_id, bound="live")
 
 
 def check_parts(state: RunState, names: Iterable[str]) -> None:
@@ -43,13 +35,11 @@ def check_parts(state: RunState, names: Iterable[str]) -> None:
     held = state.pool.columns.late_parts
     added = {name for name in names if name not in FIXED_NAMES and name not in held}
     if len(held) + len(added) > MOST_PARTS:
-        raise Invalid(
+        detail = (
             f"columns would give the run {counted(len(held) + len(added), 'late reward part')}; the maximum is "
-            f"{MOST_PARTS}, and it has {', '.join(held)}",
-            name="columns",
-            value=sorted(added),
-            bound=MOST_PARTS,
+            f"{MOST_PARTS}, and it has {', '.join(held)}"
         )
+        raise Invalid(detail, name="columns", value=sorted(added), bound=MOST_PARTS)
 
 
 def holds_any(state: RunState, number: int, names: Iterable[str]) -> bool:

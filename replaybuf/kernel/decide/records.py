@@ -23,7 +23,7 @@ from replaybuf.kernel.state.queries import list_purgeable
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.kernel.strategy.selection import BatchSelection, Selector
-from replaybuf.kernel.strategy.stale_policies import loss_mask_bound
+from replaybuf.kernel.strategy.usability import loss_mask_bound
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest
 from replaybuf.wire.ledger import (
@@ -60,9 +60,9 @@ def check_adapter(adapter: str, config: RunConfig) -> None:
 # ---------------------------------------------------------------------- groups
 
 
-def decide_evict(state: RunState, by_reason: dict[str, list[int]], now_s: float) -> EvictRecord:
-    """Decide that no batch from the next step on uses these groups."""
-    return EvictRecord(step=state.next_step, numbers=by_reason, at_s=now_s)
+def decide_overlong(state: RunState, numbers: list[int], now_s: float) -> EvictRecord:
+    """Decide that no batch uses groups whose prompts leave no token of the trainer's rows for a completion."""
+    return EvictRecord(step=state.next_step, numbers={"overlong": numbers}, at_s=now_s)
 
 
 def decide_dead_letters(broken: dict[int, str], now_s: float) -> DeadLetterRecord:
@@ -85,27 +85,19 @@ def decide_purge(state: RunState, now_s: float) -> PurgeRecord | None:
 def check_requestable(state: RunState, step: int, look_ahead: int) -> None:
     """Raise `WrongStep`, `RunFinished` or `Gone` for a step whose batch cannot be requested now."""
     if step < 0 or step > state.step + max(1, look_ahead):
-        raise WrongStep(
-            f"step is {step}; the next unacked step is {state.step} and the strategy looks {look_ahead} ahead",
-            name="step",
-            value=step,
-            bound=state.step + look_ahead,
-        )
+        detail = f"step is {step}; the next unacked step is {state.step} and the strategy looks {look_ahead} ahead"
+        raise WrongStep(detail, name="step", value=step, bound=state.step + look_ahead)
     if step in state.batches:
         return
     max_steps = config_of(state).max_steps
-    if state.state == "finished" or (max_steps is not None and step >= max_steps):
+    if state.phase == "finished" or (max_steps is not None and step >= max_steps):
         detail = f"step is {step}; the run is finished after {counted(state.step, 'step')}"
-        if (state.config_reason or "").startswith(FAILED_SHARE):
-            detail = f"{detail}: {state.config_reason}"
+        if (state.phase_reason or "").startswith(FAILED_SHARE):
+            detail = f"{detail}: {state.phase_reason}"
         raise RunFinished(detail, name="step", value=step, bound=state.step)
     if step < state.step:
-        raise Gone(
-            f"the batch of step {step} was freed by a checkpoint; the oldest kept step is {state.oldest_step}",
-            name="step",
-            value=step,
-            bound=state.oldest_step,
-        )
+        detail = f"the batch of step {step} was freed by a checkpoint; the oldest kept step is {state.oldest_step}"
+        raise Gone(detail, name="step", value=step, bound=state.oldest_step)
 
 
 class GroupLabel(NamedTuple):
@@ -219,22 +211,16 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float, epoch_b
     batch = config.batch
     step = state.step if request.resume_step is None else request.resume_step
     if not state.oldest_step <= step <= state.step:
-        raise WrongStep(
+        detail = (
             f"resume_step is {step}; steps {state.oldest_step} (oldest kept checkpoint) to {state.step} (next unacked) "
-            "can be resumed",
-            name="resume_step",
-            value=step,
-            bound=[state.oldest_step, state.step],
+            "can be resumed"
         )
+        raise WrongStep(detail, name="resume_step", value=step, bound=[state.oldest_step, state.step])
     seq_len = batch.seq_len if request.seq_len is None else request.seq_len
     multiple = batch.pad_to_multiple_of if request.pad_to_multiple_of is None else request.pad_to_multiple_of
     if seq_len % multiple:
-        raise Invalid(
-            f"pad_to_multiple_of is {multiple}; it must be a divisor of seq_len = {seq_len}",
-            name="pad_to_multiple_of",
-            value=multiple,
-            bound=f"a divisor of seq_len = {seq_len}",
-        )
+        detail = f"pad_to_multiple_of is {multiple}; it must be a divisor of seq_len = {seq_len}"
+        raise Invalid(detail, name="pad_to_multiple_of", value=multiple, bound=f"a divisor of seq_len = {seq_len}")
     if request.cost is not None:
         request.cost.check()
     if config.batch.token_budget(request.dp_world_size) != state.token_budget:
@@ -309,21 +295,16 @@ def read_priorities(answer: Any, batch: BatchRecord) -> dict[int, float]:
         return {}
     numbers = {entry.group_id: entry.number for entry in batch.groups}
     if not isinstance(answer, dict):
-        raise Invalid(
-            f"feedback.priorities is {type(answer).__name__}; it must be an object of group ids and numbers",
-            name="feedback.priorities",
-            bound="object",
-        )
+        detail = f"feedback.priorities is {type(answer).__name__}; it must be an object of group ids and numbers"
+        raise Invalid(detail, name="feedback.priorities", bound="object")
     for group_id, value in answer.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST_PRIORITY
         if group_id not in numbers or not number:
-            raise Invalid(
+            detail = (
                 f"feedback.priorities[{group_id!r}] is {value!r}; batch {batch.step} needs ids of its groups and "
-                f"numbers from 0 to {LARGEST_PRIORITY:g}",
-                name=f"feedback.priorities.{group_id}",
-                value=str(value),
-                bound=[0, LARGEST_PRIORITY],
+                f"numbers from 0 to {LARGEST_PRIORITY:g}"
             )
+            raise Invalid(detail, name=f"feedback.priorities.{group_id}", value=str(value), bound=[0, LARGEST_PRIORITY])
     return {numbers[group_id]: float(value) for group_id, value in answer.items()}
 
 
@@ -339,12 +320,8 @@ def decide_policy(
     published, newest = state.published[adapter], state.version_at(state.step, adapter)
     if not published <= version <= newest:
         why = "versions only grow" if version < published else "ack the steps before it first"
-        raise Conflict(
-            f"version is {version}; published is {published}, the next unacked step trains {newest}: {why}",
-            name="version",
-            value=version,
-            bound=[published, newest],
-        )
+        detail = f"version is {version}; published is {published}, the next unacked step trains {newest}: {why}"
+        raise Conflict(detail, name="version", value=version, bound=[published, newest])
     if version == published and (weights_uri is None or state.weights_uri[adapter] is not None or not version):
         return None
     return PolicyRecord(version=version, weights_uri=weights_uri, adapter=adapter, epoch=epoch, at_s=now_s)
@@ -355,12 +332,8 @@ def decide_checkpoint(
 ) -> CheckpointRecord | None:
     """Decide to keep what the newest `keep` checkpoints and the cursors may need. Raises `WrongStep`."""
     if not state.oldest_step <= step <= state.step:
-        raise WrongStep(
-            f"step is {step}; a checkpoint can be recorded for steps {state.oldest_step} to {state.step}",
-            name="step",
-            value=step,
-            bound=[state.oldest_step, state.step],
-        )
+        detail = f"step is {step}; a checkpoint can be recorded for steps {state.oldest_step} to {state.step}"
+        raise WrongStep(detail, name="step", value=step, bound=[state.oldest_step, state.step])
     if sorted({*state.checkpoints, step})[-keep:] == state.checkpoints:
         return None
     return CheckpointRecord(step=step, keep=keep, at_s=now_s, kept_after=kept.after, kept_from=kept.from_step)

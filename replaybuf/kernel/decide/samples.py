@@ -16,7 +16,7 @@ from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.answer.samples import Why
 
 MOST_BEHIND = 100
-"""Newest steps that a new leader still takes samples of. A run of an older release has thousands that are freed."""
+"""Newest steps that a new leader still takes samples of; a run may have thousands that are freed."""
 
 
 def find_unsampled(state: RunState, sampled: int) -> list[tuple[int, RecordedBatch]]:

@@ -1,4 +1,4 @@
-"""Spill: how many bytes of frames are in Redis, and which frames move out of it first. Pure.
+"""Spill: how many bytes of frames move out of Redis, and which frames move first. Pure.
 
 ::
 
@@ -14,7 +14,7 @@ Frames move from `START` of the limit on, down to `STOP` of it, so that appends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from replaybuf.kernel.rows.groups import Groups
 from replaybuf.kernel.rows.index import FREED, LIVE, SPILLED, Numbers
 from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.spill import sum_bytes
 
 START, STOP = 7 / 8, 3 / 4
 """Shares of the limit."""
@@ -30,64 +31,9 @@ DrawOrder = Callable[[Groups], npt.NDArray[np.generic]]
 """`Strategy.draw_order`."""
 
 
-class SpillUse(NamedTuple):
-    """Bytes of groups in Redis; groups with bytes in files that are not freed, and those bytes."""
-
-    in_memory: int = 0
-    groups: int = 0
-    bytes: int = 0
-
-
-class SpillState:
-    """How many bytes of each group are in files, as the run's leader knows."""
-
-    def __init__(self, state: RunState) -> None:
-        self._state = state
-        self._use: tuple[int, int, SpillUse] | None = None
-
-    def load(self, spilled: Mapping[int, int | None]) -> None:
-        """Replace what is in files: bytes by group; None = all of them, as an older release moved it."""
-        self._state.index[SPILLED][:] = 0
-        sizes = self.sizes_of([number for number, nbytes in spilled.items() if nbytes is None])
-        self.mark(sizes | {number: nbytes for number, nbytes in spilled.items() if nbytes is not None})
-
-    def sizes_of(self, numbers: npt.ArrayLike) -> dict[int, int]:
-        """Return the bytes of groups, frames and late columns, in files or not; freed groups are left out."""
-        index = self._state.index
-        rows = index.rows_of(numbers)
-        return dict(zip(index["number"][rows].tolist(), index["frame_bytes"][rows].tolist(), strict=True))
-
-    def list_spilled(self, numbers: npt.ArrayLike) -> set[int]:
-        """List those of these groups that have bytes in files."""
-        index = self._state.index
-        rows = index.rows_of(numbers)
-        return set(index["number"][rows[index[SPILLED][rows] > 0]].tolist())
-
-    def mark(self, spilled: Mapping[int, int]) -> None:
-        """Record how many bytes of these groups are in files now; ignore groups that are freed."""
-        self._state.index.assign(SPILLED, spilled)
-        self._use = None
-
-    @property
-    def use(self) -> SpillUse:
-        """Count what is in memory and what is spilled; after appends only the new groups are counted."""
-        state, index = self._state, self._state.index
-        if self._use is None or self._use[0] != state.entries:
-            held, moved = index["state"] != FREED, index[SPILLED]
-            in_files = _sum(moved[held])
-            in_memory = _sum(index["frame_bytes"][held]) - in_files
-            use = SpillUse(in_memory, int(np.count_nonzero(moved[held])), in_files)
-            self._use = state.entries, state.stored, use
-        elif self._use[1] != state.stored:
-            arrived_bytes = index["frame_bytes"][int(np.searchsorted(index["number"], self._use[1], "right")) :]
-            use = self._use[2]._replace(in_memory=self._use[2].in_memory + _sum(arrived_bytes))
-            self._use = state.entries, state.stored, use
-        return self._use[2]
-
-    def excess(self, limit: int) -> int:
-        """Return how many bytes have to move now; 0 up to `START` of the limit."""
-        in_memory = self.use.in_memory
-        return in_memory - int(limit * STOP) if in_memory > limit * START else 0
+def find_excess(in_memory: int, limit: int) -> int:
+    """Return how many bytes have to move now; 0 up to `START` of the limit."""
+    return in_memory - int(limit * STOP) if in_memory > limit * START else 0
 
 
 class Movable(NamedTuple):
@@ -96,10 +42,6 @@ class Movable(NamedTuple):
     numbers: Numbers
     sizes: npt.NDArray[np.int32]
     order: npt.NDArray[np.generic] | None
-
-
-def _sum(values: npt.NDArray[np.int32]) -> int:
-    return int(values.sum(dtype=np.int64))
 
 
 def list_movable(state: RunState, draw_order: DrawOrder) -> list[Movable]:
@@ -124,7 +66,7 @@ def choose_moves(movable: Sequence[Movable], excess: int) -> Numbers:
         if excess > 0 and len(numbers):
             taken = _take(sizes, excess, order)
             chosen.append(numbers[taken])
-            excess -= _sum(sizes[taken])
+            excess -= sum_bytes(sizes[taken])
     return np.concatenate(chosen)
 
 
@@ -141,7 +83,7 @@ def _take(sizes: npt.NDArray[np.int32], excess: int, keys: npt.NDArray[np.generi
             bound = np.partition(keys, len(keys) - enough)[len(keys) - enough]
             above, equal = np.flatnonzero(keys > bound), np.flatnonzero(keys == bound)
             candidates = np.concatenate([above, equal[len(equal) - (enough - len(above)) :]])
-            if enough == len(sizes) or _sum(sizes[candidates]) >= excess:
+            if enough == len(sizes) or sum_bytes(sizes[candidates]) >= excess:
                 break
             enough = min(len(sizes), 2 * enough)
         order = candidates[np.lexsort([candidates, keys[candidates]])][::-1]

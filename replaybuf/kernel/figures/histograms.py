@@ -18,15 +18,17 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import DEAD, Index
 from replaybuf.wire.answer.run_status import Coverage, LengthBias, PromptCounts, Reuse
+from replaybuf.wire.ledger import BatchRecord
 
 STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
 """Three length histograms side by side show whether the buffer favours short groups (length bias)."""
@@ -53,8 +55,6 @@ _MAX_AGE_S = 2_000_000
 """23 days: milliseconds must fit a column of 32 bits."""
 
 Rows = npt.NDArray[np.int64] | slice
-K = TypeVar("K", int, str)
-T = TypeVar("T")
 
 
 @functools.cache
@@ -98,19 +98,33 @@ class Histogram:
         self.sum += value
 
 
+class Counts:
+    """Base of dataclasses of counts, which add up field by field; tables of counts add up name by name."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return type(self)(*(_sum(getattr(self, name), getattr(other, name)) for name in names))
+
+
+def _sum(first: Any, second: Any) -> Any:
+    if type(first) is not dict:
+        return first + second
+    both = {name: _sum(first[name], second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second, **both}
+
+
 def _lengths() -> Histogram:
     return Histogram(TOKENS)
 
 
 @dataclasses.dataclass(slots=True)
-class Lengths:
+class Lengths(Counts):
     """Groups by the mean tokens of their rollouts, rounded down, and by the tokens of their longest rollout."""
 
     mean: Histogram = dataclasses.field(default_factory=_lengths)
     longest: Histogram = dataclasses.field(default_factory=_lengths)
-
-    def __add__(self, other: Lengths) -> Lengths:
-        return Lengths(self.mean + other.mean, self.longest + other.longest)
 
     def add(self, index: Index, rows: Rows, sign: int = 1) -> None:
         """Count groups, or take them back with `sign` -1."""
@@ -124,63 +138,41 @@ def _ages() -> Histogram:
 
 
 @dataclasses.dataclass(slots=True)
-class Ages:
+class Ages(Counts):
     """Dropped groups by age: policy versions at the step of the drop, milliseconds since they arrived."""
 
     versions: Histogram = dataclasses.field(default_factory=lambda: Histogram(VERSIONS))
     ms: Histogram = dataclasses.field(default_factory=_ages)
 
-    def __add__(self, other: Ages) -> Ages:
-        return Ages(self.versions + other.versions, self.ms + other.ms)
-
 
 @dataclasses.dataclass(slots=True)
-class Prompts:
+class Prompts(Counts):
     """Prompts of a source by what became of their groups."""
 
     stored: int = 0
     trained: int = 0
     dropped: int = 0
 
-    def __add__(self, other: Prompts) -> Prompts:
-        return Prompts(self.stored + other.stored, self.trained + other.trained, self.dropped + other.dropped)
-
     def counts(self) -> PromptCounts:
-        """Return them as the state of a run has them; a rewind may take back what only an older release counted."""
-        trained, dropped = max(0, self.trained), max(0, self.dropped)
-        share = trained / (trained + dropped) if trained or dropped else 0.0
-        return PromptCounts(stored=self.stored, trained=trained, dropped=dropped, share=share)
+        """Return them as the state of a run has them."""
+        ended = self.trained + self.dropped
+        share = self.trained / ended if ended else 0.0
+        return PromptCounts(stored=self.stored, trained=self.trained, dropped=self.dropped, share=share)
 
 
 @dataclasses.dataclass(slots=True)
-class GroupHistograms:
+class GroupHistograms(Counts):
     """All histograms of one adapter; see the module docstring.
 
     `reuse`: uses by `times_sampled`, which includes the use itself; `age_at_use`: milliseconds from arrival to batch;
-    `drop_ages`: by reason; `prompts`: groups with a prompt index by source, see `Coverage`. `prompts_*`: what a
-    snapshot of the first release counted, which knew no sources.
+    `drop_ages`: by reason; `prompts`: groups with a prompt index by source, see `Coverage`.
     """
 
     lengths: dict[str, Lengths] = dataclasses.field(default_factory=lambda: {kind: Lengths() for kind in KINDS})
     reuse: Counter[int] = dataclasses.field(default_factory=Counter)
     age_at_use: Histogram = dataclasses.field(default_factory=_ages)
     drop_ages: dict[str, Ages] = dataclasses.field(default_factory=dict)
-    prompts_stored: int = 0
-    prompts_trained: int = 0
-    prompts_dropped: int = 0
     prompts: dict[int, Prompts] = dataclasses.field(default_factory=dict)
-
-    def __add__(self, other: GroupHistograms) -> GroupHistograms:
-        return GroupHistograms(
-            _merge(self.lengths, other.lengths, Lengths()),
-            self.reuse + other.reuse,
-            self.age_at_use + other.age_at_use,
-            _merge(self.drop_ages, other.drop_ages, Ages()),
-            self.prompts_stored + other.prompts_stored,
-            self.prompts_trained + other.prompts_trained,
-            self.prompts_dropped + other.prompts_dropped,
-            _merge(self.prompts, other.prompts, Prompts()),
-        )
 
     def store(self, index: Index, rows: Rows) -> None:
         """Count groups as stored."""
@@ -239,13 +231,11 @@ class GroupHistograms:
 
         `names`: of sources, by their hashes; a source without a name here is shown by its hash.
         """
-        older = Prompts(self.prompts_stored, self.prompts_trained, self.prompts_dropped)
-        prompts = _merge(self.prompts, {_NO_SOURCE: older} if older.stored else {}, Prompts())
-        total = sum(prompts.values(), Prompts())
+        total = sum(self.prompts.values(), Prompts())
         issued = max(issued, total.stored + failed)
         ended = total.trained + total.dropped + failed
-        named = {code: (names or {}).get(code, f"#{code:08x}") for code in prompts if code}
-        rest = {_NO_SOURCE: "*"} if named and _NO_SOURCE in prompts else {}
+        named = {code: (names or {}).get(code, f"#{code:08x}") for code in self.prompts if code}
+        rest = {_NO_SOURCE: "*"} if named and _NO_SOURCE in self.prompts else {}
         return Coverage(
             issued=issued,
             stored=total.stored,
@@ -254,7 +244,7 @@ class GroupHistograms:
             failed=failed,
             pending=issued - ended,
             share=total.trained / ended if ended else 0.0,
-            sources={name: prompts[code].counts() for code, name in (named | rest).items()},
+            sources={name: self.prompts[code].counts() for code, name in (named | rest).items()},
             lengths=self._length_bias(),
         )
 
@@ -284,11 +274,6 @@ class GroupHistograms:
         return {times: groups for times, groups in exact.items() if groups > 0}
 
 
-def _merge(first: Mapping[K, T], second: Mapping[K, T], empty: T) -> dict[K, T]:
-    """Add two tables up, name by name."""
-    return {name: first.get(name, empty) + second.get(name, empty) for name in first | second}  # type: ignore[operator]
-
-
 def _buckets(edges: tuple[int, ...], values: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
     """Find the bucket of each value: the position of the lowest edge >= value."""
     if edges != TOKENS:
@@ -305,3 +290,32 @@ def ages_ms(arrival_s: npt.NDArray[np.float64], at_s: float) -> npt.NDArray[np.i
     # A writer that bypasses the service may store a NaN, and machines cast NaN to different integers.
     ages_s = np.nan_to_num(np.clip(at_s - arrival_s, 0, _MAX_AGE_S), nan=0.0)
     return (ages_s * 1000).astype(np.int64)
+
+
+@dataclasses.dataclass(slots=True)
+class AdapterCounts(Counts):
+    """Groups by what became of them.
+
+    `tokens_used`, `used_staleness` and `histograms` count every use, also one that a rewind voids later.
+    """
+
+    stored: int = 0
+    retired: int = 0
+    tokens_used: int = 0
+    used_staleness: Counter[int] = dataclasses.field(default_factory=Counter)
+    evicted: Counter[str] = dataclasses.field(default_factory=Counter)
+    dead_lettered: Counter[str] = dataclasses.field(default_factory=Counter)
+    histograms: GroupHistograms = dataclasses.field(default_factory=GroupHistograms)
+
+    @property
+    def groups_used(self) -> int:
+        """Groups in all batches, each use counted."""
+        return self.used_staleness.total()
+
+
+def count_staleness(record: BatchRecord) -> Counter[tuple[str, int]]:
+    """Count the groups of a batch by adapter and staleness."""
+    if record.adapters:
+        return Counter(map(operator.attrgetter("adapter", "staleness"), record.groups))
+    ages = Counter(map(operator.attrgetter("staleness"), record.groups))  # half the time without pairs
+    return Counter({("", age): uses for age, uses in ages.items()})

@@ -6,30 +6,104 @@ number of steps each, so the whole run stays visible and its newest part keeps e
 
 from __future__ import annotations
 
+import math
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import groupby, zip_longest
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.figures.changes import Changes
-from replaybuf.kernel.figures.milestones import Milestones
-from replaybuf.kernel.figures.step_metrics import StepMetrics, mean_per_step, merge_metrics
+from replaybuf.kernel.figures.events import Changes, Milestones
 from replaybuf.kernel.rows.index import FREED, Index
 from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointRecord, PolicyRecord, RewindRecord
 
+MOST_NAMES = 128
+"""Names of a run, over all its steps; an ack brings at most 64."""
+_MISSING = math.nan
 T = TypeVar("T", int, float)
-
 STILL_STEPS = 10
 STILL_S = 30.0
 STILL_UNKNOWN_S = 300.0
 """A run may be idle for so long, and for `STILL_STEPS`, before it stands still; without two acked steps for longer."""
-
 MOST_ROWS = 4096
 """About 0.7 MB in memory and 0.4 MB in a snapshot."""
+_Integers = npt.NDArray[np.int64]
+_MEANS = (
+    "groups",
+    "rollouts",
+    "tokens",
+    "tokens_in",
+    "reward_mean",
+    "reward_std",
+    "staleness",
+    "uses",
+    "age_s",
+    "fill",
+)
+
+
+class StepMetrics(msgspec.Struct):
+    """Names of metrics that the trainer reports with its acks, in the order of coming, and what could not be kept.
+
+    A row holds one float64 for each name, packed: 4,096 rows of 64 names take 2 MiB, as dicts they would take 30.
+    `missing`: values that are null, NaN or infinite; `left_out`: values of names beyond `MOST_NAMES`.
+    """
+
+    names: list[str] = []
+    missing: int = 0
+    left_out: int = 0
+
+    def pack(self, reported: Mapping[str, float | None]) -> bytes:
+        """Pack the metrics of one step, float64 by place of their names; new names are added."""
+        values = array("d", [_MISSING]) * (len(self.names) if reported else 0)
+        for name, value in reported.items():
+            # The ledger has null for NaN and infinities: a fold after a restart must count them alike.
+            if value is None or not math.isfinite(value):
+                self.missing += 1
+            elif name in self.names:
+                values[self.names.index(name)] = value
+            elif len(self.names) < MOST_NAMES:
+                self.names.append(name)
+                values.append(value)
+            else:
+                self.left_out += 1
+        return values.tobytes()
+
+    def columns(self, rows: Sequence[bytes]) -> dict[str, list[float | None]]:
+        """Return one column per name that has a value in `rows`, which are packed; None = missing."""
+        by_name = zip(self.names, zip_longest(*map(unpack, rows), fillvalue=_MISSING), strict=False)
+        return {
+            name: [None if math.isnan(value) else value for value in values]
+            for name, values in by_name
+            if not all(map(math.isnan, values))
+        }
+
+
+def unpack(row: bytes) -> array[float]:
+    """Return the values of a packed row, by place of their names."""
+    return array("d", row)
+
+
+def merge_metrics(rows: Sequence[tuple[int, bytes]]) -> bytes:
+    """Merge packed rows of so many steps each: means per step over the rows that have a value."""
+    steps = [number for number, _ in rows]
+    merged = array("d")
+    for values in zip_longest(*(unpack(row) for _, row in rows), fillvalue=_MISSING):
+        known = [(number, value) for number, value in zip(steps, values, strict=True) if not math.isnan(value)]
+        merged.append(mean_per_step(known) if known else _MISSING)
+    return merged.tobytes()
+
+
+def mean_per_step(values: Sequence[tuple[int, float]]) -> float:
+    """Return the mean of values, each of so many steps. It is exact for equal values: their chart is one number."""
+    steps, first = sum(number for number, _ in values), values[0][1]
+    if all(value == first for _, value in values):
+        return first
+    return sum(value * (number / steps) for number, value in values)  # a sum of products may be infinite
 
 
 class StepRow(msgspec.Struct, array_like=True, gc=False):
@@ -72,21 +146,6 @@ class StepRow(msgspec.Struct, array_like=True, gc=False):
     def last(self) -> int:
         """The last step of the row."""
         return self.step + self.steps - 1
-
-
-_Integers = npt.NDArray[np.int64]
-_MEANS = (
-    "groups",
-    "rollouts",
-    "tokens",
-    "tokens_in",
-    "reward_mean",
-    "reward_std",
-    "staleness",
-    "uses",
-    "age_s",
-    "fill",
-)
 
 
 class StepFigures(msgspec.Struct):
@@ -140,7 +199,7 @@ class StepFigures(msgspec.Struct):
         """Fold a batch of the groups in `rows` of the index, at these versions of the policy, [groups] each."""
         self.rows = [row for row in self.rows if row.last < record.step] if self._covers(record.step) else self.rows
         made = _row_of(record, index, rows, versions, self.pending)
-        if len(rows) and (record.at_s or record.index_end is not None):
+        if len(rows):
             _add_stored(made, index, self.rows[-1].stored if self.rows else 0, record.index_end)
         self.rows.append(made)
         self.newest_s = record.at_s or self.newest_s
@@ -230,17 +289,12 @@ def _row_of(
     return base
 
 
-def _add_stored(row: StepRow, index: Index, stored_before: int, index_end: int | None) -> None:
+def _add_stored(row: StepRow, index: Index, stored_before: int, index_end: int) -> None:
     """Add what was stored since the batch before, up to group `index_end`: a restart folds the index stream first.
 
-    Older records lack it and go by time. Clocks of servers differ, so a group may count for a neighbouring step; none
-    counts twice or not at all. Freed rows never count, because they may be gone.
+    Freed rows never count, because they may be gone.
     """
-    numbers = index["number"]
-    if index_end is None:
-        until = int(np.searchsorted(index["arrival_s"], row.at_s, "right"))
-        index_end = int(numbers[until - 1]) if until else 0
-    since, until = np.searchsorted(numbers, (stored_before, index_end), "right").tolist()
+    since, until = np.searchsorted(index["number"], (stored_before, index_end), "right").tolist()
     kept = index["state"][since:until] != FREED
     row.tokens_in = float(index["tokens"][since:until].sum(dtype=np.int64, where=kept))
     row.stored = max(stored_before, index_end)

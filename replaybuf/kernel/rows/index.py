@@ -41,7 +41,7 @@ ENTRY = np.dtype(
 )
 """Index entry. `adapter`, `source`: hashes of names, the source from `metadata["source"]`, else `metadata["env"]`.
 `longest_tokens`: of the longest rollout; `truncated`: rollouts that ended at their token limit; `columns`: bits of the
-optional columns and of admission (`column_bits`), 0 in entries that an older release wrote with `truncated` of 4 bytes.
+optional columns and of admission (`column_bits`).
 """
 
 ENTRY_STRUCT = struct.Struct("<qd6iIi3f2i2H")
@@ -71,7 +71,7 @@ of the policy then; `evicted_age_ms`: time from arrival to eviction.
 """
 
 SPILLED = "spilled"
-"""Column of the leader: bytes of the group that are in files. No fold of the streams: `decide.spill` writes it."""
+"""Column of the leader: bytes of the group that are in files. No fold of the streams: `state.spill` writes it."""
 LATE_ROW = np.dtype(
     [
         ("number", "<i8"),

@@ -95,35 +95,23 @@ def parse_position(state: RunState, cursor: Cursor, text: str) -> Position:
     """Read a position that a client sends. Raises `Invalid` for one of another kind or behind the end."""
     match = _POSITION.fullmatch(text)
     if match is None or (match[1] is not None) != (cursor.kind == "stored"):
-        raise Invalid(
-            f"position is {text!r}; send the position of a page of cursor {cursor.name!r} (kind {cursor.kind})",
-            name="position",
-            value=text,
-            bound=cursor.position.render(cursor.kind),
-        )
+        detail = f"position is {text!r}; send the position of a page of cursor {cursor.name!r} (kind {cursor.kind})"
+        raise Invalid(detail, name="position", value=text, bound=cursor.position.render(cursor.kind))
     if cursor.kind == "stored":
         position, end = Position(number=int(match[1])), Position(number=state.stored)
     else:
         position, end = Position(*map(int, match.groups()[1:])), Position(state.generation, state.next_step)
     if position > end:
-        raise Invalid(
-            f"position is {text!r}; the run is at {end.render(cursor.kind)!r}",
-            name="position",
-            value=text,
-            bound=end.render(cursor.kind),
-        )
+        detail = f"position is {text!r}; the run is at {end.render(cursor.kind)!r}"
+        raise Invalid(detail, name="position", value=text, bound=end.render(cursor.kind))
     return position
 
 
 def check_kind(cursor: Cursor, kind: CursorKind | None) -> None:
     """Raise `Conflict` for a cursor of another kind."""
     if kind not in (None, cursor.kind):
-        raise Conflict(
-            f"kind is {kind!r}; cursor {cursor.name!r} is over {cursor.kind} groups: use another name",
-            name="kind",
-            value=kind,
-            bound=cursor.kind,
-        )
+        detail = f"kind is {kind!r}; cursor {cursor.name!r} is over {cursor.kind} groups: use another name"
+        raise Conflict(detail, name="kind", value=kind, bound=cursor.kind)
 
 
 def find_superfluous(cursors: Collection[Cursor], idle_s: Callable[[str], float]) -> Cursor | None:
@@ -140,14 +128,11 @@ def find_superfluous(cursors: Collection[Cursor], idle_s: Callable[[str], float]
     longest = max(mortal, key=lambda cursor: idle_s(cursor.name))
     left_s = GIVES_WAY_S - idle_s(longest.name)
     if left_s > 0:
-        raise NoRoom(
+        detail = (
             f"the run has {count} cursors; the maximum is {MOST_CURSORS}. The {len(mortal)} with a lifetime were "
-            f"all used within {GIVES_WAY_S:g} s: try again, or delete one",
-            retry_after_s=left_s,
-            name="cursors",
-            value=count,
-            bound=MOST_CURSORS,
+            f"all used within {GIVES_WAY_S:g} s: try again, or delete one"
         )
+        raise NoRoom(detail, retry_after_s=left_s, name="cursors", value=count, bound=MOST_CURSORS)
     return longest
 
 

@@ -13,7 +13,7 @@ MAX_REWINDS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attachment(Layout):
+class AttachedTrainer(Layout):
     """The attached trainer and the layout of its batches; `fixed`: it needs equal batches.
 
     `generation`: of its first batch. A follower may have read ATTACH, and not the REWIND after it.

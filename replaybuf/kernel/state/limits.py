@@ -12,9 +12,11 @@ larger. Groups that do not fit are answered 429, and their producer sends them a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import msgspec
+from msgspec.structs import astuple
 
 from replaybuf.errors import NoRoom
 from replaybuf.wire.config import Limits
@@ -29,32 +31,15 @@ class Load(msgspec.Struct, frozen=True):
     in_memory: int = 0
 
     def __add__(self, other: Load) -> Load:
-        return Load(
-            self.groups + other.groups,
-            self.tokens + other.tokens,
-            self.bytes + other.bytes,
-            self.in_memory + other.in_memory,
-        )
+        return Load(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Load) -> Load:
-        return Load(
-            self.groups - other.groups,
-            self.tokens - other.tokens,
-            self.bytes - other.bytes,
-            self.in_memory - other.in_memory,
-        )
+        return Load(*map(operator.sub, astuple(self), astuple(other)))
 
     @classmethod
     def total(cls, loads: Sequence[Load]) -> Load:
         """Return the sum of some loads."""
-        if len(loads) == 1:
-            return loads[0]
-        return cls(
-            sum([load.groups for load in loads]),
-            sum([load.tokens for load in loads]),
-            sum([load.bytes for load in loads]),
-            sum([load.in_memory for load in loads]),
-        )
+        return loads[0] if len(loads) == 1 else cls(*map(sum, zip(*map(astuple, loads), strict=True)))
 
     def over(self, limits: Limits) -> NoRoom | None:
         """Return the error of the first limit that this load exceeds, None if it exceeds none."""

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.figures.adapter_counts import AdapterCounts, count_staleness
-from replaybuf.kernel.figures.histograms import ages_ms
+from replaybuf.kernel.figures.histograms import AdapterCounts, ages_ms, count_staleness
 from replaybuf.kernel.rows.column_table import ColumnTable
 from replaybuf.kernel.rows.index import (
     DEAD,
@@ -41,8 +40,6 @@ from replaybuf.wire.ledger import AddedColumns, BatchRecord
 
 Rows = npt.NDArray[np.int64]
 
-BAD_INDEX_ENTRY = "bad_index_entry"
-"""Dead letter that the fold makes itself: an index entry that no publish wrote."""
 RETIRED = "retired"
 PURGED = 128
 """Bit of a code in `freed_as`: the group was a dead letter."""
@@ -174,7 +171,7 @@ class GroupPool:
             self._update_histograms()
         if any_unfit:
             # The stream may be read at any ledger entry, so the age of the drop is unknown: version 0, no time.
-            self.dead_letter(self.index.rows_of(numbers[unfit]), BAD_INDEX_ENTRY, None, 0.0)
+            self.dead_letter(self.index.rows_of(numbers[unfit]), "bad_index_entry", None, 0.0)
         return entries
 
     def add_columns(self, groups: Sequence[AddedColumns]) -> None:

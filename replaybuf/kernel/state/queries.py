@@ -30,12 +30,8 @@ def find_group_state(state: RunState, number: int) -> tuple[str, str | None]:
         reason = state.pool.reasons[state.index["reason"][rows[0]]] if row_state in (EVICTED, DEAD) else None
         return GROUP_STATES[row_state], reason
     if number <= state.trimmed:
-        raise Gone(
-            f"group number {number} was freed; history is trimmed up to number {state.trimmed}",
-            name="number",
-            value=number,
-            bound=state.trimmed,
-        )
+        detail = f"group number {number} was freed; history is trimmed up to number {state.trimmed}"
+        raise Gone(detail, name="number", value=number, bound=state.trimmed)
     code = state.pool.freed_as[number - state.trimmed]
     reason = state.pool.reasons[code & ~PURGED]
     if reason == RETIRED:
@@ -107,12 +103,8 @@ def check_record_kept(state: RunState, step: int) -> None:
     """Raise `Gone` if the record of `step` in the current history is trimmed."""
     oldest = min(state.records, default=state.next_step)
     if 0 <= step < min(oldest, state.next_step):
-        raise Gone(
-            f"the record of step {step} is trimmed; the oldest record kept is that of step {oldest}",
-            name="step",
-            value=step,
-            bound=oldest,
-        )
+        detail = f"the record of step {step} is trimmed; the oldest record kept is that of step {oldest}"
+        raise Gone(detail, name="step", value=step, bound=oldest)
 
 
 def read_failed_share(state: RunState) -> FailedShare | None:

@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
-from replaybuf.kernel.figures.adapter_counts import AdapterCounts
-from replaybuf.kernel.figures.changes import Configured
+from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.state.failed_prompts import FAILED_SHARE, FailedPrompts
-from replaybuf.kernel.state.history import Attachment, BatchState, RecordedBatch, VoidedBatch, add_rewind
+from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import AdapterProgress, Rotation
@@ -47,7 +46,6 @@ from replaybuf.wire.ledger import (
     newest_group,
 )
 
-LOST_LINEAGE = "lost_lineage"
 FEEDBACK_STEPS = 16
 """A strategy observes the feedback of this many newest steps."""
 _KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, TicketRecord)
@@ -74,9 +72,9 @@ class RunState:
 
     def __init__(self) -> None:
         self.config: RunConfig | None = None
-        self.config_state: RunPhase = "running"
-        self.config_reason: str | None = None
-        self.attachment: Attachment | None = None
+        self.config_phase: RunPhase = "running"
+        self.phase_reason: str | None = None
+        self.attachment: AttachedTrainer | None = None
         self.step = self.next_step = self.generation = self.masked_tokens = self.fenced_epoch = 0
         self.published: dict[str, int] = {"": 0}
         self.weights_uri: dict[str, str | None] = {"": None}
@@ -109,10 +107,10 @@ class RunState:
         return self.config.batch.token_budget(ranks) if self.config else None
 
     @property
-    def state(self) -> RunPhase:
-        """State of the run: `running`, `paused` or `finished`."""
+    def phase(self) -> RunPhase:
+        """Phase of the run, `running`, `paused` or `finished`, which the contract calls its state."""
         done = self.config is not None and self.config.max_steps is not None and self.step >= self.config.max_steps
-        return "finished" if done else self.config_state
+        return "finished" if done else self.config_phase
 
     @property
     def stored(self) -> int:
@@ -187,12 +185,10 @@ class RunState:
             return
         first, last = int(numbers[0]), int(numbers[-1])
         if first > self.trimmed and (first != self.stored + 1 or last - first + 1 != len(numbers)):
-            raise LedgerGap(
-                f"index entries {first} to {last} ({len(numbers)} of them) follow {self.stored}; the stream has a gap",
-                name="number",
-                value=first,
-                bound=self.stored + 1,
+            detail = (
+                f"index entries {first} to {last} ({len(numbers)} of them) follow {self.stored}; the stream has a gap"
             )
+            raise LedgerGap(detail, name="number", value=first, bound=self.stored + 1)
         entries = self.pool.store(numbers, entries, malformed)
         self.deliver(entries["adapter"], entries["prompt_index"])
 
@@ -239,7 +235,7 @@ class RunState:
             self.figures.apply(record, entry=self.entries, step=self.step, oldest_step=self.oldest_step)
 
     def _attach(self, record: AttachRecord) -> None:
-        self.attachment = Attachment(
+        self.attachment = AttachedTrainer(
             epoch=record.epoch,
             dp_world_size=record.dp_world_size,
             seq_len=record.seq_len,
@@ -267,22 +263,22 @@ class RunState:
             self.figures.drop(reason, self.pool.dead_letter(rows, reason, versions, record.at_s))
 
     def _configure(self, record: ConfigRecord) -> None:
-        before = Configured(self.config, self.config_state)
+        before, phase = self.config, self.config_phase
         self.config = read_config(record.config, f"ledger entry {self.entries}")
-        self.figures.changes.add_config(self.entries, self.step, record, before, self.config)
+        self.figures.changes.add_config(self.entries, self.step, record, before, phase, self.config)
         for name in self.config.adapter_names:
             self.published.setdefault(name, 0)
             self.weights_uri.setdefault(name, None)
-        if record.state == "running" and self.config_state == "paused" and self.config_reason != "operator":
+        if record.state == "running" and self.config_phase == "paused" and self.phase_reason != "operator":
             self.feedback = {}  # the strategy may have failed at it, and would fail again
         self._set_phase(record.state, record.reason)
         if record.max_uses != self.max_uses:
             self.pool.change_max_uses(record.max_uses)
 
     def _set_phase(self, phase: RunPhase, reason: str | None) -> None:
-        if phase == "running" and (self.config_reason or "").startswith(FAILED_SHARE):
+        if phase == "running" and (self.phase_reason or "").startswith(FAILED_SHARE):
             self.failed.window.restart()
-        self.config_state, self.config_reason = phase, reason
+        self.config_phase, self.phase_reason = phase, reason
 
     def _add_batch(self, record: BatchRecord) -> None:
         entry, numbers = self.entries, record.numbers
@@ -337,7 +333,7 @@ class RunState:
         self.feedback = {step: feedback for step, feedback in self.feedback.items() if step < record.step}
         self.published |= versions
         self.weights_uri = dict.fromkeys(self.weights_uri)
-        if self.config_state == "finished" and self.config_reason != "operator":
+        if self.config_phase == "finished" and self.phase_reason != "operator":
             self._set_phase("running", None)
         self._evict_lost(record)
 
@@ -355,7 +351,7 @@ class RunState:
         kept = (index["evicted_at"] == NEVER) & (index["state"] != EVICTED)  # an evicted one was reissued
         lost &= kept | (index["evicted_at"] > record.step)
         self.pool.restore(np.flatnonzero(lost))
-        self._evict(np.flatnonzero(lost), LOST_LINEAGE, record)
+        self._evict(np.flatnonzero(lost), "lost_lineage", record)
 
     def _void(self, steps: list[int], generation: int) -> None:
         for step in reversed(steps):

@@ -18,13 +18,12 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import DataLost, Unreadable, counted
-from replaybuf.kernel.figures.adapter_counts import AdapterCounts
+from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.rows.prompt_set import PromptSet
 from replaybuf.kernel.state.failed_prompts import FailedPrompts, FailedWindow
-from replaybuf.kernel.state.history import Attachment, BatchState, RecordedBatch, VoidedBatch
-from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
+from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import Rotation
 from replaybuf.kernel.state.run_state import RunPhase, RunState
@@ -49,9 +48,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     entries: int
     trimmed_entries: int
     config: dict[str, Any] | None
-    config_state: RunPhase
-    config_reason: str | None
-    attachment: Attachment | None
+    config_phase: RunPhase = msgspec.field(name="config_state")
+    phase_reason: str | None = msgspec.field(name="config_reason")
+    attachment: AttachedTrainer | None
     step: int
     next_step: int
     generation: int
@@ -90,21 +89,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
 _OF_FAILED = ("failed_prompts", "failed", "failed_start", "failed_after")
-_OF_REISSUES = ("reissued", "waiting")
-_LATE = ("late_names", "late_rows")
-_OTHERS = (
-    "config",
-    "stored",
-    "trimmed",
-    "groups_used",
-    "set_aside",
-    "rows",
-    "sizes",
-    *_OF_FAILED,
-    *_OF_REISSUES,
-    *_LATE,
-)
-_OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in (*_OF_POOL, *_OTHERS))
+_OF_INDEX = ("stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", "late_names", "late_rows")
+_OTHERS = {"config", "reissued", "waiting", *_OF_POOL, *_OF_FAILED, *_OF_INDEX}
+_OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in _OTHERS)
 
 
 def _to_bytes(value: Any) -> Any:
@@ -163,13 +150,11 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     ledger record. Raises `DataLost` if groups of the snapshot are missing.
     """
     if state.trimmed != snapshot.trimmed or state.stored < snapshot.stored:
-        raise DataLost(
+        detail = (
             f"the index stream ends at group {state.stored}; the snapshot at ledger entry {snapshot.entries} has "
-            f"{counted(snapshot.stored, 'group')}: Redis lost data",
-            name="stored",
-            value=state.stored,
-            bound=snapshot.stored,
+            f"{counted(snapshot.stored, 'group')}: Redis lost data"
         )
+        raise DataLost(detail, name="stored", value=state.stored, bound=snapshot.stored)
     for name in _OF_STATE:
         setattr(state, name, getattr(snapshot, name))
     state.config = None if snapshot.config is None else read_config(snapshot.config, "the snapshot")
@@ -196,17 +181,14 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
     bad = np.flatnonzero(fresh & (index["state"] == DEAD))  # dead before any ledger record: by the index entry
     if len(bad):
         index["state"][bad] = LIVE
-        pool.dead_letter(bad, BAD_INDEX_ENTRY, None, 0.0)
+        pool.dead_letter(bad, "bad_index_entry", None, 0.0)
     freed = np.flatnonzero(np.frombuffer(freed_as, np.uint8)) + state.trimmed
     aside = index["number"][index["number"] <= state.trimmed]
     expected = np.frombuffer(snapshot.set_aside, np.int64)
     missing = np.setdiff1d(expected, aside)
     if len(missing):
-        raise DataLost(
-            f"group {missing[0]} was set aside by a trimming and is missing: Redis lost data",
-            name="number",
-            value=int(missing[0]),
-        )
+        detail = f"group {missing[0]} was set aside by a trimming and is missing: Redis lost data"
+        raise DataLost(detail, name="number", value=int(missing[0]))
     index.free(index.rows_of(np.concatenate([np.setdiff1d(aside, expected), freed])))
     pool.columns.late_names = snapshot.late_names
     index.put_late(np.frombuffer(snapshot.late_rows, LATE_ROW))
@@ -222,12 +204,8 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 def decode_snapshot(raw: bytes) -> Snapshot:
     """Read a snapshot. Raises `Unreadable` for another version and for bytes that do not decode."""
     if raw[: len(MAGIC)] != MAGIC:
-        raise Unreadable(
-            f"the snapshot has format {raw[: len(MAGIC)]!r}; this release reads {MAGIC!r}",
-            name="snapshot",
-            value=repr(raw[: len(MAGIC)]),
-            bound=repr(MAGIC),
-        )
+        detail = f"the snapshot has format {raw[: len(MAGIC)]!r}; this release reads {MAGIC!r}"
+        raise Unreadable(detail, name="snapshot", value=repr(raw[: len(MAGIC)]), bound=repr(MAGIC))
     try:
         return _decode(zlib.decompress(raw[_HEADER_BYTES:]))
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:

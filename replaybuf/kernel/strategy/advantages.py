@@ -94,12 +94,8 @@ def process_advantages(rewards: Sequence[Sequence[ProcessReward]], lengths: Int3
         ending = np.zeros(length, np.float64)
         for end, _ in rollout:
             if not 1 <= end <= length:
-                raise Invalid(
-                    f"a process reward of rollout {number} ends at token {end}; its completion has {length}",
-                    name="process_rewards",
-                    value=end,
-                    bound=length,
-                )
+                detail = f"a process reward of rollout {number} ends at token {end}; its completion has {length}"
+                raise Invalid(detail, name="process_rewards", value=end, bound=length)
             ending[end - 1] += next(normalised)
         columns.append(ending[::-1].cumsum()[::-1])
     summed = np.concatenate(columns)

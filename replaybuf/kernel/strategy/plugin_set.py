@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import Invalid, StrategyFault
-from replaybuf.kernel.strategy.admissions import Admission
+from replaybuf.kernel.strategy.admission_plugin import Admission
 from replaybuf.kernel.strategy.advantages import advantages
 from replaybuf.kernel.strategy.contract import Budget, Feedback, Filter, Strategy
 from replaybuf.kernel.strategy.options import check_options
@@ -77,13 +77,12 @@ def bounds_of(name: str, strategy: Strategy[Any]) -> Bounds:
 def required_columns(name: str, plugin: Strategy[Any] | Filter[Any]) -> tuple[str, ...]:
     """Return the columns that a plug-in and its options require. Raises `Invalid` for a name that no column has.
 
-    Options of a plug-in need not be `StrategyOptions`: those of the first release had no `requires`.
+    Options of a plug-in need not be `StrategyOptions`, which have `requires`.
     """
     declared = configured(name, lambda: plugin.requires)
     if not isinstance(declared, tuple | list) or not all(isinstance(each, str) for each in declared):
-        raise Invalid(
-            f"requires of {name!r} is {declared!r}; it must be a tuple of names of columns", name="requires", value=name
-        )
+        detail = f"requires of {name!r} is {declared!r}; it must be a tuple of names of columns"
+        raise Invalid(detail, name="requires", value=name)
     columns = dict.fromkeys((*declared, *(getattr(plugin.options, "requires", None) or ())))
     for column in columns:
         check_name(column)
@@ -213,12 +212,8 @@ def _required(
     )
     parts = {name for names in required for name in names if name not in FIXED_NAMES}
     if len(parts) > MOST_PARTS:
-        raise Invalid(
-            f"requires names {len(parts)} reward parts; the maximum is {MOST_PARTS}",
-            name="requires",
-            value=sorted(parts),
-            bound=MOST_PARTS,
-        )
+        detail = f"requires names {len(parts)} reward parts; the maximum is {MOST_PARTS}"
+        raise Invalid(detail, name="requires", value=sorted(parts), bound=MOST_PARTS)
     return required
 
 

@@ -125,8 +125,8 @@ class Selector:
         The last groups of an adapter without prompts make a short share, if the run trains its tail. `overdue`: the
         trainer has waited for `batch.timeout_s`, so any groups may make a short batch.
         """
-        if self._state.state != "running":
-            return self.explain(self._state.state)
+        if self._state.phase != "running":
+            return self.explain(self._state.phase)
         if not self.config.active_adapters:
             return self.explain("paused")
         waits: dict[str, WaitingAnswer] = {}
@@ -245,7 +245,7 @@ class Selector:
 
     def why_waiting(self) -> WaitingAnswer | None:
         """Explain why the next batch cannot be made now; None if it can."""
-        if self._state.state == "running" and self._state.next_step > self._state.step + self.bounds.look_ahead:
+        if self._state.phase == "running" and self._state.next_step > self._state.step + self.bounds.look_ahead:
             return self.explain("awaiting_ack")
         try:
             outcome = self.choose()
@@ -255,8 +255,8 @@ class Selector:
 
     def why_adapter_waits(self, adapter: str) -> WaitingAnswer | None:
         """Explain why an adapter has no groups for a batch of its own; None if it has."""
-        if self._state.state != "running":
-            return self.explain(self._state.state, adapter=adapter)
+        if self._state.phase != "running":
+            return self.explain(self._state.phase, adapter=adapter)
         if (phase := self.config.phase_of(adapter)) != "running":
             return self.explain(phase, adapter=adapter)
         try:

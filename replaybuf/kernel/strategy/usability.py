@@ -9,13 +9,68 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import LIVE, Index
-from replaybuf.kernel.state.run_state import LOST_LINEAGE, RunState
+from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds
-from replaybuf.kernel.strategy.stale_policies import BOUNDED_COLUMNS, StalePolicies
-from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config import EVERY_OTHER_SOURCE, RunConfig, StalePolicy
+from replaybuf.wire.drop_reasons import UnusableReason
 from replaybuf.wire.group import hash_name
 
+BOUNDED_COLUMNS = ("policy_version", "policy_version_max", "source")
+"""Columns that `StalePolicies.bounded_versions` reads."""
 _ALL = slice(None)
+
+
+class StalePolicies(NamedTuple):
+    """What happens to too stale groups, by the hash of their source; `rest` is the policy of every other source.
+
+    `mask` applies the bound to the newest token of a group instead of its oldest. The batch leaves older tokens out of
+    the loss, by the same mask as `stale_token_mask`. So a group stays usable while one of its tokens may be trained.
+    """
+
+    by_source: dict[int, StalePolicy]
+    rest: StalePolicy
+
+    @classmethod
+    def of(cls, config: RunConfig) -> StalePolicies:
+        """Read the policies of a configuration."""
+        named = config.stale_policies
+        rest = named.pop(EVERY_OTHER_SOURCE)
+        return cls({hash_name(source): policy for source, policy in named.items()}, rest)
+
+    @property
+    def used(self) -> set[StalePolicy]:
+        """Return the policies that some source has."""
+        return {self.rest, *self.by_source.values()}
+
+    def have(self, policy: StalePolicy, sources: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return which sources have a policy [rows]."""
+        if not self.by_source:
+            return np.full(len(sources), self.rest == policy)
+        others = [code for code, own in self.by_source.items() if (own == policy) != (self.rest == policy)]
+        having: npt.NDArray[np.bool_] = np.isin(sources, others) != (self.rest == policy)
+        return having
+
+    def bounded_versions(
+        self, oldest: npt.NDArray[np.int32], newest: npt.NDArray[np.int32], sources: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Return the version of each group to which `max_staleness` applies: of its oldest or newest token [rows]."""
+        return np.where(self.have("mask", sources), newest, oldest)
+
+
+def bounded_versions(config: RunConfig, index: Index, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Return the version of each of these rows to which `max_staleness` applies."""
+    return StalePolicies.of(config).bounded_versions(*(index[name][rows] for name in BOUNDED_COLUMNS))
+
+
+def loss_mask_bound(config: RunConfig, max_staleness: int | None) -> int | None:
+    """Return the most versions that a token in the loss may be older than its batch; None = no bound.
+
+    Of groups without the policy `mask` every token is within `max_staleness`, so the bound changes none of them.
+    """
+    bounds = [config.stale_token_mask]
+    if "mask" in StalePolicies.of(config).used:
+        bounds.append(max_staleness)
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 class UsabilityRule(NamedTuple):
@@ -27,7 +82,7 @@ class UsabilityRule(NamedTuple):
     rule: str
     columns: tuple[str, ...]
     kept: Callable[..., npt.NDArray[np.bool_]]
-    reason: str
+    reason: UnusableReason
     when: Literal["select", "evict", "both"] = "select"
 
     def holds(self, index: Index, rows: npt.NDArray[np.int64] | slice = _ALL) -> npt.NDArray[np.bool_]:
@@ -47,7 +102,7 @@ def usability_rules(
     # Checked before a rewind, then stored after it by a direct writer or a leader that died.
     published = state.published[adapter]
     rule = "has no token of a version that is not published"
-    yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, LOST_LINEAGE, "evict")
+    yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, "lost_lineage", "evict")
     if bounds.max_uses is not None:
         most = bounds.max_uses
         rule = f"keeps the max_uses of {most}"

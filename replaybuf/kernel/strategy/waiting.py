@@ -51,8 +51,8 @@ def waiting(
 ) -> WaitingAnswer:
     """Build the answer for a batch or ticket that has to wait; of an adapter whose batch needs `missing` groups."""
     blocked_on = blocked_on or BLOCKED_ON[reason]
-    if detail is None and reason == state.config_state:
-        detail = None if state.config_reason in ("operator", "prompts") else state.config_reason
+    if detail is None and reason == state.config_phase:
+        detail = None if state.phase_reason in ("operator", "prompts") else state.phase_reason
     elif detail is None and blocked_on == "producers":
         detail = explain_failed_share(state)
     groups = missing if adapter or state.config is None else state.config.batch.groups_per_batch

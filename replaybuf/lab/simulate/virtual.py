@@ -15,7 +15,8 @@ import numpy.typing as npt
 from replaybuf.errors import Invalid
 from replaybuf.kernel.decide.config import decide_create, decide_end
 from replaybuf.kernel.decide.eviction import decide_removals
-from replaybuf.kernel.decide.failed_prompts import decide_failed
+from replaybuf.kernel.decide.intake import decide_room, decide_tickets
+from replaybuf.kernel.decide.prompts import decide_failed
 from replaybuf.kernel.decide.records import (
     GroupLabel,
     decide_ack,
@@ -24,7 +25,6 @@ from replaybuf.kernel.decide.records import (
     decide_policy,
     draft_batch,
 )
-from replaybuf.kernel.decide.tickets import decide_room, decide_tickets
 from replaybuf.kernel.rows.index import Numbers
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.state.run_state import RunState
@@ -157,7 +157,7 @@ class VirtualRun:
         if isinstance(chosen, WaitingAnswer):
             self._step_wait.record(self.state, step, chosen, self.now_s)
             self._remove(decide_end(self.state, self.selector, self.now_s))
-            return self.selector.explain("finished") if self.state.state == "finished" else chosen
+            return self.selector.explain("finished") if self.state.phase == "finished" else chosen
         index = self.state.index
         prompts = index["prompt_index"][index.rows_of(chosen.rows)].tolist()
         labels = [GroupLabel(prompt_key("", prompt)) for prompt in prompts]

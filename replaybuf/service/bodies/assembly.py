@@ -17,14 +17,14 @@ import msgspec
 from replaybuf.errors import BrokenFrame, Gone
 from replaybuf.kernel.decide.records import BatchDraft, GroupLabel
 from replaybuf.kernel.rows.column_table import ColumnTable
-from replaybuf.kernel.state.history import Attachment
-from replaybuf.kernel.state.pool import BAD_INDEX_ENTRY
+from replaybuf.kernel.state.history import AttachedTrainer
 from replaybuf.packing.batches import PackedGroups
 from replaybuf.service.bodies.release import release
 from replaybuf.store import IndexEntry, Store
 from replaybuf.store.keys import late_column
 from replaybuf.version import __version__
 from replaybuf.wire.column.token_versions import count_stale
+from replaybuf.wire.drop_reasons import broken_payload
 from replaybuf.wire.frame import stored_checksum
 from replaybuf.wire.group import Group, hash_name
 from replaybuf.wire.ledger import BatchRecord, encode_record
@@ -86,13 +86,19 @@ async def fetch_groups(store: Store, run: str, numbers: Sequence[int], columns: 
 
 async def _fetch_piece(store: Store, run: str, numbers: Sequence[int], late: Mapping[int, list[str]]) -> FetchedGroups:
     entries = await store.groups.read_entries(run, numbers)
+    return await asyncio.to_thread(_open_frames, numbers, entries, await read_frames(store, run, entries, late), late)
+
+
+async def read_frames(
+    store: Store, run: str, entries: Sequence[IndexEntry], late: Mapping[int, list[str]]
+) -> dict[str, bytes | None]:
+    """Read the frames of groups and of their late columns, by key; None = missing. `late`: columns by number."""
     sizes: dict[str, int] = {}
     for entry in entries:
         own, size = entry.strings.payload_key, int(entry.values["frame_bytes"])
         # A column is smaller than the frame, which has several columns of its length.
         sizes |= {own: size} | {late_column(own, name): size for name in late.get(entry.number, ())}
-    frames = dict(zip(sizes, await store.groups.read_frames(run, sizes), strict=True))
-    return await asyncio.to_thread(_open_frames, numbers, entries, frames, late)
+    return dict(zip(sizes, await store.groups.read_frames(run, sizes), strict=True))
 
 
 def _open_frames(
@@ -122,20 +128,18 @@ def _open_frames(
 
 def _decode_payload(entry: IndexEntry, frame: bytes | None) -> Group:
     if frame is None and not entry.strings.payload_key:
-        raise BrokenFrame(f"index entry {entry.number} has no payload key", name=BAD_INDEX_ENTRY)
+        raise broken_payload("bad_index_entry", f"index entry {entry.number} has no payload key")
     label = entry.strings
     size = sum(len(name.encode()) for name in (label.group_id, label.prompt_id, label.adapter, label.payload_key))
     if size > LARGEST_STRINGS_BYTES:
-        raise BrokenFrame(
-            f"index entry {entry.number} has ids of {size} bytes; the maximum is {LARGEST_STRINGS_BYTES}",
-            name=BAD_INDEX_ENTRY,
-        )
+        detail = f"index entry {entry.number} has ids of {size} bytes; the maximum is {LARGEST_STRINGS_BYTES}"
+        raise broken_payload("bad_index_entry", detail)
     group = decode_payload(entry.strings.payload_key, frame, int(entry.values["crc32c"]))
     if group.lengths.astype("<i4").tobytes() != entry.strings.lengths:
-        raise BrokenFrame("the lengths of the frame differ from its index entry", name="length_mismatch")
+        raise broken_payload("length_mismatch", "the lengths of the frame differ from its index entry")
     codes = int(entry.values["adapter"]), hash_name(entry.strings.adapter), hash_name(group.adapter)
     if len({*codes}) > 1:
-        raise BrokenFrame("the adapter of the frame differs from its index entry", name="adapter_mismatch")
+        raise broken_payload("adapter_mismatch", "the adapter of the frame differs from its index entry")
     return group
 
 
@@ -185,27 +189,26 @@ class PackedBatch(PackedGroups):
         return f'"{name.hexdigest()}"'
 
 
-def hash_content(record: BatchRecord, layout: Attachment) -> bytes:
+def hash_content(record: BatchRecord, layout: AttachedTrainer) -> bytes:
     """Return a hash of what bodies are made from, besides frames: no byte of a body depends on the rest."""
     inputs = (__version__, layout.dp_world_size, layout.seq_len, layout.pad_to_multiple_of, layout.cost, layout.extras)
-    timeless = encode_record(msgspec.structs.replace(record, at_s=0.0, index_end=None))
+    timeless = encode_record(msgspec.structs.replace(record, at_s=0.0, index_end=0))
     return hashlib.blake2b(msgspec.msgpack.encode(inputs) + timeless).digest()
 
 
-def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: Attachment) -> PackedBatch:
+def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: AttachedTrainer) -> PackedBatch:
     """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
     frames = {entry.number: entry for entry in fetched.entries}
     planned: list[PlannedGroup] = []
     groups: list[Group] = []
     for entry in record.groups:
         if entry.number not in fetched.groups:
-            raise Gone(
+            detail = (
                 f"batch {record.batch_id} needs group {entry.group_id!r}, whose bytes are gone: "
                 f"{fetched.broken[entry.number]}; attach with on_resume = resample at step {record.step} or an earlier "
-                "one to assemble it again without the group",
-                name="group_id",
-                value=entry.group_id,
+                "one to assemble it again without the group"
             )
+            raise Gone(detail, name="group_id", value=entry.group_id)
         groups.append(fetched.groups[entry.number])
         values = frames[entry.number].values
         planned.append(

@@ -26,7 +26,7 @@ from replaybuf.service.http.body.append_bodies import MAX_FRAMES_BYTES, MAX_JSON
 from replaybuf.service.http.body.body_budget import STEP_BYTES
 from replaybuf.service.http.body.requests import BodyParts, declared_media_type
 from replaybuf.service.http.call.handlers import leaves
-from replaybuf.service.tasks import cancel_all
+from replaybuf.service.turns import cancel_all
 from replaybuf.wire.frame import MEDIA_TYPE
 from replaybuf.wire.plan import MEDIA_TYPE as PLAN_TYPE
 

@@ -28,12 +28,11 @@ from replaybuf.service.http.body.requests import check_query, header
 from replaybuf.service.http.call.call_guard import Guard
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.call.metrics import Exposition
-from replaybuf.service.http.call.openapi import describe
-from replaybuf.service.http.call.plugin_options import describe_plugins
+from replaybuf.service.http.call.openapi import describe, describe_plugins
 from replaybuf.service.http.call.visible_runs import hide_others
 from replaybuf.service.http.forwarding import RECORD_ONLY, Forwarding
 from replaybuf.service.http.guard.auth import ANYONE, Tokens
-from replaybuf.service.http.reply.problems import document_response, error_response
+from replaybuf.service.http.reply.json_pieces import document_response, error_response
 from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.traffic import started

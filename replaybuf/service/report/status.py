@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.kernel.figures.adapter_counts import AdapterCounts
-from replaybuf.kernel.figures.histograms import KINDS, GroupHistograms, Histogram
+from replaybuf.kernel.figures.histograms import KINDS, AdapterCounts, GroupHistograms, Histogram
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
 from replaybuf.kernel.state.run_state import RunState
@@ -152,8 +151,8 @@ def render_run_state(
     }
     return RunStatus(
         run=run,
-        state=state.state,
-        paused_reason=state.config_reason if state.config_state == "paused" else None,
+        state=state.phase,
+        paused_reason=state.phase_reason if state.config_phase == "paused" else None,
         strategy=ChosenStrategy(**config["strategy"]),
         durability=durability,
         epoch=state.epoch,

@@ -15,7 +15,7 @@ import numpy as np
 from replaybuf.errors import Conflict, Invalid, StrategyFault
 from replaybuf.kernel.decide.candidates import count_candidates
 from replaybuf.kernel.decide.config import decide_end
-from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_evict, draft_batch
+from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_overlong, draft_batch
 from replaybuf.kernel.figures.waits import TrainerWaits
 from replaybuf.kernel.state.history import BatchState, RecordedBatch
 from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status, find_group_state
@@ -29,7 +29,7 @@ from replaybuf.service.bodies.assembly import (
     join_fetched,
     pack_batch,
 )
-from replaybuf.service.bodies.record import describe_batch
+from replaybuf.service.bodies.explanation import describe_batch
 from replaybuf.service.bodies.writer import Bodies, Part
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.journal import Journal
@@ -139,7 +139,7 @@ class Batches:
         # A recorded batch may be further ahead: it was made before a live change of the strategy.
         if step not in state.batches and step > state.step + self._selector.bounds.look_ahead:
             with pace.work():
-                return self._selector.explain("awaiting_ack" if state.state == "running" else state.state)
+                return self._selector.explain("awaiting_ack" if state.phase == "running" else state.phase)
         try:
             async with self._journal.decision():
                 self._journal.check_epoch(epoch)  # an attach may have rewound the history to before this step
@@ -157,7 +157,7 @@ class Batches:
     async def end_if_used_up(self) -> None:
         """Finish a run that has no prompts left, no ticket out and too few groups for a batch."""
         state = self._state
-        if state.state != "running" or state.next_step > state.step:
+        if state.phase != "running" or state.next_step > state.step:
             return  # a batch is in training: check again after its ack
         async with self._journal.decision():
             if self._selector.why_waiting():
@@ -235,9 +235,7 @@ class Batches:
                 continue
             overlong = await self._overlong(fetched)
             if overlong:
-                await self._journal.append(
-                    decide_evict(self._state, {"overlong": overlong}, self._journal.clock.wall())
-                )
+                await self._journal.append(decide_overlong(self._state, overlong, self._journal.clock.wall()))
                 continue
             draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
             record = await call_beside(len(numbers), complete_record, draft, fetched)

@@ -20,7 +20,7 @@ def record_heartbeat(run: Run, name: str, report: HeartbeatRequest) -> Heartbeat
         producers.record_failure(producer, report.failure, now_s)
     return Heartbeat(
         published_version=run.state.published[""],
-        state=run.state.state,
+        state=run.state.phase,
         heartbeat_s=journal.config.tickets.heartbeat_s,
     )
 

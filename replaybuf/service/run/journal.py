@@ -26,7 +26,7 @@ from replaybuf.errors import (
     ServiceUnavailable,
     StrategyFault,
 )
-from replaybuf.kernel.decide.config import decide_status
+from replaybuf.kernel.decide.config import decide_phase
 from replaybuf.kernel.rows.index import Numbers
 from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.kernel.state.snapshot import Snapshot, decode_snapshot, restore
@@ -114,11 +114,8 @@ class Journal:
         """
         if not self.leading:
             where = self.leader_url or "another server, not known yet"
-            raise NotLeader(
-                f"run {self.name} is led by {where}; send the request there, or again after its lease has ended",
-                name="leader",
-                value=self.leader_url,
-            )
+            detail = f"run {self.name} is led by {where}; send the request there, or again after its lease has ended"
+            raise NotLeader(detail, name="leader", value=self.leader_url)
         return self.token
 
     def check_epoch(self, epoch: int) -> None:
@@ -126,12 +123,8 @@ class Journal:
         if epoch > self.state.epoch:
             self.check_leading()
         if epoch != self.state.epoch or epoch < 1:
-            raise Fenced(
-                f"epoch is {epoch}; the run is attached with epoch {self.state.epoch}",
-                name="epoch",
-                value=epoch,
-                bound=self.state.epoch,
-            )
+            detail = f"epoch is {epoch}; the run is attached with epoch {self.state.epoch}"
+            raise Fenced(detail, name="epoch", value=epoch, bound=self.state.epoch)
         self.presence.record_trainer()
 
     @contextlib.asynccontextmanager
@@ -302,9 +295,9 @@ class Journal:
 
     async def pause(self, fault: StrategyFault) -> None:
         """Pause a running run because a plug-in failed. Called within a decision."""
-        if self.state.config_state == "running":
+        if self.state.config_phase == "running":
             logger.error("run paused run=%s reason=%s", self.name, fault.detail)
-            await self.set_status("paused", fault.detail)
+            await self.set_phase("paused", fault.detail)
 
     async def append(self, record: AnyRecord, candidates: Candidates | None = None) -> None:
         """Write one record, and what a batch was chosen from, then apply the record. Called within a decision."""
@@ -332,9 +325,9 @@ class Journal:
             raise
         self._apply(*entry)
 
-    async def set_status(self, status: RunPhase, reason: str | None) -> None:
+    async def set_phase(self, phase: RunPhase, reason: str | None) -> None:
         """Record that the run is running, paused or finished. Called within a decision."""
-        await self.append(decide_status(self.state, status, reason, self.clock.wall()))
+        await self.append(decide_phase(self.state, phase, reason, self.clock.wall()))
 
     async def records(self, after: int, limit: int) -> AsyncIterator[tuple[int, AnyRecord]]:
         """Read up to `limit` ledger records behind entry `after`, of those that can be lost no more."""

@@ -166,7 +166,7 @@ class NextBatch:
         state = self._state
         return (
             self._journal.leading
-            and state.state == "running"
+            and state.phase == "running"
             and 0 < state.epoch == self._served_epoch
             and state.next_step <= state.step + self._selector.bounds.look_ahead
         )

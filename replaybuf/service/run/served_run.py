@@ -23,12 +23,11 @@ from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.report.state_cache import StateCache
-from replaybuf.service.run.append.admission import AdmissionCheck
-from replaybuf.service.run.append.admissions import Admissions
-from replaybuf.service.run.append.appends import Appends
+from replaybuf.service.run.append.admission_plugins import AdmissionPlugins
+from replaybuf.service.run.append.appends import Appends, AttemptSweep
 from replaybuf.service.run.append.arrivals import Arrivals
-from replaybuf.service.run.append.attempts import AttemptSweep
 from replaybuf.service.run.append.eviction import Eviction
+from replaybuf.service.run.append.group_check import GroupCheck
 from replaybuf.service.run.append.late_columns import LateColumnWriter
 from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
@@ -73,18 +72,18 @@ class Run:
         self.eviction = Eviction(journal, self.selector, self.book)
         self.tickets = Tickets(journal, self.side_state, self.selector, self.rates)
         self.arrivals = Arrivals(journal, self.tickets, self.eviction, self.rates)
-        self.admission = AdmissionCheck(journal, self.book)
-        self.admissions = Admissions(journal)
+        self.group_check = GroupCheck(journal, self.book)
+        self.admission_plugins = AdmissionPlugins(journal)
         self.spill = Spill(journal, self.selector)
         self.attempt_sweep = AttemptSweep(journal)
         self.appends = Appends(
             journal,
             self.side_state,
             self.selector,
-            self.admission,
+            self.group_check,
             self.arrivals,
             self.spill,
-            self.admissions,
+            self.admission_plugins,
         )
         self.batches = Batches(journal, self.selector, self.eviction, self.tickets)
         self.late_columns = LateColumnWriter(journal, self.arrivals, self.eviction, self.spill)
@@ -175,7 +174,7 @@ class Run:
         """Wake every waiter, and close what the work of this run needs: nothing of it may go on."""
         self.wake()
         self.spill.close()
-        self.admissions.close()
+        self.admission_plugins.close()
 
     @property
     def written_by_others(self) -> bool:
@@ -224,7 +223,7 @@ class Run:
         """Do what time requires: what a leader owes, and a look at why the run waits."""
         if self.journal.leading:
             await self._tick_leader()
-        self.admissions.tick()
+        self.admission_plugins.tick()
         self.state_cache.look()
 
     async def _tick_leader(self) -> None:
@@ -306,14 +305,12 @@ class Run:
         ours, wanted = self.journal.config, resolve_config(config)[0]
         fields = differing_fields(ours, wanted) and differing_fields(resolve_config(ours)[0], wanted)
         if fields:
-            raise Conflict(
+            detail = (
                 f"run {self.name!r} exists with another configuration; these fields differ: {', '.join(fields)}. "
                 "Change strategy, filters, limits or adapters with PATCH, keep the stored configuration with PUT "
-                "?if_absent=true, or choose another name",
-                name="config",
-                value=fields,
-                bound="the stored configuration",
+                "?if_absent=true, or choose another name"
             )
+            raise Conflict(detail, name="config", value=fields, bound="the stored configuration")
 
     def describe(self) -> RunStatus:
         """Render the state of the run."""

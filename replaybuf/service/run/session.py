@@ -99,13 +99,11 @@ class Session:
             if longest > seq_len and truncates:  # truncation leaves at least one completion token
                 what, longest = "prompt with one completion token", 1 + await self._batches.longest_prompt(kept)
             if longest > seq_len:
-                raise Conflict(
+                detail = (
                     f"seq_len is {seq_len}; batch {kept}, to be redelivered, holds a {what} of "
-                    f"{counted(longest, 'token')}",
-                    name="seq_len",
-                    value=seq_len,
-                    bound=longest,
+                    f"{counted(longest, 'token')}"
                 )
+                raise Conflict(detail, name="seq_len", value=seq_len, bound=longest)
 
     async def ack(
         self,

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from replaybuf.errors import Invalid, NoRoom, ReplaybufError, ServiceUnavailable, SpillAway, StrategyFault, counted
-from replaybuf.kernel.decide.spill import START, SpillState, choose_moves, list_movable
+from replaybuf.kernel.decide.spill import START, choose_moves, find_excess, list_movable
 from replaybuf.kernel.rows.groups import Groups
 from replaybuf.kernel.rows.index import Numbers
+from replaybuf.kernel.state.spill import SpillState
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import IndexEntry
@@ -167,7 +168,7 @@ class Spill:
     @property
     def _excess(self) -> int:
         limit = self._journal.config.limits.max_bytes_in_memory
-        return 0 if limit is None else self.state.excess(limit)
+        return 0 if limit is None else find_excess(self.state.use.in_memory, limit)
 
     # ------------------------------------------------------------------ background
 

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import NamedTuple
 
 from replaybuf.errors import Invalid, StrategyFault
-from replaybuf.kernel.decide.failed_prompts import decide_failed, decide_failed_share
+from replaybuf.kernel.decide.config import decide_failed_share
+from replaybuf.kernel.decide.intake import decide_tickets, held
+from replaybuf.kernel.decide.prompts import decide_failed
 from replaybuf.kernel.decide.records import check_adapter
-from replaybuf.kernel.decide.tickets import decide_tickets, held
 from replaybuf.kernel.state.return_reasons import is_failure
 from replaybuf.kernel.state.tickets import Ticket, TicketChange, parse_ticket, prompt_key, reissue_of
 from replaybuf.kernel.strategy.rates import Rates

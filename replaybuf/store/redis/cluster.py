@@ -14,31 +14,71 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import redis
 import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.attention import FRESH_S, Attention
-from replaybuf.store.redis.cluster_connection import NodeConnection, NodeTlsConnection
 from replaybuf.store.redis.cluster_map import ClusterView, Node, combine, name, parse_nodes
-from replaybuf.store.redis.pipeline import ExchangeClient, IdleConnections
-from replaybuf.store.redis.sentinel_answers import Address, as_text
+from replaybuf.store.redis.pipeline import ExchangeClient, IdleConnections, open_direct, with_failover
+from replaybuf.store.redis.sentinel_answers import Address
+from replaybuf.store.redis.server import find_split, text
 
+NODE_TIMEOUT_S = 15.0
+"""Default of `cluster-node-timeout`, for a user that may not read it."""
+OFFSETS_MS = 50
+"""Time for the offsets of replicas to move on."""
 ASK_TIMEOUT_S = 1.0
 MOST_ASKED = 8
 """Nodes that are asked at once; the next call asks others."""
-CONNECT_TIMEOUT_S = 2.0
-"""Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
+
+
+class NodeConnection(aioredis.Connection):
+    """A connection of the event loop to a node, which uses no primary that restarted without its replicas.
+
+    `count_followers`: returns how many replicas of the node are not down.
+    """
+
+    def __init__(self, *, count_followers: Callable[[], int], **options: Any) -> None:
+        self._count_followers = count_followers
+        super().__init__(**options)
+
+    async def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, and check that a primary has its replicas. Raises redis-py's `ConnectionError`."""
+        await super().on_connect_check_health(check_health=check_health)
+        replicas = self._count_followers()
+        if find_split(await self._info(), replicas=replicas, down_after_s=math.inf) is None:
+            return  # almost always
+        # A new primary streams nothing for 10 s. This asks for offsets, which goes to replicas in the stream.
+        await self._ask("WAIT", replicas + 1, OFFSETS_MS)
+        if why := find_split(await self._info(), replicas=replicas, down_after_s=await self._read_timeout_s()):
+            raise RedisConnectionError(f"{self.host}:{self.port} {why}")
+
+    async def _info(self) -> str:
+        return text(await self._ask("INFO", "server", "replication"))
+
+    async def _read_timeout_s(self) -> float:
+        try:
+            reply = await self._ask("CONFIG", "GET", "cluster-node-timeout")
+        except ResponseError:
+            return NODE_TIMEOUT_S
+        return int(reply[b"cluster-node-timeout"]) / 1000
+
+    async def _ask(self, *words: str | int) -> Any:
+        await self.send_command(*words, check_health=False)
+        return await self.read_response()
+
+
+class NodeTlsConnection(NodeConnection, aioredis.SSLConnection):
+    """The same with TLS."""
 
 
 class ClusterNode:
@@ -99,19 +139,15 @@ class Cluster:
 
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client of the first host: the connections to nodes have its options."""
-        self._loop_options = self._with_bound(options)
+        self._loop_options = with_failover(options, self._options)
         host, port = self._hosts[0]
         return aioredis.Redis(host=host, port=port, **self._loop_options)
 
     def open_blocking_client(self, **options: Any) -> redis.Redis:
         """Open such a client for threads."""
-        self._thread_options = self._with_bound(options)
+        self._thread_options = with_failover(options, self._options)
         host, port = self._hosts[0]
         return redis.Redis(host=host, port=port, **self._thread_options)
-
-    def _with_bound(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        connect_s = min(options["socket_connect_timeout"], CONNECT_TIMEOUT_S)
-        return {**options, **self._options, "socket_connect_timeout": connect_s}
 
     async def check(self) -> None:
         """Raise `Invalid` for servers that are not nodes of a cluster."""
@@ -246,19 +282,11 @@ class Cluster:
     async def _ask_one(self, address: Address) -> list[Node]:
         """Ask one node. Raises its error, and `ValueError` for another form of reply."""
         if address not in self._asked:
-            client = aioredis.Redis(
-                host=address[0],
-                port=address[1],
-                socket_timeout=ASK_TIMEOUT_S,
-                socket_connect_timeout=ASK_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),
-                maint_notifications_config=MaintNotificationsConfig(enabled=False),
-                **self._options,
-            )
+            client = open_direct(address, ASK_TIMEOUT_S, **self._options)
             self._asked[address] = IdleConnections(client.connection_pool)
         (reply,) = await self._asked[address].exchange([("CLUSTER", "NODES")])
         if isinstance(reply, Exception):
             raise reply
         if not isinstance(reply, bytes):
             raise ValueError(f"CLUSTER NODES returned {type(reply).__name__}")
-        return parse_nodes(as_text(reply), address)
+        return parse_nodes(text(reply), address)

@@ -27,8 +27,7 @@ from redis.retry import Retry as BlockingRetry
 from replaybuf.errors import Invalid, NotDurable, ReplaybufError, ServiceUnavailable, Unreadable
 from replaybuf.store import keys
 from replaybuf.store.chunks import READ_BYTES
-from replaybuf.store.loss.ends import Ends, read_known
-from replaybuf.store.loss.known_ends import KnownEnds
+from replaybuf.store.known_ends import Ends, KnownEnds, read_known
 from replaybuf.store.redis.awake import keep_awake
 from replaybuf.store.redis.cluster import Cluster
 from replaybuf.store.redis.cluster_pipeline import Router
@@ -53,6 +52,7 @@ from replaybuf.store.redis.inspection import (
 )
 from replaybuf.store.redis.pipeline import ExchangeClient, FastPipeline, IdleConnections
 from replaybuf.store.redis.server import ServerReport, check_version
+from replaybuf.store.redis.server import text as text
 from replaybuf.store.topology import URL_FORMS, parse_topology
 
 COMMAND_TIMEOUT_S = 10.0
@@ -275,6 +275,14 @@ class Connection:
         self.check_reply(run, "", replies.pop())
         return replies
 
+    async def read_one(self, run: str, *words: Any) -> Any:
+        """Execute one read of a run. Raises what `check_reply` raises."""
+        return (await self.read(run, self.pipeline().execute_command(*words)))[0]
+
+    async def write_one(self, *words: Any) -> Any:
+        """Execute one write, durably."""
+        return (await self.run_durably(self.pipeline().execute_command(*words)))[0]
+
     def explain(self, error: RedisError | OSError) -> ReplaybufError:
         """Translate an error of the Redis client."""
         return translate(error, self.url, self.command_timeout_s, self._explain_outage())
@@ -389,8 +397,3 @@ class Connection:
             raise unavailable(self.url, f"does not answer; the next try is within {self.command_timeout_s} s")
         if self._stalled_until_s and claim:
             self._stalled_until_s = now_s + self.command_timeout_s
-
-
-def text(value: Any) -> str:
-    """Return a string reply as text; some commands reply with bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

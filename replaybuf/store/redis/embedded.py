@@ -86,9 +86,8 @@ class EmbeddedServer:
             self.data_dir.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.data_dir)
         except OSError as error:
-            raise ServiceUnavailable(
-                f"data folder {self.data_dir} cannot be written: {error}", name="data_dir", value=str(self.data_dir)
-            ) from error
+            detail = f"data folder {self.data_dir} cannot be written: {error}"
+            raise ServiceUnavailable(detail, name="data_dir", value=str(self.data_dir)) from error
         if await asyncio.to_thread(_gone, self.socket_path):
             await self._launch()
             return
@@ -160,11 +159,8 @@ class EmbeddedServer:
     def _set_appendfsync(self) -> None:
         answer = _ask(self.socket_path, b"CONFIG SET appendfsync %b\r\n" % self.appendfsync.encode())
         if not answer.startswith(b"+OK"):
-            raise ServiceUnavailable(
-                f"embedded Valkey in {self.data_dir} refused appendfsync {self.appendfsync}: {answer!r}",
-                name="appendfsync",
-                value=self.appendfsync,
-            )
+            detail = f"embedded Valkey in {self.data_dir} refused appendfsync {self.appendfsync}: {answer!r}"
+            raise ServiceUnavailable(detail, name="appendfsync", value=self.appendfsync)
 
     async def _launch(self) -> None:
         config = _CONFIG | {"dir": str(self.data_dir), "unixsocket": str(self.socket_path)}
@@ -290,12 +286,11 @@ def lock_folder(folder: Path) -> IO[str]:
         handle.seek(0)
         holder = handle.read(20).strip() or "unknown"
         handle.close()
-        raise Conflict(
+        detail = (
             f"data folder {folder} is in use by another replaybuf serve (process {holder}); "
-            "give each its own with --data-dir",
-            name="data_dir",
-            value=str(folder),
-        ) from None
+            "give each its own with --data-dir"
+        )
+        raise Conflict(detail, name="data_dir", value=str(folder)) from None
     handle.truncate(0)
     handle.write(str(os.getpid()))
     handle.flush()

@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.errors import DataLost, LedgerGap, NoRoom, NotLeader, ReplaybufError, ServiceUnavailable, Unreadable
-from replaybuf.store.loss.ends import Ends, Loss
+from replaybuf.store.known_ends import Ends, Loss
 
 # Error codes of writes that the server may take later: it cannot save, is a replica, lost its replicas, ...
 _RETRY_CODES = "MISCONF|READONLY|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|BUSY|UNBLOCKED|MOVED|ASK"
@@ -48,9 +48,8 @@ def translate(error: RedisError | OSError, url: str, timeout_s: float, outage: s
     if lacks_functions(error):
         return unavailable(url, "was replaced: it lacked our functions, which the next command loads")
     if "WRONGTYPE" in str(error):
-        return Unreadable(
-            f"a key has a type that no service gives it: {error}; delete the key, or restore it", name="redis"
-        )
+        detail = f"a key has a type that no service gives it: {error}; delete the key, or restore it"
+        return Unreadable(detail, name="redis")
     return ReplaybufError(f"Redis at {url} refused a command: {error}", name="redis")
 
 
@@ -77,14 +76,12 @@ def lacks_functions(error: Exception) -> bool:
 
 def data_lost(run: str, cause: str, **missing: int) -> DataLost:
     """Build the error of a Redis that lacks acknowledged data: `missing` entries and groups."""
-    return DataLost(
+    detail = (
         f"run {run}: {cause}; Redis was emptied, or replaced by an older copy. The service writes nothing more for "
         "this run. Restore Redis from its append-only file; the service then continues. To go on without what is "
-        f"missing: replaybuf runs accept-loss {run}",
-        name="redis",
-        value=run,
-        **missing,
+        f"missing: replaybuf runs accept-loss {run}"
     )
+    return DataLost(detail, name="redis", value=run, **missing)
 
 
 def older(run: str, known: Ends, shown: Ends, *, relaxed: bool) -> DataLost | LedgerGap:
@@ -111,22 +108,20 @@ def older(run: str, known: Ends, shown: Ends, *, relaxed: bool) -> DataLost | Le
 
 def replaced(run: str, known: int, shown: int) -> LedgerGap:
     """Build the error of a process that knows an older incarnation of a run."""
-    return LedgerGap(
+    detail = (
         f"run {run} was deleted and made again, or a loss accepted: Redis has incarnation {shown}, this process knows "
-        f"incarnation {known}. A service reads the run again; start a producer that writes to Redis itself again",
-        name="run",
-        value=run,
+        f"incarnation {known}. A service reads the run again; start a producer that writes to Redis itself again"
     )
+    return LedgerGap(detail, name="run", value=run)
 
 
 def fenced(run: str, token: str, newest: str) -> NotLeader:
     """Build the error of a write with an old fencing token."""
-    return NotLeader(
+    detail = (
         f"run {run}: our fencing token is {token or 'missing'}, the newest is {newest or 'missing'}; another server "
-        "leads",
-        name="leader",
-        bound=newest,
+        "leads"
     )
+    return NotLeader(detail, name="leader", bound=newest)
 
 
 def known_error(error: RedisError | OSError | RuntimeError) -> RedisError | OSError:

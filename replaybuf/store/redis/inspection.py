@@ -31,6 +31,7 @@ from replaybuf.store.redis.server import (
     read_replicas,
     read_settings,
     read_version,
+    text,
 )
 from replaybuf.store.topology import Topology
 
@@ -162,13 +163,11 @@ async def _answer_of(address: str, command: Awaitable[Any]) -> Any:
 
 def _check_nodes(nodes: Sequence[Inspection], policy: WritePolicy, what: str, url: str) -> None:
     if policy.level == "strict" and (faults := find_faults(nodes)):
-        raise UnsupportedServer(
+        detail = (
             f"{what} does not keep acknowledged writes: {'; '.join(faults)}. Change this on every node, "
-            "replicas too, or serve with --durability relaxed",
-            name="redis_url",
-            value=url,
-            bound="strict",
+            "replicas too, or serve with --durability relaxed"
         )
+        raise UnsupportedServer(detail, name="redis_url", value=url, bound="strict")
 
 
 def find_faults(nodes: Sequence[Inspection]) -> list[str]:
@@ -248,7 +247,7 @@ async def _read_config(client: aioredis.Redis, answer: Answer) -> tuple[dict[str
         if not refused and (not isinstance(cause, ResponseError) or isinstance(error, ServiceUnavailable)):
             raise
         return {}, str(cause)
-    return {_text(key): _text(value) for key, value in raw.items()}, None
+    return {text(key): text(value) for key, value in raw.items()}, None
 
 
 async def _has_waitaof(client: aioredis.Redis, answer: Answer) -> bool:
@@ -259,7 +258,3 @@ async def _has_waitaof(client: aioredis.Redis, answer: Answer) -> bool:
             return False
         raise
     return True
-
-
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -19,9 +19,12 @@ import redis
 import redis.asyncio as aioredis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import DefaultParser
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import TooLarge
 from replaybuf.store.redis.faults import known_error
@@ -32,6 +35,8 @@ _SET_AGAIN = 1 / 8
 """Share of the timeout after which the timer of an exchange is set again."""
 _LARGE_BYTES = 4096
 """Larger arguments are sent without a copy."""
+FAILOVER_CONNECT_S = 2.0
+"""Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
 _CUT = "its connections were cut: it is down, or another server has its place"
 
 
@@ -149,6 +154,24 @@ class IdleConnections:
         await self._pool.release(connection)
 
 
+def open_direct(address: tuple[str, int], timeout_s: float, **options: Any) -> aioredis.Redis:
+    """Open a client of one server, without retries; each of its commands and connections may take `timeout_s`."""
+    return aioredis.Redis(
+        host=address[0],
+        port=address[1],
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        maint_notifications_config=MaintNotificationsConfig(enabled=False),
+        **options,
+    )
+
+
+def with_failover(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of clients whose server may be replaced, with those of its URL: connecting may not take long."""
+    return {**options, **own, "socket_connect_timeout": min(options["socket_connect_timeout"], FAILOVER_CONNECT_S)}
+
+
 class ExchangeClient(aioredis.Redis):
     """redis-py's single commands, each sent on the road of pipelines."""
 
@@ -251,12 +274,10 @@ def pack(commands: Iterable[Sequence[Any]]) -> list[Any]:
             if word.__class__ not in _BYTES or len(word) <= _LARGE_BYTES:
                 continue
             if len(word) > LARGEST_STORED_BYTES:  # the server would close the connection, which looks like an outage
-                raise TooLarge(
-                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}",
-                    name="redis",
-                    value=len(word),
-                    bound=LARGEST_STORED_BYTES,
+                detail = (
+                    f"{words[0]} has an argument of {len(word)} bytes; Redis accepts at most {LARGEST_STORED_BYTES}"
                 )
+                raise TooLarge(detail, name="redis", value=len(word), bound=LARGEST_STORED_BYTES)
             before = b"\r\n" if start else b"*%d\r\n" % len(words)
             pieces += b"%b%b$%d\r\n" % (before, _pack_words(words[start:place]), len(word)), word
             start = place + 1

@@ -18,26 +18,22 @@ from typing import Any
 
 import redis
 import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.maint_notifications import MaintNotificationsConfig
 
 from replaybuf.errors import Invalid
 from replaybuf.store.redis.attention import FRESH_S, WATCH_PERIOD_S, Attention
 from replaybuf.store.redis.faults import known_error
-from replaybuf.store.redis.pipeline import IdleConnections, Send
+from replaybuf.store.redis.pipeline import IdleConnections, Send, open_direct, with_failover
 from replaybuf.store.redis.sentinel_answers import (
     Address,
     Answer,
     View,
     agreed,
-    as_text,
     combine,
     read_answer,
 )
-from replaybuf.store.redis.split import find_split
+from replaybuf.store.redis.server import find_split, text
 
 ASK_TIMEOUT_S = 1.0
 GRACE_S, ALERT_GRACE_S = 0.05, 0.3
@@ -46,8 +42,6 @@ GRACE_S, ALERT_GRACE_S = 0.05, 0.3
 Only the sentinel that leads a failover reports it while the old primary answers again, and on a busy machine it may be
 the slow one.
 """
-CONNECT_TIMEOUT_S = 2.0
-"""Upper bound: a connection attempt to a host that is gone must not outlast the failover."""
 LISTEN_S = 10.0
 """After so long without a sign, subscribe again: the sentinel may have gone without a word."""
 _SIGNS = ("+sdown", "+odown", "+try-failover", "+switch-master")
@@ -74,19 +68,7 @@ class SentinelPrimary:
         self.switches = 0
         self._name, self._options, self._on_switch = name, dict(server_options), on_switch
         self._tls = self._options.pop("ssl")
-        self._sentinels = [
-            aioredis.Redis(
-                host=host,
-                port=port,
-                protocol=3,
-                socket_timeout=ASK_TIMEOUT_S,
-                socket_connect_timeout=ASK_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),
-                maint_notifications_config=MaintNotificationsConfig(enabled=False),
-                **sentinel_options,
-            )
-            for host, port in hosts
-        ]
+        self._sentinels = [open_direct(host, ASK_TIMEOUT_S, protocol=3, **sentinel_options) for host in hosts]
         self._exchanges = [IdleConnections(sentinel.connection_pool).exchange for sentinel in self._sentinels]
         self._hosts = ", ".join(f"{host}:{port}" for host, port in hosts)
         self._view = View(None)
@@ -100,33 +82,18 @@ class SentinelPrimary:
     def open_client(self, **options: Any) -> aioredis.Redis:
         """Open a client whose connections lead to the primary."""
         kind = AsyncTlsConnection if self._tls else AsyncConnection
-        pool = aioredis.ConnectionPool(connection_class=kind, sentinels=self, **self._with_bound(options))
+        pool = aioredis.ConnectionPool(connection_class=kind, sentinels=self, **with_failover(options, self._options))
         return aioredis.Redis.from_pool(pool)
 
     def open_blocking_client(self, **options: Any) -> redis.Redis:
         """Open a client for threads. Its connections lead to the primary that the event loop has found last."""
         kind = BlockingTlsConnection if self._tls else BlockingConnection
-        pool = redis.ConnectionPool(connection_class=kind, sentinels=self, **self._with_bound(options))
+        pool = redis.ConnectionPool(connection_class=kind, sentinels=self, **with_failover(options, self._options))
         return redis.Redis.from_pool(pool)
 
     def open_replica(self, address: Address, timeout_s: float) -> aioredis.Redis:
         """Open a client of a replica, with the user and password of the primary."""
-        host, port = address
-        return aioredis.Redis(
-            host=host,
-            port=port,
-            protocol=3,
-            ssl=self._tls,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            maint_notifications_config=MaintNotificationsConfig(enabled=False),
-            **self._options,
-        )
-
-    def _with_bound(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        connect_s = min(options["socket_connect_timeout"], CONNECT_TIMEOUT_S)
-        return {**options, **self._options, "socket_connect_timeout": connect_s}
+        return open_direct(address, timeout_s, protocol=3, ssl=self._tls, **self._options)
 
     async def check(self) -> None:
         """Raise `Invalid` for sentinels that are none, or that do not know the name."""
@@ -238,7 +205,7 @@ class SentinelPrimary:
             (watched,) = await exchange([("SENTINEL", "MASTERS")])
             if isinstance(watched, ResponseError):
                 return Answer(None, refusal=str(watched))
-            return Answer(None, names=tuple(as_text(facts[b"name"]) for facts in watched))
+            return Answer(None, names=tuple(text(facts[b"name"]) for facts in watched))
         except AuthenticationError as error:
             return Answer(None, refusal=str(error))
         except (RedisError, OSError, ValueError, LookupError) as error:
@@ -270,7 +237,7 @@ class AsyncConnection(aioredis.Connection):
         await self.send_command("ROLE", check_health=False)
         _check_role(await self.read_response(), self)
         await self.send_command("INFO", "server", "replication", check_health=False)
-        self._sentinels.check_split(as_text(await self.read_response()))
+        self._sentinels.check_split(text(await self.read_response()))
         _check_switch(self._switches, self._sentinels)
 
 
@@ -311,7 +278,7 @@ def _check_switch(switches: int, sentinels: SentinelPrimary) -> None:
 
 
 def _check_role(reply: Sequence[Any], connection: AsyncConnection | BlockingConnection) -> None:
-    role = as_text(reply[0])
+    role = text(reply[0])
     if role != "master":
         where = f"{connection.host}:{connection.port}"
         raise RedisConnectionError(f"{where}, which Sentinel names as the primary, has the role {role!r}")

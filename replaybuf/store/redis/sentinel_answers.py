@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from replaybuf.errors import counted
+from replaybuf.store.redis.server import text
 
 Address = tuple[str, int]
 
@@ -95,12 +96,9 @@ def read_answer(
     address: Sequence[bytes], facts: Mapping[bytes, bytes], replicas: Sequence[Mapping[bytes, bytes]]
 ) -> Answer:
     """Read the replies to GET-MASTER-ADDR-BY-NAME, MASTER and REPLICAS."""
-    primary = (as_text(address[0]), int(address[1]))
-    moved = primary != (
-        as_text(facts[b"ip"]),
-        int(facts[b"port"]),
-    )  # the flags are still those of the old primary
-    flags = [] if moved else as_text(facts[b"flags"]).split(",")
+    primary = (text(address[0]), int(address[1]))
+    moved = primary != (text(facts[b"ip"]), int(facts[b"port"]))  # the flags are still those of the old primary
+    flags = [] if moved else text(facts[b"flags"]).split(",")
     return Answer(
         primary=primary,
         epoch=int(facts[b"config-epoch"]),
@@ -108,11 +106,6 @@ def read_answer(
         failing_over="failover_in_progress" in flags,
         sentinels=1 + int(facts[b"num-other-sentinels"]),
         quorum=int(facts[b"quorum"]),
-        replicas=sum("s_down" not in as_text(replica[b"flags"]) for replica in replicas),
+        replicas=sum("s_down" not in text(replica[b"flags"]) for replica in replicas),
         down_after_s=int(facts[b"down-after-milliseconds"]) / 1000,
     )
-
-
-def as_text(value: bytes) -> str:
-    """Return a reply as text."""
-    return value.decode(errors="replace")

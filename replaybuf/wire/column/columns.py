@@ -123,12 +123,8 @@ def read_columns(
         missing = sorted(_REQUIRED - columns.keys())
         raise BrokenFrame(f"frame lacks the columns {missing}", name="columns", value=sorted(columns))
     if len(columns) > len(KINDS) + LARGEST_REWARD_PARTS:
-        raise BrokenFrame(
-            f"frame has {counted(len(columns), 'column')}; the maximum is {len(KINDS) + LARGEST_REWARD_PARTS}",
-            name="columns",
-            value=len(columns),
-            bound=len(KINDS) + LARGEST_REWARD_PARTS,
-        )
+        detail = f"frame has {counted(len(columns), 'column')}; the maximum is {len(KINDS) + LARGEST_REWARD_PARTS}"
+        raise BrokenFrame(detail, name="columns", value=len(columns), bound=len(KINDS) + LARGEST_REWARD_PARTS)
     values = _count_values(buffer, columns, finish_reasons)
     arrays, parts, packed = _view_raw(buffer, start, columns, values)
     if packed or len(buffer) > max_bytes:
@@ -149,12 +145,11 @@ def _count_values(buffer: memoryview, columns: dict[str, Column], finish_reasons
     completion_lengths = _lengths(buffer, "completion_lengths", columns)
     rollouts = len(prompt_lengths)
     if not finish_reasons == len(completion_lengths) == rollouts:
-        raise BrokenFrame(
+        detail = (
             f"frame has {rollouts} prompt_lengths, {len(completion_lengths)} completion_lengths and {finish_reasons} "
-            "finish_reasons; it needs one of each per rollout",
-            name="rollouts",
-            value=rollouts,
+            "finish_reasons; it needs one of each per rollout"
         )
+        raise BrokenFrame(detail, name="rollouts", value=rollouts)
     values = {"rollout": rollouts, "prompt token": sum(prompt_lengths), "completion token": sum(completion_lengths)}
     if "proofs" in columns or "proof_lengths" in columns:
         if not columns.keys() >= {"proofs", "proof_lengths"}:
@@ -167,9 +162,8 @@ def _lengths(buffer: memoryview, name: str, columns: dict[str, Column]) -> tuple
     column = columns[name]
     count = column.length // _LENGTH_BYTES
     if count > LARGEST_ROLLOUTS:
-        raise BrokenFrame(
-            f"frame has {counted(count, 'rollout')}; the maximum is {LARGEST_ROLLOUTS}", name="rollouts", value=count
-        )
+        detail = f"frame has {counted(count, 'rollout')}; the maximum is {LARGEST_ROLLOUTS}"
+        raise BrokenFrame(detail, name="rollouts", value=count)
     if column.offset + column.length > len(buffer) or column.length % _LENGTH_BYTES:
         raise _misplaced(name, column, 0, len(buffer))
     lengths = struct.unpack_from(f"<{count}i", buffer, column.offset)
@@ -202,12 +196,8 @@ def _view_raw(
             continue
         needed = (values[per] if per in values else length // _SPAN_BYTES) * value_bytes
         if length != needed:
-            raise BrokenFrame(
-                f"column {name} has {counted(length, 'byte')}; its rollouts need {needed}",
-                name=name,
-                value=length,
-                bound=needed,
-            )
+            detail = f"column {name} has {counted(length, 'byte')}; its rollouts need {needed}"
+            raise BrokenFrame(detail, name=name, value=length, bound=needed)
         view = whole[offset:end].view(numpy_dtype)
         if name in KINDS:
             arrays[name] = view
@@ -220,25 +210,19 @@ def _view_raw(
 
 
 def _misplaced(name: str, column: Column, start: int, size: int) -> BrokenFrame:
-    return BrokenFrame(
+    detail = (
         f"column {name} has {counted(column.length, 'byte')} at offset {column.offset}; the part before it ends at "
-        f"{start}, the frame at {size}; columns hold whole values and start at multiples of {ALIGNMENT_BYTES}",
-        name=name,
-        value=column.offset,
-        bound=size,
+        f"{start}, the frame at {size}; columns hold whole values and start at multiples of {ALIGNMENT_BYTES}"
     )
+    return BrokenFrame(detail, name=name, value=column.offset, bound=size)
 
 
 def _check_size(size: int, packed: dict[str, Column], values: dict[str, int], max_bytes: int) -> None:
     for name, column in packed.items():
         size += values[KINDS[name].per] * KINDS[name].value_bytes - column.length
     if size > max_bytes:
-        raise BrokenFrame(
-            f"frame has {counted(size, 'byte')} with all columns raw; the maximum is {max_bytes}",
-            name="max_bytes",
-            value=size,
-            bound=max_bytes,
-        )
+        detail = f"frame has {counted(size, 'byte')} with all columns raw; the maximum is {max_bytes}"
+        raise BrokenFrame(detail, name="max_bytes", value=size, bound=max_bytes)
 
 
 def _decompressed(buffer: memoryview, name: str, column: Column, values: int) -> npt.NDArray[Any]:
@@ -248,14 +232,12 @@ def _decompressed(buffer: memoryview, name: str, column: Column, values: int) ->
     try:
         header = zstandard.get_frame_parameters(raw)
         if header.content_size != size or header.window_size > max(size, _LARGEST_WINDOW_BYTES):
-            raise BrokenFrame(
+            detail = (
                 f"column {name} decompresses to {counted(header.content_size, 'byte')} with a window of "
                 f"{header.window_size}; its "
-                f"rollouts need {counted(size, 'byte')}, and the maximum window is {_LARGEST_WINDOW_BYTES}",
-                name=name,
-                value=header.content_size,
-                bound=size,
+                f"rollouts need {counted(size, 'byte')}, and the maximum window is {_LARGEST_WINDOW_BYTES}"
             )
+            raise BrokenFrame(detail, name=name, value=header.content_size, bound=size)
         unpacked = zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise BrokenFrame(f"column {name} does not decompress: {error}", name=name) from error

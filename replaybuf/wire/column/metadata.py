@@ -66,12 +66,8 @@ def _depth(name: str, value: Any) -> int:
         depth += 1
         level = [inner for outer in level for inner in _nested_in(outer)]
         if len(level) > MOST_NESTED:
-            raise Invalid(
-                f"{name} has {len(level)} objects and lists {depth + 1} deep; the maximum is {MOST_NESTED}",
-                name=name,
-                value=len(level),
-                bound=MOST_NESTED,
-            )
+            detail = f"{name} has {len(level)} objects and lists {depth + 1} deep; the maximum is {MOST_NESTED}"
+            raise Invalid(detail, name=name, value=len(level), bound=MOST_NESTED)
     return depth
 
 
@@ -88,12 +84,8 @@ def _integer_error(name: str, metadata: Any) -> Invalid:
         if not SMALLEST_INTEGER <= number <= LARGEST_INTEGER:
             bits = number.bit_length()
             value = number if bits <= _SHOWN_BITS else f"a number of {bits} bits"
-            return Invalid(
-                f"{where} is {value}; integers are from -2^63 to 2^64 - 1",
-                name=where,
-                value=value,
-                bound=[SMALLEST_INTEGER, LARGEST_INTEGER],
-            )
+            detail = f"{where} is {value}; integers are from -2^63 to 2^64 - 1"
+            return Invalid(detail, name=where, value=value, bound=[SMALLEST_INTEGER, LARGEST_INTEGER])
     return Invalid(f"{name} has a key beyond 64 bits; keys must be text", name=name, bound="text")
 
 

@@ -139,8 +139,5 @@ def file_digest(path: Path) -> str:
 
 def broken(checkpoint: Path, why: str) -> Invalid:
     """Return the error for a checkpoint that cannot be resumed."""
-    return Invalid(
-        f"checkpoint {checkpoint} is broken: {why}; delete it to resume from the one before",
-        name="checkpoint",
-        value=str(checkpoint),
-    )
+    detail = f"checkpoint {checkpoint} is broken: {why}; delete it to resume from the one before"
+    return Invalid(detail, name="checkpoint", value=str(checkpoint))

@@ -38,11 +38,8 @@ def check_same_shape(folder: Path, other: Path, way_out: str) -> None:
     ]
     if differing := [name for name in SHAPE if shapes[0][name] != shapes[1][name]]:
         first, second = (", ".join(f"{name} {shape[name]}" for name in differing) for shape in shapes)
-        raise Invalid(
-            f"{folder} has {first}; {other} has {second}; {way_out}",
-            name="model",
-            value=str(other),
-        )
+        detail = f"{folder} has {first}; {other} has {second}; {way_out}"
+        raise Invalid(detail, name="model", value=str(other))
 
 
 def read_model_config(config: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from replaybuf.store.redis import cluster
-from replaybuf.store.redis.cluster_connection import NodeConnection
+from replaybuf.store.redis.cluster import NodeConnection
 from replaybuf.store.redis.cluster_map import parse_nodes
 from replaybuf.store.redis.sentinel import AsyncConnection, BlockingConnection
 from tests.simulation.redis_model.link import Link

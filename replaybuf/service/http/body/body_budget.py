@@ -46,13 +46,11 @@ class BodyBudget:
     def check(self, nbytes: int) -> None:
         """Raise `TooLarge` above the whole budget."""
         if nbytes > self._limit_bytes:
-            raise TooLarge(
+            detail = (
                 f"body has at least {nbytes} bytes; this server holds at most {self._limit_bytes} bytes of bodies "
-                "(serve --body-budget-bytes). Send fewer groups per call",
-                name="body",
-                value=nbytes,
-                bound=self._limit_bytes,
+                "(serve --body-budget-bytes). Send fewer groups per call"
             )
+            raise TooLarge(detail, name="body", value=nbytes, bound=self._limit_bytes)
 
     async def take(self, share: BodyShare, nbytes: int) -> None:
         """Take bytes. Raises `ServiceUnavailable` if no room comes in time, and what `check` raises."""
@@ -68,14 +66,12 @@ class BodyBudget:
         except TimeoutError:
             self._abandon(entry)
             self._traffic.refused["no_body_room"] += 1
-            raise ServiceUnavailable(
+            detail = (
                 f"no room for {nbytes} more bytes of the body within {self._timeout_s:g} s: the server holds "
                 f"{self._traffic.body_bytes} bytes of bodies; the maximum is {self._limit_bytes} "
-                "(serve --body-budget-bytes)",
-                name="body",
-                value=nbytes,
-                bound=self._limit_bytes,
-            ) from None
+                "(serve --body-budget-bytes)"
+            )
+            raise ServiceUnavailable(detail, name="body", value=nbytes, bound=self._limit_bytes) from None
         except asyncio.CancelledError:
             self._abandon(entry)
             raise

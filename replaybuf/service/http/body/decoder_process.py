@@ -140,9 +140,8 @@ def _decode_ack(body: Body, file: SharedBytes) -> Answer:
 
 def too_many_groups(bound: int) -> TooLarge:
     """Return the error of a body with too many groups."""
-    return TooLarge(
-        f"the body has more than {counted(bound, 'group')}; send fewer per call", name="groups", bound=bound
-    )
+    detail = f"the body has more than {counted(bound, 'group')}; send fewer per call"
+    return TooLarge(detail, name="groups", bound=bound)
 
 
 def _frame(decoded: DecodedGroup) -> tuple[bytes, Failure | None]:

@@ -65,9 +65,8 @@ class FrameStream:
     def end(self) -> None:
         """Raise `BrokenFrame` if the stream ended within a frame."""
         if self._prefix or self._missing_bytes:
-            raise BrokenFrame(
-                f"the body ends within a frame of {self._length or 'unknown'} bytes", name="length", value=self._length
-            )
+            detail = f"the body ends within a frame of {self._length or 'unknown'} bytes"
+            raise BrokenFrame(detail, name="length", value=self._length)
 
     def _begin(self, rest: memoryview) -> memoryview:
         """Read the start of a frame, as far as it is there; return the bytes behind it."""

@@ -168,12 +168,11 @@ async def read_patch(request: Request) -> ConfigPatch:
     media_type(request, {"application/json"})
     body = await read_body(request, MAX_CONTROL_BODY_BYTES)
     for name in decode_json(body, dict[str, Any]).keys() & _FIXED_FIELDS:
-        raise Malformed(
+        detail = (
             f"{name} is fixed when the run is created; PATCH changes {', '.join(_PATCH_FIELDS)}. To use another "
-            f"{name}, create a run with another name",
-            name=name,
-            bound=_PATCH_FIELDS,
+            f"{name}, create a run with another name"
         )
+        raise Malformed(detail, name=name, bound=_PATCH_FIELDS)
     patch = decode_json(body, ConfigPatch)
     check_strings(patch)
     return patch
@@ -183,12 +182,8 @@ def media_type(request: Request, accepted: set[str]) -> str:
     """Return the media type of the body. Raises `UnsupportedMedia` if the call does not accept it."""
     declared = declared_media_type(request)
     if declared not in accepted:
-        raise UnsupportedMedia(
-            f"Content-Type is {declared or 'missing'}; this call accepts {', '.join(sorted(accepted))}",
-            name="content-type",
-            value=declared,
-            bound=sorted(accepted),
-        )
+        detail = f"Content-Type is {declared or 'missing'}; this call accepts {', '.join(sorted(accepted))}"
+        raise UnsupportedMedia(detail, name="content-type", value=declared, bound=sorted(accepted))
     return declared
 
 
@@ -215,12 +210,10 @@ def check_query(request: Request, accepted: Sequence[Number | Real | Text]) -> N
         if parameter_name not in names:
             close = get_close_matches(parameter_name, names, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise Malformed(
-                f"query parameter {parameter_name!r} is unknown; this call accepts {', '.join(names) or 'none'}{hint}",
-                name=parameter_name,
-                value=value,
-                bound=names,
+            detail = (
+                f"query parameter {parameter_name!r} is unknown; this call accepts {', '.join(names) or 'none'}{hint}"
             )
+            raise Malformed(detail, name=parameter_name, value=value, bound=names)
 
 
 def number(request: Request, parameter: Number) -> int:
@@ -243,12 +236,8 @@ def optional_number(request: Request, parameter: Number) -> int | None:
     digits = len(raw.lstrip("-"))  # Python raises for thousands of digits
     value = int(raw) if digits <= _MAX_DIGITS else raw if digits < _SHOWN_DIGITS else f"a number of {digits} digits"
     if isinstance(value, str) or not parameter.low <= value <= parameter.high:
-        raise Invalid(
-            f"{name} is {value}; it must be in {parameter.low}..{parameter.high}",
-            name=name,
-            value=value,
-            bound=[parameter.low, parameter.high],
-        )
+        detail = f"{name} is {value}; it must be in {parameter.low}..{parameter.high}"
+        raise Invalid(detail, name=name, value=value, bound=[parameter.low, parameter.high])
     return value
 
 
@@ -261,12 +250,8 @@ def real(request: Request, parameter: Real) -> float | None:
         raise Malformed(f"{name} is {raw!r}; it must be a finite number", name=name, value=raw, bound="number")
     value = float(raw)
     if not abs(value) <= parameter.high:
-        raise Invalid(
-            f"{name} is {raw}; it must be in {-parameter.high}..{parameter.high}",
-            name=name,
-            value=raw,
-            bound=[-parameter.high, parameter.high],
-        )
+        detail = f"{name} is {raw}; it must be in {-parameter.high}..{parameter.high}"
+        raise Invalid(detail, name=name, value=raw, bound=[-parameter.high, parameter.high])
     return value
 
 
@@ -276,9 +261,8 @@ def text(request: Request, parameter: Text) -> str | None:
     value = request.query_params.get(name, parameter.default)
     check_string(name, value or "", parameter.most_bytes)
     if value is not None and choices and value not in choices:
-        raise Invalid(
-            f"{name} is {value!r}; it must be one of {', '.join(choices)}", name=name, value=value, bound=choices
-        )
+        detail = f"{name} is {value!r}; it must be one of {', '.join(choices)}"
+        raise Invalid(detail, name=name, value=value, bound=choices)
     return value
 
 

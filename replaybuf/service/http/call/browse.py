@@ -16,7 +16,7 @@ from replaybuf.kernel.rows.column_table import SCORES
 from replaybuf.kernel.state.group_life import describe_life
 from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.kernel.state.queries import find_group_state, list_dead_letters, steps_by_group
-from replaybuf.service.bodies.assembly import FetchedGroups, fetch_groups
+from replaybuf.service.bodies.assembly import FetchedGroups, fetch_groups, read_frames
 from replaybuf.service.bodies.shown_rollout import PREVIEW, show_rollout
 from replaybuf.service.http.call.group_pages import find_page
 from replaybuf.service.http.call.text_search import search_groups
@@ -53,12 +53,8 @@ async def describe_group(
     number = (await run.journal.store.groups.find_numbers(run.name, [group_id]))[0]
     entries = await run.journal.store.groups.read_entries(run.name, [number]) if number else []
     if number is not None and number <= run.state.trimmed and not entries:
-        raise Gone(
-            f"group {group_id!r} has number {number}; the history of groups up to {run.state.trimmed} is trimmed",
-            name="group_id",
-            value=group_id,
-            bound=run.state.trimmed,
-        )
+        detail = f"group {group_id!r} has number {number}; the history of groups up to {run.state.trimmed} is trimmed"
+        raise Gone(detail, name="group_id", value=group_id, bound=run.state.trimmed)
     if number is None or not entries:
         raise NotFound(f"run {run.name} has no group {group_id!r}", name="group_id", value=group_id)
     frames = await fetch_frames(run, entries)
@@ -94,11 +90,7 @@ class StoredFrames(NamedTuple):
 async def fetch_frames(run: Run, entries: Sequence[IndexEntry]) -> dict[int, StoredFrames]:
     """Fetch the frames of groups, by number."""
     late = run.state.pool.columns.late_of([entry.number for entry in entries])
-    sizes: dict[str, int] = {}
-    for entry in entries:
-        key, size = entry.strings.payload_key, int(entry.values["frame_bytes"])
-        sizes |= {key: size} | {late_column(key, name): size for name in late.get(entry.number, ())}
-    contents = dict(zip(sizes, await run.journal.store.groups.read_frames(run.name, sizes), strict=True))
+    contents = await read_frames(run.journal.store, run.name, entries, late)
     frames: dict[int, StoredFrames] = {}
     for entry in entries:
         key, names = entry.strings.payload_key, late.get(entry.number, ())

@@ -36,7 +36,6 @@ from replaybuf.service.http.call import (
     group_pages,
     handlers,
     overview_calls,
-    sample_calls,
 )
 from replaybuf.service.http.reply import sending
 from replaybuf.wire import contract
@@ -148,8 +147,8 @@ BROWSE_CALLS = (
          answers=("200", "422"), query=group_pages.PARAMETERS),
     Call("GET", f"{_R}/groups/{{group_id:path}}", handlers.get_group, _READER | _PRODUCER,
          None, browse.StoredGroup, ("200", "404", "410"), (PIECES,)),
-    Call("GET", f"{_R}/samples", sample_calls.get_samples, _READER | _PRODUCER, result=samples.SampleList,
-         query=sample_calls.PARAMETERS),
+    Call("GET", f"{_R}/samples", handlers.get_samples, _READER | _PRODUCER, result=samples.SampleList,
+         query=handlers.SAMPLE_PARAMETERS),
     Call("GET", f"{_R}/cursors", cursor_calls.get_cursors, _READER, result=cursors.CursorList),
     Call("GET", f"{_R}/cursors/{{name}}", cursor_calls.get_cursor, _READER,
          None, cursors.CursorPage, _CHANGED, cursor_calls.PARAMETERS),

@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replaybuf.errors import Invalid, TooLarge
-from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import media_type, read_body, read_json
-from replaybuf.service.http.call.handlers import json_response
+from replaybuf.service.http.call.handlers import json_response, led_run_of
 from replaybuf.wire.contract import ColumnsRequest, StoredColumns
 from replaybuf.wire.frame import MEDIA_TYPE
 from replaybuf.wire.late_columns import LateColumns, decode_columns, late_columns
@@ -19,9 +18,7 @@ from replaybuf.wire.names import check_string
 
 async def put_columns(request: Request) -> Response:
     """Add columns to a stored group before a batch draws it."""
-    service: Service = request.app.state.service
-    run = await service.led(request.path_params["run"])
-    group_id = request.path_params["group_id"]
+    run, group_id = await led_run_of(request), request.path_params["group_id"]
     check_string("group_id", group_id)
     late = await _read(request, group_id, run.journal.config.limits.max_group_bytes)
     added = await run.late_columns.add(late)
@@ -39,10 +36,6 @@ async def _read(request: Request, group_id: str, largest_bytes: int) -> LateColu
     # In a thread: the checksum of 64 MB takes a while, and its work releases Python's lock.
     late = await asyncio.to_thread(decode_columns, await read_body(request, largest_bytes))
     if late.group_id != group_id:
-        raise Invalid(
-            f"the frame is for group {late.group_id!r}; the path names {group_id!r}",
-            name="group_id",
-            value=late.group_id,
-            bound=group_id,
-        )
+        detail = f"the frame is for group {late.group_id!r}; the path names {group_id!r}"
+        raise Invalid(detail, name="group_id", value=late.group_id, bound=group_id)
     return late

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from replaybuf.errors import Gone
 from replaybuf.kernel.state.cursors import Page
 from replaybuf.kernel.state.queries import steps_by_group
-from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import (
     LIMIT,
     WAIT_MS,
@@ -26,7 +25,7 @@ from replaybuf.service.http.body.requests import (
     wait_s,
 )
 from replaybuf.service.http.call.browse import fetch_frames, read_content, summarize
-from replaybuf.service.http.call.handlers import json_response, leaves
+from replaybuf.service.http.call.handlers import json_response, leaves, led_run_of, service_of
 from replaybuf.service.http.reply.json_pieces import json_in_pieces
 from replaybuf.service.run.served_run import Run
 from replaybuf.wire.answer.cursors import CursorGap, CursorRequest
@@ -39,21 +38,20 @@ _LIFETIME_S = Number("lifetime_s", None, 120, 86_400)
 PARAMETERS = (_KIND, LIMIT, WAIT_MS, _LIFETIME_S)
 
 
-async def _led(request: Request) -> tuple[Service, Run, str]:
-    service: Service = request.app.state.service
-    name: str = request.path_params.get("name", "")
+async def _led(request: Request) -> tuple[Run, str]:
+    name: str = request.path_params["name"]
     check_string("name", name)
-    return service, await service.led(request.path_params["run"]), name
+    return await led_run_of(request), name
 
 
 async def get_cursor(request: Request) -> Response:
     """Return the groups behind a cursor, with their content; the first call creates it."""
-    service, run, name = await _led(request)
+    run, name = await _led(request)
     kind: Any = text(request, _KIND)
     limit, longest_s = number(request, LIMIT), wait_s(request)
     await run.cursors.open(name, kind, optional_number(request, _LIFETIME_S))
     page = await run.cursors.page(name, limit, longest_s, functools.partial(leaves, request))
-    groups = await _read_groups(run, page, service.tokenizer)
+    groups = await _read_groups(run, page, service_of(request).tokenizer)
     freed = sum(group["rollouts"] is None for group in groups)
     trimmed = page.gap.groups + len(page.items) - len(groups)
     gap = msgspec.structs.replace(page.gap, groups=trimmed, freed=freed)
@@ -85,18 +83,18 @@ async def _read_groups(run: Run, page: Page, tokenizer: Tokenizer | None) -> lis
 async def post_cursor(request: Request) -> Response:
     """Report that all groups up to a position are done."""
     body = await read_json(request, CursorRequest)
-    _, run, name = await _led(request)
+    run, name = await _led(request)
     return json_response(await run.cursors.advance(name, body.position))
 
 
 async def delete_cursor(request: Request) -> Response:
     """Forget a cursor."""
-    _, run, name = await _led(request)
+    run, name = await _led(request)
     await run.cursors.delete(name)
     return Response(status_code=204)
 
 
 async def get_cursors(request: Request) -> Response:
     """List the cursors of a run with their lag."""
-    _, run, _ = await _led(request)
+    run = await led_run_of(request)
     return json_response(await run.cursors.list_all())

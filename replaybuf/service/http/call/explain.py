@@ -13,7 +13,7 @@ from replaybuf.kernel.decide.candidates import arrivals_between, count_candidate
 from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status
 from replaybuf.service.bodies.explanation import explain_record
 from replaybuf.service.http.body.requests import GENERATION, STEP, Number, number, optional_number
-from replaybuf.service.http.call.handlers import json_response
+from replaybuf.service.http.call.handlers import json_response, run_of
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside
 from replaybuf.wire.answer.explain import Arrivals, BatchExplanation, Candidates, Choice, Layout, Packing
@@ -22,7 +22,7 @@ from replaybuf.wire.ledger import BatchRecord
 SHOWN = Number("limit", 20, 0, 1000)
 """Groups that the answer lists, in the order of the strategy."""
 
-_NOT_COUNTED = "candidates: this batch was assembled by a release that did not count them"
+_NOT_COUNTED = "candidates: the counts of this batch are not kept; a backup does not hold them"
 _NOT_COMPARED = "since_last_batch: the counts of the batch before are trimmed, or were never taken"
 _NO_TRAINER = "packing: no trainer is attached, and the layout of then was not recorded"
 _NO_PACKING = "packing: the index entries of {} of {} groups are trimmed"
@@ -30,8 +30,7 @@ _NO_PACKING = "packing: the index entries of {} of {} groups are trimmed"
 
 async def get_explanation(request: Request) -> Response:
     """Explain why a batch has these groups."""
-    service = request.app.state.service
-    run: Run = await service.run(request.path_params["run"])
+    run = await run_of(request)
     step, generation = number(request, STEP), optional_number(request, GENERATION)
     return json_response(await explain_batch(run, step, generation, number(request, SHOWN)))
 

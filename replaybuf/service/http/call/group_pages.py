@@ -51,19 +51,14 @@ def read_query(request: Request, run: Run) -> tuple[GroupQuery, int | None, int]
     if query.adapter is not None:
         check_adapter(query.adapter, run.journal.config)
     if query.order != "arrival" and query.state == RETIRED:
-        raise Invalid(
-            f"order is {query.order!r}; groups of state {query.state} are listed in the order of arrival only",
-            name="order",
-            value=query.order,
-            bound=["arrival"],
-        )
+        detail = f"order is {query.order!r}; groups of state {query.state} are listed in the order of arrival only"
+        raise Invalid(detail, name="order", value=query.order, bound=["arrival"])
     if query.contains is not None and query.state == RETIRED:
-        raise Invalid(
+        detail = (
             f"contains is {query.contains!r}; groups of state {query.state} have no bytes to search: search their "
-            "samples with GET samples",
-            name="contains",
-            value=query.contains,
+            "samples with GET samples"
         )
+        raise Invalid(detail, name="contains", value=query.contains)
     return query, number(request, AFTER) or None, number(request, LIMIT)
 
 
@@ -147,12 +142,11 @@ async def _key_of(run: Run, matcher: GroupMatcher, after: int) -> float:
         entries = await run.journal.store.groups.read_entries(run.name, [after])
         keys = matcher.sort_keys(_values(entries))
     if not len(keys):
-        raise Gone(
+        detail = (
             f"after is {after}; the group of this number is freed, so the order {matcher.query.order} cannot "
-            "continue behind it: start again without after",
-            name="after",
-            value=after,
+            "continue behind it: start again without after"
         )
+        raise Gone(detail, name="after", value=after)
     return float(keys[0])
 
 
@@ -163,10 +157,8 @@ def _values(entries: Sequence[IndexEntry]) -> Columns:
 
 def _raise_too_many(query: GroupQuery) -> None:
     name = "prompt_id" if query.id_prefix is None else "id_prefix"
-    raise Invalid(
+    detail = (
         f"{name} with order {query.order} compares at most {CHECKED_ENTRIES} groups, and more meet the other "
-        "conditions: add conditions, or use order=arrival",
-        name="order",
-        value=query.order,
-        bound=CHECKED_ENTRIES,
+        "conditions: add conditions, or use order=arrival"
     )
+    raise Invalid(detail, name="order", value=query.order, bound=CHECKED_ENTRIES)

@@ -12,8 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from replaybuf.service.host import Service
-from replaybuf.service.http.body.ack_body import read_ack
-from replaybuf.service.http.body.append_bodies import read_groups
+from replaybuf.service.http.body.append_bodies import read_ack, read_groups
 from replaybuf.service.http.body.requests import (
     ADAPTER,
     DP_RANK,
@@ -27,6 +26,8 @@ from replaybuf.service.http.body.requests import (
     PIECES,
     REASON,
     STEP,
+    Number,
+    Text,
     number,
     optional_number,
     page,
@@ -66,6 +67,10 @@ from replaybuf.wire.names import check_string
 
 LARGEST_PAGE_BYTES = 8 << 20
 """A page of the ledger ends with the record that exceeds it; 1,000 acks with feedback may have 1 GB."""
+_STEP, _BEFORE = Number("step"), Number("before")
+_CONTAINS = Text("contains")
+_LIMIT = Number("limit", 25, 1, 250)
+SAMPLE_PARAMETERS: tuple[Number | Text, ...] = (_STEP, _BEFORE, _CONTAINS, _LIMIT)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -73,21 +78,24 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
-def _service(request: Request) -> Service:
+def service_of(request: Request) -> Service:
+    """Return the service that got the request."""
     service: Service = request.app.state.service
     return service
 
 
-async def _run(request: Request) -> Run:
-    return await _service(request).run(request.path_params["run"])
+async def run_of(request: Request) -> Run:
+    """Return the run of the path, to read it."""
+    return await service_of(request).run(request.path_params["run"])
 
 
 async def _serving(request: Request) -> Run:
-    return await _service(request).serving(request.path_params["run"])
+    return await service_of(request).serving(request.path_params["run"])
 
 
-async def _led(request: Request) -> Run:
-    return await _service(request).led(request.path_params["run"])
+async def led_run_of(request: Request) -> Run:
+    """Return the run of the path, to change it."""
+    return await service_of(request).led(request.path_params["run"])
 
 
 # ---------------------------------------------------------------------- runs
@@ -97,19 +105,19 @@ async def put_run(request: Request) -> Response:
     """Create a run, or return the one that exists."""
     config, if_absent = await read_json(request, RunConfig), text(request, IF_ABSENT) == "true"
     name, by = request.path_params["run"], request.state.caller.name
-    run, created = await _service(request).create(name, config, if_absent=if_absent, by=by)
+    run, created = await service_of(request).create(name, config, if_absent=if_absent, by=by)
     return json_response(run.describe(), 201 if created else 200)
 
 
 async def delete_run(request: Request) -> Response:
     """Delete a finished run."""
-    await _service(request).delete(request.path_params["run"], by=request.state.caller.name)
+    await service_of(request).delete(request.path_params["run"], by=request.state.caller.name)
     return Response(status_code=204)
 
 
 async def post_accept_loss(request: Request) -> Response:
     """Let a run go on without what Redis lost."""
-    body, service = await read_json(request, LossRequest), _service(request)
+    body, service = await read_json(request, LossRequest), service_of(request)
     return json_response(await accept_loss(service, request.path_params["run"], body, by=request.state.caller.name))
 
 
@@ -121,14 +129,14 @@ async def get_runs(request: Request) -> Response:
 
 async def get_run(request: Request) -> Response:
     """Return the status of a run."""
-    run = await _run(request)
+    run = await run_of(request)
     return json_response(run.describe())
 
 
 async def patch_run(request: Request) -> Response:
     """Change strategy, filters, limits or state of a run."""
     patch = await read_patch(request)
-    run = await _led(request)
+    run = await led_run_of(request)
     revision = optional_number(request, IF_REVISION)
     if text(request, DRY_RUN) == "true":
         return json_response(run.preview(patch, revision))
@@ -141,7 +149,7 @@ async def patch_run(request: Request) -> Response:
 
 async def post_tickets(request: Request) -> Response:
     """Issue tickets for groups."""
-    run = await _led(request)
+    run = await led_run_of(request)
     body = await read_json(request, TicketRequest)
     run.journal.presence.record_producer(body.producer)
     gone = functools.partial(leaves, request)
@@ -167,7 +175,7 @@ async def leaves(request: Request) -> NoReturn:
 
 async def delete_ticket(request: Request) -> Response:
     """Take back a ticket that a producer returns."""
-    run = await _led(request)
+    run = await led_run_of(request)
     ticket = request.path_params["ticket"]
     await run.tickets.give_back(ticket, text(request, REASON) or "")
     return json_response(ReturnedTicket(ticket=ticket))
@@ -175,19 +183,19 @@ async def delete_ticket(request: Request) -> Response:
 
 async def put_producer(request: Request) -> Response:
     """Record a heartbeat of a producer."""
-    run, name = await _led(request), request.path_params["producer"]
+    run, name = await led_run_of(request), request.path_params["producer"]
     check_string("producer", name)
     return json_response(record_heartbeat(run, name, await read_json(request, HeartbeatRequest)))
 
 
 async def get_producers(request: Request) -> Response:
     """List the producers that called within the last hour."""
-    return json_response(list_producers(await _led(request)))
+    return json_response(list_producers(await led_run_of(request)))
 
 
 async def post_groups(request: Request) -> Response:
     """Append groups."""
-    run = await _service(request).storing(request.path_params["run"])
+    run = await service_of(request).storing(request.path_params["run"])
     run.journal.presence.record_producer()
     groups = read_groups(request, run.journal.config.limits.max_group_bytes, request.app.state.decoders)
     return json_response(AppendResults(results=await run.appends.append(groups)))
@@ -195,7 +203,7 @@ async def post_groups(request: Request) -> Response:
 
 async def post_evaluation(request: Request) -> Response:
     """Record the result of an evaluation."""
-    run = await _led(request)
+    run = await led_run_of(request)
     return json_response(await run.evaluations.record(await read_json(request, EvaluationRequest)))
 
 
@@ -204,7 +212,7 @@ async def post_evaluation(request: Request) -> Response:
 
 async def get_policy(request: Request) -> Response:
     """Return the published policy."""
-    run = await _run(request)
+    run = await run_of(request)
     after, adapter = optional_number(request, NEWER_THAN), text(request, ADAPTER) or ""
     gone = functools.partial(leaves, request)
     return json_response(await run.session.policy_after(after, wait_s(request), adapter, gone))
@@ -212,7 +220,7 @@ async def get_policy(request: Request) -> Response:
 
 async def post_policy(request: Request) -> Response:
     """Publish a version."""
-    run = await _led(request)
+    run = await led_run_of(request)
     body = await read_json(request, PolicyRequest)
     step = body.version * run.journal.config.steps_per_publish - 1  # the last one trained into this version
     with _span(run, "publish", step):
@@ -221,7 +229,7 @@ async def post_policy(request: Request) -> Response:
 
 async def post_attach(request: Request) -> Response:
     """Attach a trainer and fence older epochs."""
-    run = await _led(request)
+    run = await led_run_of(request)
     return json_response(await run.session.attach(await read_json(request, AttachRequest)))
 
 
@@ -240,7 +248,7 @@ async def get_batch(request: Request) -> Response:
 
 async def post_ack(request: Request) -> Response:
     """Count a step as trained."""
-    run = await _led(request)
+    run = await led_run_of(request)
     body = await read_ack(request, request.app.state.decoders)
     step = number(request, STEP)
     with _span(run, "ack", step):
@@ -255,7 +263,7 @@ def _span(run: Run, name: str, step: int) -> AbstractContextManager[object]:
 
 async def post_checkpoint(request: Request) -> Response:
     """Record a checkpoint."""
-    run = await _led(request)
+    run = await led_run_of(request)
     body = await read_json(request, CheckpointRequest)
     keep = 1 if body.keep is None else body.keep
     return json_response(await run.session.checkpoint(body.step, body.epoch, keep))
@@ -266,22 +274,22 @@ async def post_checkpoint(request: Request) -> Response:
 
 async def get_groups(request: Request) -> Response:
     """List groups."""
-    run = await _run(request)
+    run = await run_of(request)
     preview = text(request, PREVIEW) == "true"
     return json_response(await list_groups(run, *read_query(request, run), preview=preview))
 
 
 async def get_group(request: Request) -> Response:
     """Return one group with its rollouts."""
-    run = await _run(request)
-    tokenizer, pieces = _service(request).tokenizer, text(request, PIECES) == "true"
+    run = await run_of(request)
+    tokenizer, pieces = service_of(request).tokenizer, text(request, PIECES) == "true"
     described = await describe_group(run, request.path_params["group_id"], tokenizer, pieces=pieces)
     return await json_in_pieces(described)
 
 
 async def get_record(request: Request) -> Response:
     """Return the groups and the packing of a batch."""
-    run = await _run(request)
+    run = await run_of(request)
     generation = optional_number(request, GENERATION)
     record = await run.batches.record(number(request, STEP), generation)
     fields = msgspec.to_builtins(msgspec.structs.replace(record, groups=[]))
@@ -290,13 +298,13 @@ async def get_record(request: Request) -> Response:
 
 async def get_evaluations(request: Request) -> Response:
     """List results of evaluations."""
-    run = await _run(request)
+    run = await run_of(request)
     return json_response(await run.evaluations.list_newest(number(request, LIMIT)))
 
 
 async def get_ledger(request: Request) -> Response:
     """List ledger records."""
-    run = await _run(request)
+    run = await run_of(request)
     after, limit = page(request)
     records: list[Any] = []
     size, last = 0, after
@@ -311,21 +319,32 @@ async def get_ledger(request: Request) -> Response:
 
 async def get_failed_prompts(request: Request) -> Response:
     """List prompts that failed, with the reason."""
-    run = await _run(request)
+    run = await run_of(request)
     return json_response(list_failed_prompts(run, number(request, LIMIT)))
 
 
 async def get_dead_letters(request: Request) -> Response:
     """List stored groups that turned out unusable."""
-    run = await _run(request)
+    run = await run_of(request)
     after, limit = page(request)
     return json_response(await describe_dead_letters(run, after, limit))
 
 
 async def delete_dead_letters(request: Request) -> Response:
     """Delete the bytes of dead letters."""
-    run = await _led(request)
+    run = await led_run_of(request)
     return json_response(PurgedDeadLetters(purged=await run.purge(by=request.state.caller.name)))
+
+
+async def get_samples(request: Request) -> Response:
+    """List rollouts of trained steps that stay readable."""
+    run = await run_of(request)
+    step, before = optional_number(request, _STEP), optional_number(request, _BEFORE)
+    listed = await run.samples.list_newest(
+        number(request, _LIMIT), step=step, before=before, contains=text(request, _CONTAINS)
+    )
+    samples = [msgspec.to_builtins(sample) for sample in listed.samples]
+    return await json_in_pieces(msgspec.structs.asdict(listed) | {"samples": samples})
 
 
 # ---------------------------------------------------------------------- server
@@ -343,7 +362,7 @@ async def get_healthz(request: Request) -> Response:
 
 async def get_readyz(request: Request) -> Response:
     """Check that Redis answers and holds every acknowledged write. Names only runs that the caller may see."""
-    service, seen = _service(request), list_runs(request)
+    service, seen = service_of(request), list_runs(request)
     report = service.report
     trouble = service.outage or service.store.connection.trouble or describe_lost(request)
     ready = trouble is None and report is not None

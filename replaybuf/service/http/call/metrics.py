@@ -45,8 +45,8 @@ _RUN_VALUES: dict[str, Callable[[Run], float]] = {
     "rollouts_truncated_groups": lambda run: run.appends.truncated,
     "tokens_stored": lambda run: run.arrivals.tokens,
     "tokens_masked": lambda run: run.state.masked_tokens,
-    "admission_waiting": lambda run: run.admissions.waiting,
-    "admission_deferred": lambda run: run.admissions.deferred,
+    "admission_waiting": lambda run: run.admission_plugins.waiting,
+    "admission_deferred": lambda run: run.admission_plugins.deferred,
     "tickets_issued": lambda run: run.book.counts["issued"],
     "tickets_expired": lambda run: run.book.counts["expired"],
     "tickets_returned": lambda run: run.book.counts["returned"],
@@ -91,7 +91,7 @@ def _read_run(text: MetricText, name: str, run: Run) -> None:
     for cursor in run.cursors.describe():
         text.add("cursor_lag_groups", cursor.lag, name, cursor.name)
     for value in _RUN_STATES:
-        text.add("run_state", float(state.state == value), name, value)
+        text.add("run_state", float(state.phase == value), name, value)
     outcomes = coverage(state, run.book)
     for prompt_state in _PROMPT_STATES:
         text.add("prompts", getattr(outcomes, prompt_state), name, prompt_state)
@@ -176,7 +176,7 @@ def _read_histograms(text: MetricText, name: str, run: Run) -> None:
     for reason, ages in sorted(histograms.drop_ages.items()):
         text.add_histogram("dropped_age_versions", ages.versions, 1, name, reason)
         text.add_histogram("dropped_age_seconds", ages.ms, 1000, name, reason)
-    for admission, took in run.admissions.check_times():
+    for admission, took in run.admission_plugins.check_times():
         text.add_histogram("admission_seconds", took, 1_000_000, name, admission)
 
 
@@ -239,7 +239,7 @@ def _pieces(service: Service) -> Iterator[Callable[[MetricText], None]]:
         answered[run].append((call, str(status), count))
     for (run, call), histogram in sorted(service.traffic.took.items()):
         took[run].append((call, histogram))
-    left_out = {name for name, run in service.runs.items() if run.state.state == "finished" and run.quiet(KEPT_S)}
+    left_out = {name for name, run in service.runs.items() if run.state.phase == "finished" and run.quiet(KEPT_S)}
     for name, served in sorted(service.runs.items()):
         if name in left_out:
             continue

@@ -17,8 +17,8 @@ from replaybuf import report
 from replaybuf.kernel.figures.step_figures import StepRow, stands_still
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
 from replaybuf.kernel.state.queries import explain_failed_share
-from replaybuf.service.host import Service
 from replaybuf.service.http.body.requests import Number, number, optional_number
+from replaybuf.service.http.call.handlers import json_response, run_of, service_of
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable
 from replaybuf.service.report.status import coverage
 from replaybuf.service.run.served_run import Run
@@ -42,7 +42,7 @@ _PLAIN = tuple(name for name in StepRow.__struct_fields__ if name not in ("dropp
 
 async def get_overview(request: Request) -> Response:
     """Show every run in one row."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     answer = Overview(
         now_s=service.clock.wall(),
         version=__version__,
@@ -50,26 +50,26 @@ async def get_overview(request: Request) -> Response:
         runs=[describe_row(run) async for _, run in in_turns(list_runs(request))],
         unreadable=list_unreadable(request),
     )
-    return _json(answer)
+    return json_response(answer)
 
 
 async def get_flow(request: Request) -> Response:
     """Show the flow of a run with live numbers."""
-    run = await _run(request)
-    return _json(describe_flow(run))
+    run = await run_of(request)
+    return json_response(describe_flow(run))
 
 
 async def get_history(request: Request) -> Response:
     """Show figures of a run over its steps."""
-    run = await _run(request)
+    run = await run_of(request)
     first, last = optional_number(request, FROM_STEP), optional_number(request, TO_STEP)
     rows = run.state.figures.between(first, last, number(request, POINTS))
-    return _json(describe_history(run, rows))
+    return json_response(describe_history(run, rows))
 
 
 async def get_report(request: Request) -> Response:
     """Return the report of a run as one HTML file."""
-    run = await _run(request)
+    run = await run_of(request)
     history = describe_history(run, run.state.figures.between(None, None, report.POINTS))
     listed = await run.evaluations.list_newest(MOST_LISTED)
     page = await asyncio.to_thread(report.render, run.describe(), history, listed.evaluations)
@@ -84,12 +84,12 @@ def describe_row(run: Run) -> RunRow:
     waits = run.state_cache.waits().run
     live, rows = state.pool.live.totals(), state.figures.rows
     idle_s = _age(run, max(rows[-1].at_s, rows[-1].acked_s)) if rows else None
-    still = state.state == "running" and stands_still(idle_s, rows[-RATE_ROWS:])
-    trains = state.state == "running" and not still and measured.steps_per_s > 0
+    still = state.phase == "running" and stands_still(idle_s, rows[-RATE_ROWS:])
+    trains = state.phase == "running" and not still and measured.steps_per_s > 0
     return RunRow(
         run=run.name,
-        state=state.state,
-        paused_reason=state.config_reason if state.config_state == "paused" else None,
+        state=state.phase,
+        paused_reason=state.phase_reason if state.config_phase == "paused" else None,
         strategy=run.journal.config.strategy.name,
         step=state.step,
         max_steps=run.journal.config.max_steps,
@@ -203,12 +203,3 @@ def _trained_tokens_per_s(rows: Sequence[StepRow]) -> float:
 def _age(run: Run, at_s: float) -> float | None:
     """Return the seconds since a time of this server's clock; None = never."""
     return round(max(0.0, run.journal.clock.wall() - at_s), 3) if at_s else None
-
-
-async def _run(request: Request) -> Run:
-    service: Service = request.app.state.service
-    return await service.run(request.path_params["run"])
-
-
-def _json(answer: Overview | Flow | History) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

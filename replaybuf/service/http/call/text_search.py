@@ -73,12 +73,11 @@ async def search_groups(run: Run, query: GroupQuery, after: int | None, limit: i
     """
     letters, tokenizer = query.contains or "", run.samples.tokenizer
     if tokenizer is None:
-        raise Invalid(
+        detail = (
             f"contains is {letters!r}; this service has no tokenizer, so its groups are token ids without text: "
-            "start it with replaybuf serve --tokenizer FOLDER",
-            name="contains",
-            value=letters,
+            "start it with replaybuf serve --tokenizer FOLDER"
         )
+        raise Invalid(detail, name="contains", value=letters)
     numbers, following = await find_page(run, query, after, SEARCHED_GROUPS)
     entries = await run.journal.store.groups.read_entries(run.name, numbers)
     matches: dict[int, TextMatch] = {}

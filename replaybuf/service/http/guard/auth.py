@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from replaybuf.errors import Forbidden, Invalid, Unauthorized
-from replaybuf.service.http.guard.rate import TokenRate
+from replaybuf.errors import Forbidden, Invalid, RateLimited, Unauthorized
 from replaybuf.service.http.guard.token_file import StoredToken, hash_token, read_tokens, write_uses
 
 logger = logging.getLogger(__name__)
@@ -23,6 +22,7 @@ LONGEST_WATCH_S = 3600.0
 """No call waits longer, and the timers of the event loop have a limit that an expiry in the far future exceeds."""
 ENDED_AT_ONCE, ENDING_PAUSE_S = 32, 0.01
 """Calls that end together, and the pause until the next ones do: 2,048 at once hold the event loop for 0.3 s."""
+BURST_S = 2.0
 
 
 class Caller(NamedTuple):
@@ -166,14 +166,11 @@ class Tokens:
         if token is None:
             sent = (authorization or "").partition(" ")[2]
             cause = "the token was not in the tokens file when it was last read" if sent else "the token is missing"
-            raise Unauthorized(
-                f"{cause}; send the header Authorization: Bearer TOKEN (commands: --token)", name="Authorization"
-            )
+            detail = f"{cause}; send the header Authorization: Bearer TOKEN (commands: --token)"
+            raise Unauthorized(detail, name="Authorization")
         if token.expired(now_s):
-            raise Unauthorized(
-                f"token {token.name!r} has expired; make another one: replaybuf tokens new --role {token.role}",
-                name="Authorization",
-            )
+            detail = f"token {token.name!r} has expired; make another one: replaybuf tokens new --role {token.role}"
+            raise Unauthorized(detail, name="Authorization")
         return token
 
     def _find(self, authorization: str | None) -> StoredToken | None:
@@ -218,21 +215,66 @@ def _caller(token: StoredToken) -> Caller:
 def _check_role(token: StoredToken, allowed: frozenset[str]) -> None:
     roles = [*sorted(allowed), "operator"]
     if token.role not in roles:
-        raise Forbidden(
+        detail = (
             f"token {token.name!r} has the role {token.role}; this call needs {' or '.join(roles)}. Use a token "
-            f"with such a role: replaybuf tokens new --role {roles[0]}",
-            name="role",
-            value=token.role,
-            bound=roles,
+            f"with such a role: replaybuf tokens new --role {roles[0]}"
         )
+        raise Forbidden(detail, name="role", value=token.role, bound=roles)
 
 
 def _check_run(token: StoredToken, run: str | None) -> None:
     if token.runs and run not in token.runs:
         what = "this call is for all runs" if run is None else f"this call is for {run}"
-        raise Forbidden(
-            f"token {token.name!r} is limited to the runs {', '.join(token.runs)}; {what}",
-            name="run",
-            value=run,
-            bound=list(token.runs),
-        )
+        detail = f"token {token.name!r} is limited to the runs {', '.join(token.runs)}; {what}"
+        raise Forbidden(detail, name="run", value=run, bound=list(token.runs))
+
+
+class TokenRate:
+    """Calls and bytes that a token may still spend: they fill by the second, up to what two seconds bring.
+
+    A body larger than that passes when all is left, and is paid off.
+    """
+
+    def __init__(self, token: StoredToken, now_s: float) -> None:
+        self.token = token
+        self._buckets = [
+            _Bucket(name, per_s)
+            for name, per_s in (("max_calls_per_s", token.max_calls_per_s), ("max_bytes_per_s", token.max_bytes_per_s))
+        ]
+        self._at_s = now_s
+
+    def take(self, calls: int, nbytes: int, now_s: float) -> None:
+        """Spend calls and bytes. Raises `RateLimited`, with the time until they may be spent."""
+        passed_s, self._at_s = max(0.0, now_s - self._at_s), now_s
+        for bucket, amount in zip(self._buckets, (calls, nbytes), strict=True):
+            bucket.fill(passed_s)
+            bucket.check(amount, self.token.name)
+        self.spend(calls, nbytes)
+
+    def spend(self, calls: int, nbytes: int) -> None:
+        """Spend calls and bytes, also more than is left."""
+        for bucket, amount in zip(self._buckets, (calls, nbytes), strict=True):
+            bucket.left -= amount
+
+
+class _Bucket:
+    def __init__(self, name: str, per_s: float | None) -> None:
+        self._name, self._per_s = name, per_s or float("inf")
+        self._full = max(1.0, self._per_s * BURST_S)
+        self.left = self._full
+
+    def fill(self, passed_s: float) -> None:
+        if self._full < float("inf"):
+            self.left = min(self._full, self.left + passed_s * self._per_s)
+
+    def check(self, amount: int, who: str) -> None:
+        missing = min(amount, self._full) - self.left
+        if amount and missing > 0:
+            raise RateLimited(
+                f"token {who!r} has {self._name} {self._per_s:g}; wait {missing / self._per_s:.1f} s, or ask the "
+                "operator for a token with another limit",
+                name=self._name,
+                value=amount,
+                bound=self._per_s,
+                retry_after_s=missing / self._per_s,
+            )

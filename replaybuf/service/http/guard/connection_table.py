@@ -9,7 +9,7 @@ import resource
 from collections import Counter
 from typing import Protocol
 
-from replaybuf.service.http.guard.read_gate import ReadGate
+from replaybuf.service.http.guard.gates import ReadGate
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 

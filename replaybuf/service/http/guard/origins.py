@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Forbidden, Invalid, Malformed, ReplaybufError
-from replaybuf.service.http.reply.problems import error_response
+from replaybuf.service.http.reply.json_pieces import error_response
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
 
@@ -37,9 +37,8 @@ class HostNames:
         for name in options.allowed_hosts:
             if not _HOST.fullmatch(name):
                 bound = "HOST or HOST:PORT"
-                raise Invalid(
-                    f"allowed_host is {name!r}; it must be {bound}", name="allowed_host", value=name, bound=bound
-                )
+                detail = f"allowed_host is {name!r}; it must be {bound}"
+                raise Invalid(detail, name="allowed_host", value=name, bound=bound)
         advertised = addresses_of(options.advertise_url) if options.advertise_url else ()
         named = [url.partition("://")[2] for url in advertised if "://" in url]
         self.named = frozenset(name.lower() for name in [*named, *options.allowed_hosts])
@@ -102,9 +101,8 @@ class OwnPagesOnly:
 
     def _check_host(self, hosts: list[str], scope: Scope) -> str:
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
-            raise Malformed(
-                f"the request has {len(hosts)} Host headers; it must have one", name="host", value=hosts, bound=1
-            )
+            detail = f"the request has {len(hosts)} Host headers; it must have one"
+            raise Malformed(detail, name="host", value=hosts, bound=1)
         host = hosts[0] if hosts else ""
         if host and host == self._last_host:
             return host
@@ -115,13 +113,11 @@ class OwnPagesOnly:
             self._last_host = host
             return host
         self._traffic.refused["foreign_host"] += 1
-        raise Forbidden(
+        detail = (
             f"host is {host!r}; this server has the names {', '.join(sorted(self._hosts.names))}. To add a name: "
-            "serve --allowed-host NAME",
-            name="host",
-            value=host,
-            bound=sorted(self._hosts.names),
+            "serve --allowed-host NAME"
         )
+        raise Forbidden(detail, name="host", value=host, bound=sorted(self._hosts.names))
 
     def _check_page(self, marks: dict[bytes, str], host: str, scope: Scope) -> None:
         origin, site = marks.get(b"origin"), marks.get(b"sec-fetch-site", "none").lower()
@@ -131,13 +127,11 @@ class OwnPagesOnly:
             return
         self._traffic.refused["foreign_page"] += 1
         name, value = ("origin", origin) if origin is not None else ("sec-fetch-site", site)
-        raise Forbidden(
+        detail = (
             f"{name} is {value!r}; only pages of this server may call it from a browser. To allow the pages of a "
-            "proxy in front of it: serve --allowed-host HOST[:PORT]",
-            name=name,
-            value=value,
-            bound=f"http://{host}",
+            "proxy in front of it: serve --allowed-host HOST[:PORT]"
         )
+        raise Forbidden(detail, name=name, value=value, bound=f"http://{host}")
 
 
 def _opens_console(marks: dict[bytes, str], scope: Scope) -> bool:

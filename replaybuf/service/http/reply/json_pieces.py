@@ -1,4 +1,4 @@
-"""Answers in JSON that are encoded and sent in pieces, so that a large one does not hold the event loop.
+"""Answers in JSON: problem documents (RFC 9457), and large answers in pieces that do not hold the event loop.
 
 A call to the encoder takes 5 ms per MB: 0.3 s for a group of 60 MB.
 """
@@ -13,10 +13,13 @@ import msgspec
 import numpy as np
 from starlette.responses import Response, StreamingResponse
 
+from replaybuf.errors import ReplaybufError
+
 PIECE_ITEMS = 4096
 """Items of a list that are encoded at once."""
 PIECE_BYTES = 64 << 10
 """Bytes that are sent at once; other calls are served between two pieces."""
+MEDIA_TYPE = "application/problem+json"
 
 
 async def json_in_pieces(value: dict[str, Any]) -> Response:
@@ -81,3 +84,18 @@ def _joined(pieces: Iterator[bytes]) -> Iterator[bytes]:
             yield bytes(part)
             part.clear()
     yield bytes(part)
+
+
+def error_response(error: ReplaybufError, request: str = "") -> Response:
+    """Render an error, with the headers that belong to its status; `request`: id of the request, as the log has it."""
+    headers = {"X-Request-Id": request} if request else {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return document_response(error.problem(), headers)
+
+
+def document_response(document: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """Render a problem document; its `status` is the status of the response."""
+    return Response(msgspec.json.encode(document, enc_hook=str), document["status"], headers, media_type=MEDIA_TYPE)

@@ -60,12 +60,8 @@ def coding_for(accepted: list[str]) -> Coding:
     if identity > 0:
         return "identity"
     value = ", ".join(accepted)
-    raise NotAcceptable(
-        f"Accept-Encoding is {value!r}; a body comes as identity or zstd",
-        name="accept-encoding",
-        value=value,
-        bound="identity, zstd",
-    )
+    detail = f"Accept-Encoding is {value!r}; a body comes as identity or zstd"
+    raise NotAcceptable(detail, name="accept-encoding", value=value, bound="identity, zstd")
 
 
 def _weights(values: list[str]) -> dict[str, float]:

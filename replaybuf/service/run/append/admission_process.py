@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import LONGEST_DETAIL, Invalid, ReplaybufError
-from replaybuf.kernel.strategy.admissions import Admission, Refusal
+from replaybuf.kernel.strategy.admission_plugin import Admission, Refusal
 from replaybuf.kernel.strategy.options import check_options
 from replaybuf.plugins.entry_points import ADMISSIONS, load
 from replaybuf.plugins.time_limit import PLUGIN_ERRORS

@@ -8,6 +8,7 @@ are asked before.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -24,12 +25,12 @@ from replaybuf.errors import (
     ServiceUnavailable,
     TooLarge,
 )
-from replaybuf.kernel.decide.tickets import NO_LOAD, decide_room, limits_room
+from replaybuf.kernel.decide.intake import NO_LOAD, decide_room, limits_room
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES, RUN_FINISHED, AdmissionCheck, Incoming
-from replaybuf.service.run.append.admissions import Admissions, PluginTime
+from replaybuf.service.run.append.admission_plugins import AdmissionPlugins, PluginTime
 from replaybuf.service.run.append.arrivals import Arrivals
+from replaybuf.service.run.append.group_check import LARGE_GROUP_BYTES, GroupCheck, Incoming
 from replaybuf.service.run.append.group_commit import APPEND_CHUNK, GroupCommit
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.side_state import SideState
@@ -41,8 +42,12 @@ from replaybuf.tracing import spans
 from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
 
+logger = logging.getLogger(__name__)
+
 MOST_CHECKS = 8
 """Groups that are outdated as often have met as many changes of the run: their producer sends them again."""
+SWEEP_PERIOD_S = 600.0
+"""An attempt may take so long. One that takes twice as long is refused, and starts again."""
 
 
 class Appends:
@@ -53,16 +58,16 @@ class Appends:
         journal: Journal,
         side_state: SideState,
         selector: Selector,
-        admission: AdmissionCheck,
+        group_check: GroupCheck,
         arrivals: Arrivals,
         spill: Spill,
-        admissions: Admissions,
+        admission_plugins: AdmissionPlugins,
     ) -> None:
         self._journal = journal
-        self._admissions = admissions
+        self._admission_plugins = admission_plugins
         self._side_state = side_state
         self._selector = selector
-        self._admission = admission
+        self._group_check = group_check
         self._arrivals = arrivals
         self._spill = spill
         self._entering = Load()
@@ -177,14 +182,14 @@ class Appends:
         They see no group that is rejected without them, and no repeat of a stored one.
         """
         journal, verdicts = self._journal, list[GroupRejected | None]()
-        identities = [self._admission.identity(item) for item in chunk]
+        identities = [self._group_check.identity(item) for item in chunk]
         numbers = await journal.store.groups.find_numbers(journal.name, [name for pair in identities for name in pair])
         for item, by_id, by_prompt in zip(chunk, numbers[::2], numbers[1::2], strict=True):
             verdict = None
             if by_id is None and by_prompt is None:
                 try:
                     pending = await self._check_one(item)
-                    verdict = await self._admissions.check(pending, specs, plugin_time.until_s)
+                    verdict = await self._admission_plugins.check(pending, specs, plugin_time.until_s)
                 except GroupRejected:
                     pass  # for a reason that is found again before it is stored
                 except NoRoom as error:
@@ -232,8 +237,8 @@ class Appends:
 
     async def _check_one(self, item: Incoming) -> PendingGroup:
         if item.nbytes <= LARGE_GROUP_BYTES:
-            return self._admission.check(item)
-        return await asyncio.to_thread(self._admission.check, item)
+            return self._group_check.check(item)
+        return await asyncio.to_thread(self._group_check.check, item)
 
     async def _answer_refused(
         self,
@@ -244,7 +249,7 @@ class Appends:
         """Answer `duplicate` for a repeat of a stored group, even if a bound has changed since; else `rejected`."""
         journal = self._journal
         with journal.recording_loss():
-            identities = [self._admission.identity(chunk[position]) for position in refused]
+            identities = [self._group_check.identity(chunk[position]) for position in refused]
             repeats = await journal.store.groups.find_repeats(journal.name, identities)
         for (position, rejection), repeat in zip(refused.items(), repeats, strict=True):
             self._side_state.duplicates += repeat is not None
@@ -298,9 +303,9 @@ def _refusal(results: list[contract.AppendResult]) -> Invalid | TooLarge | RunFi
     detail = first.detail or ""
     if all(result.reason == "too_large" for result in results):
         return TooLarge(detail, name=first.name, value=first.value, bound=first.bound)
-    if all(result.reason == RUN_FINISHED for result in results):
+    if all(result.reason == "run_finished" for result in results):
         how = 'PATCH {"state": "running"} opens a run again that did not reach max_steps'
-        return RunFinished(f"{detail}; {how}", name="groups", value=RUN_FINISHED)
+        return RunFinished(f"{detail}; {how}", name="groups", value="run_finished")
     which = "the group was rejected" if len(results) == 1 else f"all {len(results)} groups were rejected; the first"
     return InvalidGroups(f"{which}: {first.reason}: {detail}", results, name="groups", value=first.reason)
 
@@ -327,3 +332,20 @@ def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.Append
 
 def _load(item: PendingGroup) -> Load:
     return Load(1, item.group.tokens, len(item.frame), len(item.frame))
+
+
+class AttemptSweep:
+    """Deletes what append attempts left behind that were cut between their two steps, on a Redis Cluster."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._next_s = journal.clock.monotonic() + SWEEP_PERIOD_S
+
+    async def tick(self) -> None:
+        """Sweep when it is due. Raises `NotLeader`."""
+        journal = self._journal
+        if journal.store.groups.buckets is None or journal.clock.monotonic() < self._next_s:
+            return
+        self._next_s = journal.clock.monotonic() + SWEEP_PERIOD_S
+        if swept := await journal.store.groups.sweep(journal.name, journal.token):
+            logger.info("cut appends removed run=%s payloads=%d", journal.name, swept)

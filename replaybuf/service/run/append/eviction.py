@@ -28,7 +28,7 @@ class Eviction:
     async def of_arrivals(self, chunk: IndexChunk) -> None:
         """Evict unusable groups of these; the common case, nothing to evict, takes no lock."""
         state, numbers = self._journal.state, chunk.numbers
-        if state.state != "running":
+        if state.phase != "running":
             return  # they are checked when the run resumes; a failed plug-in is not called before
         try:
             if keeps_all(state, self._selector, chunk.values):
@@ -48,7 +48,7 @@ class Eviction:
 
     async def take_over(self) -> None:
         """Evict what an older leader may have left unchecked. Called while taking over."""
-        if self._journal.state.state == "running":
+        if self._journal.state.phase == "running":
             try:
                 await self.evict(filtered=True)
             except StrategyFault as fault:
@@ -56,7 +56,7 @@ class Eviction:
 
     async def evict_all(self) -> None:
         """Check every live group again, by strategy and filters. A plug-in that fails pauses the run."""
-        if self._journal.state.state == "running":
+        if self._journal.state.phase == "running":
             with contextlib.suppress(StrategyFault):  # the decision has paused the run
                 async with self._journal.decision():
                     await self.evict(filtered=True)

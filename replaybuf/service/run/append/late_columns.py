@@ -163,12 +163,8 @@ def _prepare(
         if stored is None:
             fresh[name] = values
         elif not np.array_equal(stored, values):
-            raise Conflict(
-                f"group {late.group_id!r} has other values of {name}; a column is added once",
-                name=f"columns.{name}",
-                value=late.group_id,
-                bound="the stored values",
-            )
+            detail = f"group {late.group_id!r} has other values of {name}; a column is added once"
+            raise Conflict(detail, name=f"columns.{name}", value=late.group_id, bound="the stored values")
     if not fresh:
         return None
     changed = add_columns(group, fresh)

@@ -13,7 +13,7 @@ import numpy as np
 
 from replaybuf.errors import NoRoom
 from replaybuf.kernel.decide.config import config_of
-from replaybuf.kernel.decide.reissues import may_reissue
+from replaybuf.kernel.decide.prompts import may_reissue
 from replaybuf.kernel.state.limits import Load, count_fitting
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange
@@ -31,8 +31,8 @@ def decide_tickets(
     state: RunState, book: TicketBook, selector: Selector, adapter: str, count: int, now_s: float
 ) -> TicketChange | WaitingAnswer:
     """Issue up to `count` tickets from the book, or answer why there are none. Raises `StrategyFault`."""
-    if state.state != "running":
-        return waiting(state.state, held(state, selector, adapter), state)
+    if state.phase != "running":
+        return waiting(state.phase, held(state, selector, adapter), state)
     if (phase := selector.config.phase_of(adapter)) != "running":
         detail = f"adapter {adapter} {'is paused' if phase == 'paused' else 'was removed'}"
         return waiting(phase, held(state, selector, adapter), state, detail=detail)

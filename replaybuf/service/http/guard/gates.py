@@ -1,14 +1,20 @@
-"""Start a few calls per turn of the event loop, so that a burst of thousands does not hold it."""
+"""Gates that let a few reads, and a few calls, begin per turn of the event loop: a burst of thousands does not hold it.
+
+The loop hands over the bytes of all connections in one turn: 2,000 requests that arrived at once take 0.1 s to parse.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 STARTED_AT_ONCE = 32
 """Calls started in one turn. A call takes 0.1 to 0.3 ms until it waits for something."""
+READ_AT_ONCE = 64
+"""Reads in one turn. A small request takes 0.05 ms to parse, and its task as long to start."""
 
 
 class StartGate:
@@ -49,4 +55,29 @@ class StartGate:
                 held.set_result(None)
                 self._started += 1
         if self._started:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+
+class ReadGate:
+    """Up to `READ_AT_ONCE` reads pass per turn of the event loop; the others follow in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._passed = 0
+        self._held: deque[Callable[[], None]] = deque()
+
+    def enter(self, later: Callable[[], None]) -> bool:
+        """Return whether the caller may read now; if not, `later` is called in one of the next turns."""
+        if not self._passed and not self._held:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        if self._passed < READ_AT_ONCE and not self._held:
+            self._passed += 1
+            return True
+        self._held.append(later)
+        return False
+
+    def _next_turn(self) -> None:
+        self._passed = min(len(self._held), READ_AT_ONCE)
+        for _ in range(self._passed):
+            self._held.popleft()()
+        if self._passed:
             asyncio.get_running_loop().call_soon(self._next_turn)

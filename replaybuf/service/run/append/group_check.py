@@ -19,8 +19,6 @@ from replaybuf.wire.group_check import GroupLimits, check_group, truncate
 
 LARGE_GROUP_BYTES = 1 << 20
 """A larger group is decoded and checked in a thread: at 64 MiB that takes up to a second."""
-RUN_FINISHED = "run_finished"
-"""Reason of a group that comes after the end of its run: nobody would train on it."""
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -42,7 +40,7 @@ class Incoming(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "nbytes", self.group.nbytes)
 
 
-class AdmissionCheck:
+class GroupCheck:
     """Checks the groups of one run."""
 
     def __init__(self, journal: Journal, book: TicketBook) -> None:
@@ -62,8 +60,8 @@ class AdmissionCheck:
         """Return the group with advantages, frame and checksum. Raises `GroupRejected`."""
         if item.rejection or item.group is None:
             raise item.rejection or GroupRejected("malformed", "the group does not decode")
-        if self._journal.state.state == "finished":
-            raise GroupRejected(RUN_FINISHED, f"run {self._journal.name} is finished and takes no groups")
+        if self._journal.state.phase == "finished":
+            raise GroupRejected("run_finished", f"run {self._journal.name} is finished and takes no groups")
         config = self._journal.config
         frame = item.frame
         group_id, key, group = self._identify(item.group)

@@ -1,15 +1,31 @@
-"""Decide which prompts are issued again because their group was too stale (`on_stale` = reissue)."""
+"""Decide how prompts go on without a group: as failed, or issued again because their group was too stale."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from replaybuf.kernel.rows.index import NO_PROMPT_INDEX
+from replaybuf.kernel.state.queries import max_failed_share
 from replaybuf.kernel.state.reissues import MOST_WAITING, newest_numbers
 from replaybuf.kernel.state.run_state import RunState
+from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.stale_policies import StalePolicies
+from replaybuf.kernel.strategy.usability import StalePolicies
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.ledger import TicketRecord
+
+
+def decide_failed(state: RunState, ticket: Ticket, reason: str, now_s: float) -> TicketRecord:
+    """Decide that the prompt of a ticket ends without a group."""
+    return TicketRecord(
+        adapter=ticket.adapter,
+        prompt_index=ticket.prompt_index,
+        outcome="failed",
+        attempts=ticket.attempt,
+        reason=reason,
+        stored=None if max_failed_share(state) is None else state.stored,
+        at_s=now_s,
+    )
 
 
 def list_reissued(state: RunState, selector: Selector, numbers: Sequence[int]) -> list[int]:

@@ -1,8 +1,7 @@
-"""Files of known ends, one per run: a restart compares them with Redis.
+"""How far the streams of each run are known to reach: a Redis that holds less has lost acknowledged data.
 
-A file has two lines of fixed size, written in turn. Each is JSON with its CRC-32, so a line that a crash cut is never
-read, and the line before it is still there. A line is in the page cache before `write` returns: it survives the end of
-the process. After `sync` it survives a loss of power too.
+The ends live in memory and, with a folder, in files that are written before anything is acknowledged. So a restart too
+notices a Redis that was cut or replaced.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import logging
 import os
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
-from replaybuf.store.loss.ends import NO_ENDS, Ends
 from replaybuf.wire.config import RUN_NAME
 from replaybuf.wire.decoding import prepared
 
@@ -32,8 +32,133 @@ SYNC_S = 0.2
 """Time of one call of `sync`; the files left wait for the next."""
 
 
+class Ends(msgspec.Struct, frozen=True, order=True):
+    """Where the streams of a run end: number of the newest ledger entry and of the newest group; 0 = none.
+
+    - `payload_key`: key of that group's payload, "" if unknown. It is random, so it identifies the history: an older
+      Redis on which others went on has another group under the same number.
+    - `entry_key`: that ledger entry's key, "" if unknown. It is random for the same reason.
+    - `incarnation`: how often runs of this name had been deleted before, or a loss accepted. The run then continues at
+      older ends than were known.
+    """
+
+    entry: int
+    group: int
+    payload_key: str = ""
+    incarnation: int = 0
+    entry_key: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.entry or self.group)
+
+
+NO_ENDS = Ends(0, 0)
+
+
+def read_known(reply: Sequence[Any]) -> Ends:
+    """Return the ends that are known, from the reply `older` of a function."""
+    entry, group, payload_key, incarnation, entry_key = reply[4:9]
+    return Ends(int(entry), int(group), payload_key.decode(errors="replace"), int(incarnation), entry_key.decode())
+
+
+class Loss(NamedTuple):
+    """A Redis whose streams end at `shown`, before what is `known`."""
+
+    shown: Ends
+    known: Ends
+
+    @property
+    def entries(self) -> int:
+        """Ledger entries that are missing."""
+        return max(0, self.known.entry - self.shown.entry)
+
+    @property
+    def groups(self) -> int:
+        """Groups that are missing; one of them may be there as another group under its number."""
+        return max(0, self.known.group - self.shown.group)
+
+
+class KnownEnds:
+    """The furthest ends by run that this process knows to be confirmed. They never move back, except by `forget`."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, Ends] = {}
+        self._saved: SavedEnds | None = None
+
+    @property
+    def runs(self) -> list[str]:
+        """List the runs with a known end."""
+        return [run for run, ends in self._ends.items() if ends]
+
+    def of(self, run: str) -> Ends:
+        """Return how far the streams of a run are known to reach."""
+        return self._ends.get(run, NO_ENDS)
+
+    def advance(self, run: str, ends: Ends) -> None:
+        """Record that both streams reach at least these ends, also in the file of the run.
+
+        Ends of an older incarnation, from work that began before the run was deleted, are ignored.
+        """
+        known = self._ends.get(run, NO_ENDS)
+        if ends == known or ends.incarnation < known.incarnation:
+            return
+        if ends.incarnation > known.incarnation:
+            furthest = ends
+        else:
+            group = ends if (ends.group, ends.payload_key) > (known.group, known.payload_key) else known
+            entry = ends if (ends.entry, ends.entry_key) > (known.entry, known.entry_key) else known
+            furthest = Ends(entry.entry, group.group, group.payload_key, known.incarnation, entry.entry_key)
+        if furthest == known:
+            return
+        self._ends[run] = furthest
+        if self._saved:
+            self._saved.write(run, furthest)
+
+    def forget(self, run: str) -> None:
+        """Forget a run that was deleted, or that continues from what a relaxed Redis has kept."""
+        self._ends.pop(run, None)
+        if self._saved:
+            self._saved.delete(run)
+
+    def begin(self, run: str, incarnation: int) -> None:
+        """Forget the ends of an older incarnation of a run: this one has none yet."""
+        if incarnation > self.of(run).incarnation:
+            self.forget(run)
+            self._ends[run] = Ends(0, 0, "", incarnation)
+
+    def load(self, folder: Path) -> None:
+        """Read the ends that an earlier process saved in `folder`, and save them there from now on.
+
+        A folder that cannot be used is logged: a restart then cannot notice a loss.
+        """
+        saved = SavedEnds(folder)
+        try:
+            ends_by_run = saved.load()
+        except OSError as error:
+            logger.warning("acknowledged ends are not kept folder=%s: %s", folder, error)
+            return
+        for run, ends in ends_by_run.items():
+            self.advance(run, ends)
+        self._saved = saved
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._saved:
+            self._saved.close()
+
+    def sync(self) -> None:
+        """Bring the files to the disk. Blocks: call it in a thread while serving."""
+        if self._saved:
+            self._saved.sync()
+
+
 class SavedEnds:
-    """Known ends in `folder`. A file that cannot be written is logged, and the run goes on without it."""
+    """Known ends in `folder`, one file per run. One that cannot be written is logged, and the run goes on without it.
+
+    A file has two lines of fixed size, written in turn. Each is JSON with its CRC-32, so a line that a crash cut is
+    never read, and the line before it is still there. A line is in the page cache before `write` returns: it survives
+    the end of the process. After `sync` it survives a loss of power too.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -19,8 +19,8 @@ import msgspec
 from replaybuf.errors import GroupRejected, NoRoom, ServiceUnavailable
 from replaybuf.kernel.figures.histograms import Histogram
 from replaybuf.service.child_processes import ChildProcess
-from replaybuf.service.run.append.admission import LARGE_GROUP_BYTES
 from replaybuf.service.run.append.admission_process import Answer, Question
+from replaybuf.service.run.append.group_check import LARGE_GROUP_BYTES
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.shared_bytes import SharedBytes
 from replaybuf.store import PendingGroup
@@ -54,7 +54,7 @@ class PluginTime:
         return asyncio.get_running_loop().time() + CHECKING_S
 
 
-class Admissions:
+class AdmissionPlugins:
     """The admission plug-ins of one run and their process, which starts with the first group.
 
         requests in the queue <= MOST_WAITING;      a group is asked about while `_turn` is held
@@ -112,13 +112,8 @@ class Admissions:
 
     async def _check(self, item: PendingGroup, specs: Sequence[AdmissionSpec], until_s: float) -> GroupRejected | None:
         if self._waiting >= MOST_WAITING:
-            raise NoRoom(
-                f"{self._waiting} requests wait for the admission check of run {self._journal.name}; retry later",
-                name="admissions",
-                value=self._waiting,
-                bound=MOST_WAITING,
-                retry_after_s=RETRY_S,
-            )
+            detail = f"{self._waiting} requests wait for the admission check of run {self._journal.name}; retry later"
+            raise NoRoom(detail, name="admissions", value=self._waiting, bound=MOST_WAITING, retry_after_s=RETRY_S)
         self._waiting += 1
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -148,7 +143,7 @@ class Admissions:
     def tick(self) -> None:
         """End a process that is not needed: another server leads, the run is finished, or it has other plug-ins."""
         journal = self._journal
-        if not journal.leading or journal.state.state == "finished" or self._specs != journal.config.admissions:
+        if not journal.leading or journal.state.phase == "finished" or self._specs != journal.config.admissions:
             self.close()
 
     def close(self) -> None:
