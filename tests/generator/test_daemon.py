@@ -253,7 +253,9 @@ def test_groups_that_a_finished_run_no_longer_takes_are_dropped(tmp_path: Path) 
     assert completed(tmp_path, service).service.groups == []
 
 
-def test_a_stop_lets_groups_in_flight_finish(tmp_path: Path) -> None:
+def test_a_stop_lets_groups_in_flight_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "FINISH_S", TIMEOUT_S)
+
     async def main() -> None:
         service = ServiceDouble()
         service.open = 2

@@ -45,6 +45,7 @@ class World:
     engine: EngineDouble
     service: ServiceDouble
     daemon: Daemon
+    server: VllmEngine
     stop: asyncio.Event
     task: asyncio.Task[None] | None = None
 
@@ -115,7 +116,7 @@ async def world(
             stages,
             followers,
         )
-        yield World(engine, service, daemon, asyncio.Event())
+        yield World(engine, service, daemon, server, asyncio.Event())
 
 
 @contextlib.asynccontextmanager
