@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.launch.supervisor import Child, Program, Restarts, Stop, Supervisor
-from tests.waiting import eventually
+from tests.waiting import eventually, until
 
 FOREVER = [sys.executable, "-c", "import signal; signal.pause()"]
 STUBBORN = [
@@ -33,8 +32,9 @@ WITH_GRANDCHILD = [
     "print('grandchild', child.pid, flush=True); signal.pause()",
 ]
 DEMO = Path(__file__).with_name("supervised.py")
-GRACE_S = 30.0
-"""Far more than a stop takes on a busy machine: a stop that waits for the whole grace time is seen."""
+GRACE_S = 1000.0
+"""More than a test may take: a stop that waits for the whole grace time is seen."""
+WITHIN_S = 60.0
 
 
 def dying(code: int) -> list[str]:
@@ -46,9 +46,7 @@ async def forever() -> None:
 
 
 async def printed(child: Child, word: str) -> str:
-    async with asyncio.timeout(20):
-        while word not in child.output():  # noqa: ASYNC110 - another process writes the file
-            await asyncio.sleep(0.02)
+    await until(lambda: word in child.output())
     return child.output()
 
 
@@ -59,27 +57,25 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_until_gone(pids: list[int], within_s: float) -> None:
-    eventually(lambda: [pid for pid in pids if not gone(pid)], within_s, lambda left: not left)
+def wait_until_gone(pids: list[int]) -> None:
+    eventually(lambda: [pid for pid in pids if not gone(pid)], WITHIN_S, lambda left: not left)
 
 
 def test_a_dying_child_stops_everything_with_its_name_code_and_last_log_lines(tmp_path: Path) -> None:
     """The reason names the child and how it ended; the others are gone within the bound."""
 
-    async def scene() -> tuple[object, list[int], float]:
+    async def scene() -> tuple[object, list[int]]:
         async with Supervisor(tmp_path, grace_s=GRACE_S) as supervisor:
             supervisor.start(Program(name="serve", command=FOREVER, stop_phase=1))
             supervisor.start(Program(name="engine", command=FOREVER))
             supervisor.start(Program(name="train", command=dying(3)))
             stop = await supervisor.supervise(forever())
-            began = time.monotonic()
-        return stop, [child.pid for child in supervisor.children], time.monotonic() - began
+        return stop, [child.pid for child in supervisor.children]
 
-    stop, pids, took_s = asyncio.run(scene())
+    stop, pids = asyncio.run(scene())
     assert isinstance(stop, Stop)
     assert stop.reason == f"train (pid {pids[2]}) exited with code 3"
     assert (stop.exit_code, stop.log, stop.log_lines) == (1, tmp_path / "train.log", ("the disk is full",))
-    assert took_s < GRACE_S
     assert all(gone(pid) for pid in pids)
 
 
@@ -128,18 +124,16 @@ def test_a_service_that_may_not_finish_stops_the_demo_even_with_code_0(tmp_path:
 
 
 def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
-    """SIGTERM comes first, then SIGKILL; together they take 3.25 s on an idle machine."""
+    """SIGTERM comes first, then SIGKILL."""
 
-    async def scene() -> tuple[int, float]:
+    async def scene() -> Child:
         async with Supervisor(tmp_path) as supervisor:
             child = supervisor.start(Program(name="engine", command=STUBBORN))
             await printed(child, "deaf")
-            began = time.monotonic()
-        return child.pid, time.monotonic() - began
+        return child
 
-    pid, took_s = asyncio.run(scene())
-    assert gone(pid)
-    assert took_s < GRACE_S
+    child = asyncio.run(scene())
+    assert gone(child.pid) and child.exited.result() == -signal.SIGKILL
 
 
 def test_processes_started_by_a_child_end_with_it(tmp_path: Path) -> None:
@@ -153,25 +147,22 @@ def test_processes_started_by_a_child_end_with_it(tmp_path: Path) -> None:
             await supervisor.supervise(forever())
         return grandchild
 
-    wait_until_gone([asyncio.run(scene())], GRACE_S)
+    wait_until_gone([asyncio.run(scene())])
 
 
 def test_a_child_in_a_cancelled_wait_is_stopped(tmp_path: Path) -> None:
     """After the wait is cancelled, the supervisor still sends SIGTERM to the child."""
 
-    async def scene() -> tuple[Child, float]:
+    async def scene() -> Child:
         async with Supervisor(tmp_path, grace_s=GRACE_S) as supervisor:
             train = supervisor.start(Program(name="train", command=FOREVER))
             engine = supervisor.start(Program(name="engine", command=FOREVER))
             story = supervisor.finished(train)
             asyncio.get_running_loop().call_later(0.1, os.kill, engine.pid, signal.SIGKILL)
             await supervisor.supervise(story)
-            began = time.monotonic()
-        return train, time.monotonic() - began
+        return train
 
-    train, took_s = asyncio.run(scene())
-    assert train.exited.result() == -signal.SIGTERM
-    assert took_s < GRACE_S
+    assert asyncio.run(scene()).exited.result() == -signal.SIGTERM
 
 
 def test_the_url_is_read_from_the_childs_own_output(tmp_path: Path) -> None:
@@ -255,8 +246,8 @@ def test_a_signal_stops_everything_and_sets_the_exit_code(
     """Ctrl-C and SIGTERM: 128 + signal, and no process left, the guard included."""
     process, pids = supervised
     process.send_signal(number)
-    assert process.wait(GRACE_S) == code
-    wait_until_gone(pids, GRACE_S)
+    assert process.wait(WITHIN_S) == code
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
@@ -277,8 +268,8 @@ def test_no_process_survives_kill_9_of_the_supervisor(
     assert len(pids) == 5
     assert [pid for pid in pids if gone(pid)] == []
     process.kill()
-    process.wait(timeout=20)
-    wait_until_gone(pids, GRACE_S)
+    process.wait(WITHIN_S)
+    wait_until_gone(pids)
 
 
 def test_kill_9_of_the_guard_stops_the_demo(tmp_path: Path) -> None:
@@ -300,17 +291,16 @@ def test_kill_9_of_the_guard_stops_the_demo(tmp_path: Path) -> None:
 def test_a_second_signal_kills_children_at_once(tmp_path: Path) -> None:
     """After a second Ctrl-C, children that ignore SIGTERM are killed."""
 
-    async def scene() -> float:
+    async def scene() -> Child:
         async with Supervisor(tmp_path, grace_s=GRACE_S) as supervisor:
             child = supervisor.start(Program(name="engine", command=STUBBORN))
             await printed(child, "deaf")
             os.kill(os.getpid(), signal.SIGINT)
             await supervisor.supervise(forever())
             asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
-            began = time.monotonic()
-        return time.monotonic() - began
+        return child
 
-    assert asyncio.run(scene()) < GRACE_S
+    assert asyncio.run(scene()).exited.result() == -signal.SIGKILL
 
 
 FAST = Restarts(most=2, first_pause_s=0.01, longest_pause_s=0.01)
@@ -405,7 +395,7 @@ def test_phases_stop_in_their_order(tmp_path: Path) -> None:
     blocked = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}}); {code}"
 
     async def scene() -> None:
-        async with Supervisor(tmp_path, grace_s=20.0) as supervisor:
+        async with Supervisor(tmp_path, grace_s=GRACE_S) as supervisor:
             for phase, name in ((2, "serve"), (0, "train"), (1, "generate")):
                 command = [sys.executable, "-c", blocked, name]
                 await printed(supervisor.start(Program(name=name, command=command, stop_phase=phase)), "ready")

@@ -37,7 +37,7 @@ from tests.trainer import scripted as scripted_module
 from tests.trainer.batches import logprobs_alone, packed, packed_body, rollouts
 from tests.trainer.scripted import STEPS, ScriptedEngines, ScriptedService, fill
 from tests.trainer.served import ServedEngine, oracle
-from tests.waiting import eventually
+from tests.waiting import eventually, patience
 
 WAIT = WaitingAnswer(
     reason="too_few_groups", have=Amount(groups=1), need=Amount(groups=2), blocked_on="producers", retry_after_s=0.5
@@ -675,7 +675,7 @@ def test_the_command_ends_with_exit_code_3_when_another_trainer_takes_the_run(
     """The log names the cause, and there is no checkpoint."""
     with trainer_process(run, engine, tmp_path, models) as process:
         run.attach()
-        assert process.wait(TIMEOUT_S) == 3
+        assert process.wait(TIMEOUT_S * patience()) == 3
     assert "another trainer" in (tmp_path / "train.log").read_text()
     assert latest_checkpoint(tmp_path / "checkpoints") is None
 
@@ -686,6 +686,6 @@ def test_the_command_writes_a_checkpoint_and_ends_with_code_0_on_sigterm(
     """The process ends by itself, and the engine is not left paused."""
     with trainer_process(run, engine, tmp_path, models) as process:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(TIMEOUT_S) == 0
+        assert process.wait(TIMEOUT_S * patience()) == 0
     assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000000"
     assert not engine.http.get("/is_paused").json()["is_paused"]
