@@ -64,17 +64,13 @@ def test_data_that_nobody_restores_end_the_start() -> None:
         asyncio.run(main())
 
 
-def test_each_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Not at every try."""
-
-    async def main() -> None:
-        service = ServiceDouble(group_size=8)
-        faults = [ServiceUnavailable("starting")] * 3 + [NotFound("run 'r' is not known")] * 2
-        service.faults["run"] = deque(faults)
-        async with service.up(), AsyncClient(service.url, "r") as client:
-            await wait_for_run(client, TIMEOUT_S)
-
-    asyncio.run(main())
+    service = ServiceDouble(group_size=8)
+    faults = [ServiceUnavailable("starting")] * 3 + [NotFound("run 'r' is not known")] * 2
+    service.faults["run"] = deque(faults)
+    async with service.up(), AsyncClient(service.url, "r") as client:
+        await wait_for_run(client, TIMEOUT_S)
     assert [record.message.partition(": ")[2] for record in caplog.records if "waiting for" in record.message] == [
         "starting",
         "run 'r' is not known",

@@ -262,26 +262,23 @@ class FaultContract(abc.ABC):
             (Fault.OTHER_PROMPT, EngineFault, "engine_bad_answer"),
         ],
     )
-    def test_a_failed_request_has_its_reason_and_the_next_one_is_answered(
+    async def test_a_failed_request_has_its_reason_and_the_next_one_is_answered(
         self, fault: Fault, kind: type[EngineFault], reason: str
     ) -> None:
-        async def main() -> None:
-            timeout_s = 0.3 if fault is Fault.HANG else TIMEOUT_S
-            async with (
-                self.serve_faulty() as subject,
-                opened(subject, timeout_s=timeout_s) as engine,
-                opened(subject) as patient,
-            ):
-                await engine.prepare()
-                await patient.prepare()
-                subject.fail_next(fault)
-                with pytest.raises(EngineFault) as caught:
-                    await engine.generate(prompt_of(subject), SAMPLING)
-                assert type(caught.value) is kind and caught.value.reason == reason, caught.value
-                assert engine.url in caught.value.detail
-                await patient.generate(prompt_of(subject), SAMPLING)
-
-        asyncio.run(main())
+        timeout_s = 0.3 if fault is Fault.HANG else TIMEOUT_S
+        async with (
+            self.serve_faulty() as subject,
+            opened(subject, timeout_s=timeout_s) as engine,
+            opened(subject) as patient,
+        ):
+            await engine.prepare()
+            await patient.prepare()
+            subject.fail_next(fault)
+            with pytest.raises(EngineFault) as caught:
+                await engine.generate(prompt_of(subject), SAMPLING)
+            assert type(caught.value) is kind and caught.value.reason == reason, caught.value
+            assert engine.url in caught.value.detail
+            await patient.generate(prompt_of(subject), SAMPLING)
 
     def test_the_key_goes_to_the_server_and_never_to_the_log(self, caplog: pytest.LogCaptureFixture) -> None:
         async def main() -> None:

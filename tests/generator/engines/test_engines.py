@@ -235,16 +235,13 @@ def test_a_server_that_hangs_is_a_timeout() -> None:
     assert caught.value.reason == "engine_timeout"
 
 
-def test_a_failed_connection_is_away() -> None:
-    async def main() -> None:
-        engine = VllmEngine("http://127.0.0.1:9", timeout_s=5)
-        with pytest.raises(EngineAway, match=r"engine http://127\.0\.0\.1:9/weight_info") as caught:
-            await engine.generate(PROMPT, SAMPLING)
-        assert caught.value.reason == "engine_away"
-        assert not await engine.healthy()
-        await engine.aclose()
-
-    asyncio.run(main())
+async def test_a_failed_connection_is_away() -> None:
+    engine = VllmEngine("http://127.0.0.1:9", timeout_s=5)
+    with pytest.raises(EngineAway, match=r"engine http://127\.0\.0\.1:9/weight_info") as caught:
+        await engine.generate(PROMPT, SAMPLING)
+    assert caught.value.reason == "engine_away"
+    assert not await engine.healthy()
+    await engine.aclose()
 
 
 def test_parallel_requests_use_separate_connections_which_are_reused() -> None:
