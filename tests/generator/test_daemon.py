@@ -23,7 +23,7 @@ from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group, OptionalLogprobs
 from replaybuf.wire.group_check import GroupLimits, check_group
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, ServiceDouble, fail, reply
-from tests.generator.worlds import WORDS, completed, failed, gated, world
+from tests.generator.worlds import WORDS, completed, failed, gated, started
 from tests.waiting import until
 
 # ---------------------------------------------------------------------- from ticket to stored group
@@ -123,8 +123,7 @@ async def test_no_ticket_is_taken_while_the_server_of_a_stage_lacks_the_policys_
         await stage.prepare(TIMEOUT_S, policy=())
         service = ServiceDouble(prompts=3)
         service.published, scorer.version = 3, "default"
-        async with world(tmp_path, EngineDouble(version=3), service, stages=[stage], max_inflight_groups=1) as w:
-            w.start()
+        async with started(tmp_path, EngineDouble(version=3), service, stages=[stage], max_inflight_groups=1) as w:
             await until(lambda: w.daemon.waiting == "old_engine_stale")
             assert not service.groups and not scorer.requests
             scorer.version = "3"
@@ -154,8 +153,7 @@ async def test_the_number_of_groups_generating_follows_the_engines_queue_within_
     monkeypatch.setattr(daemon_module, "_LOAD_EVERY_S", 0.01)
     gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
     engine.always, engine.gauges = gate, (3, 0)
-    async with world(tmp_path, engine, service, max_inflight_groups=8, min_inflight_groups=2) as w:
-        w.start()
+    async with started(tmp_path, engine, service, max_inflight_groups=8, min_inflight_groups=2) as w:
         await gate.requests(8)
         engine.gauges = (16, 16)
         await until(lambda: w.daemon.limit == 4)
@@ -202,8 +200,7 @@ async def test_reconfigured_bounds_and_temperature_apply_from_the_next_ticket_on
 async def test_it_continues_while_another_producers_ticket_may_come_back(tmp_path: Path) -> None:
     service = ServiceDouble(prompts=2)
     service.next_index, service.out = 1, {"t0": 0}  # another producer has the first ticket
-    async with world(tmp_path, EngineDouble(), service) as w:
-        w.start()
+    async with started(tmp_path, EngineDouble(), service) as w:
         await service.until(lambda: len(service.groups) == 1)
         asked = len(service.asked)
         await service.until(lambda: len(service.asked) >= asked + 3)
@@ -263,19 +260,15 @@ async def test_a_stop_while_the_service_is_away_ends_at_once(tmp_path: Path, mon
     monkeypatch.setattr(daemon_module, "FINISH_S", 1000.0)
     service = ServiceDouble()
     service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=60.0)])
-    async with world(tmp_path, EngineDouble(), service) as w:
-        w.start()
+    async with started(tmp_path, EngineDouble(), service):
         await service.until(lambda: not service.faults["tickets"])
-        w.stop.set()
-        await w.end()
 
 
 async def test_tickets_that_arrive_with_the_stop_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "FINISH_S", 0.3)
     service = ServiceDouble()
     service.open = 0
-    async with world(tmp_path, EngineDouble(), service, poll_wait_ms=1500) as w:
-        w.start()
+    async with started(tmp_path, EngineDouble(), service, poll_wait_ms=1500) as w:
         await service.until(lambda: len(service.asked) == 1)
         w.stop.set()
         await asyncio.sleep(0)
@@ -341,11 +334,8 @@ async def test_the_status_has_the_reason_for_waiting(
         engine.version, service.open = 1, 1
     if reason == "engine_away":
         engine.always, engine.healthy, service.open = fail(503), False, 1
-    async with world(tmp_path, engine, service, metrics_file=file, report_every_s=0.02) as w:
-        w.start()
+    async with started(tmp_path, engine, service, metrics_file=file, report_every_s=0.02):
         await until(lambda: reason in waiting_reasons(file), poll_s=0.01)
-        w.stop.set()
-        await w.end()
     assert f"waiting: {reason}" in caplog.text
 
 

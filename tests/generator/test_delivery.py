@@ -17,7 +17,7 @@ from replaybuf.generator import daemon as daemon_module
 from replaybuf.generator import inflight as inflight_module
 from replaybuf.kernel.state.return_reasons import is_forgiven
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
-from tests.generator.worlds import completed, failed, gated, sampled_by, world
+from tests.generator.worlds import completed, failed, gated, sampled_by, started
 from tests.waiting import until
 
 
@@ -59,8 +59,7 @@ async def test_groups_are_kept_while_nothing_listens_at_the_services_address(tmp
     async with contextlib.AsyncExitStack() as serving:
         await serving.enter_async_context(service.up())
         port = int(service.url.rpartition(":")[2])
-        async with world(tmp_path, engine, service, serve=False) as w:
-            w.start()
+        async with started(tmp_path, engine, service, serve=False) as w:
             await gate.requests(2)
             await serving.aclose()
             gate.open.set()
@@ -110,15 +109,12 @@ def test_a_service_that_stays_away_ends_the_generator(tmp_path: Path, monkeypatc
 async def test_a_group_above_the_published_version_is_held_until_the_publication(tmp_path: Path) -> None:
     engine, service = EngineDouble(version=1), ServiceDouble()
     service.open = 2
-    async with world(tmp_path, engine, service) as w:
-        w.start()
+    async with started(tmp_path, engine, service):
         await service.until(lambda: len(service.asked) >= 3)
         assert service.appended == []
         await service.change(published=1)
         await service.until(lambda: len(service.groups) == 2)
         assert service.returned == []
-        w.stop.set()
-        await w.end()
 
 
 def test_the_ticket_of_a_held_group_is_returned_when_it_expires(tmp_path: Path) -> None:
@@ -131,8 +127,7 @@ def test_the_ticket_of_a_held_group_is_returned_when_it_expires(tmp_path: Path) 
 async def test_a_held_group_is_lost_when_the_run_is_rewound(tmp_path: Path) -> None:
     engine, service = EngineDouble(version=6), ServiceDouble(prompts=1)
     service.published, engine.always = 5, sampled_by(6)
-    async with world(tmp_path, engine, service) as w:
-        w.start()
+    async with started(tmp_path, engine, service) as w:
         await service.until(lambda: len(service.asked) >= 2)
         engine.version = 3  # a trainer that goes back also loads its engines
         await service.change(published=3)
@@ -147,8 +142,7 @@ async def test_a_held_group_is_lost_when_the_engine_loses_its_unpublished_versio
     monkeypatch.setattr(daemon_module, "_HELD_EVERY_S", 0.01)
     engine, service = EngineDouble(version=1), ServiceDouble()
     service.open = 1
-    async with world(tmp_path, engine, service) as w:
-        w.start()
+    async with started(tmp_path, engine, service) as w:
         await until(lambda: w.daemon.waiting == "awaiting_publication")
         engine.version = 0
         await service.until(lambda: bool(service.returned))
@@ -157,15 +151,12 @@ async def test_a_held_group_is_lost_when_the_engine_loses_its_unpublished_versio
         await service.change(published=1, open=1)
         await service.until(lambda: bool(service.groups))
         assert w.stored == [1]
-        w.stop.set()
-        await w.end()
 
 
 async def test_a_group_of_a_version_that_was_taken_back_is_lost(tmp_path: Path) -> None:
     gate, engine, service = Gate(), EngineDouble(version=5), ServiceDouble(prompts=1)
     service.published, engine.always = 5, sampled_by(5, gate)
-    async with world(tmp_path, engine, service) as w:
-        w.start()
+    async with started(tmp_path, engine, service) as w:
         await gate.requests(1)
         engine.version = 4
         await service.change(published=4)
@@ -177,8 +168,7 @@ async def test_a_group_of_a_version_that_was_taken_back_is_lost(tmp_path: Path) 
 async def test_a_group_from_before_a_rewind_is_lost_although_its_version_is_published_again(tmp_path: Path) -> None:
     gate, engine, service = Gate(), EngineDouble(version=5), ServiceDouble(prompts=1)
     service.published, engine.always = 5, sampled_by(5, gate)
-    async with world(tmp_path, engine, service) as w:
-        w.start()
+    async with started(tmp_path, engine, service) as w:
         await gate.requests(1)
         await service.change(published=4)
         await until(lambda: w.daemon.waiting == "engine_stale")
@@ -187,8 +177,6 @@ async def test_a_group_from_before_a_rewind_is_lost_although_its_version_is_publ
         gate.open.set()
         await service.until(lambda: bool(service.returned))
         assert w.reasons == {"t0": "lost_lineage"}
-        w.stop.set()
-        await w.end()
     assert service.groups == []
 
 

@@ -13,7 +13,7 @@ from replaybuf.generator.environments import Turn
 from replaybuf.kernel.state.return_reasons import is_failure, is_forgiven
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
 from tests.generator.turn_environments import Scripted
-from tests.generator.worlds import World, gated, world
+from tests.generator.worlds import World, gated, started
 from tests.waiting import until
 
 
@@ -47,8 +47,6 @@ async def test_heartbeats_notice_an_engine_that_ends_while_nobody_asks_it(tmp_pa
         await until(lambda: service.heartbeats and service.heartbeats[-1][1]["engines"] == 1)
         w.engine.healthy = False
         await until(lambda: service.heartbeats[-1][1]["engines"] == 0)
-        w.stop.set()
-        await w.end()
 
 
 @pytest.mark.parametrize("state", ["paused", "finished"])
@@ -70,8 +68,7 @@ async def test_groups_of_weights_that_a_rewind_took_back_are_aborted(tmp_path: P
     service.published, service.open = 3, 2
     gate, engine = Gate(), EngineDouble(version=3)
     engine.always = gate
-    async with world(tmp_path, engine, service) as w:
-        w.start()
+    async with started(tmp_path, engine, service) as w:
         await gate.requests(2)
         await until(lambda: w.daemon.published == 3)
         service.published = 1
@@ -88,8 +85,7 @@ async def test_groups_that_publications_make_too_old_are_aborted(
     monkeypatch.setattr(staleness, "LOOK_EVERY_S", 0.01)
     service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
     service.open, engine.gauges, engine.always = 2, (2, 0), gate
-    async with world(tmp_path, engine, service, max_staleness=1) as w:
-        w.start()
+    async with started(tmp_path, engine, service, max_staleness=1) as w:
         await gate.requests(2)
         jobs = list(w.daemon._inflight.jobs.values())
         await until(lambda: all(job.begun_by == 0 for job in jobs))
@@ -108,8 +104,7 @@ async def test_a_straggler_that_outlasts_stored_groups_saves_tokens_too(
     monkeypatch.setattr(staleness, "LOOK_EVERY_S", 0.01)
     service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
     service.open, engine.gauges = 1, (1, 0)
-    async with world(tmp_path, engine, service, max_staleness=1) as w:
-        w.start()
+    async with started(tmp_path, engine, service, max_staleness=1) as w:
         await until(lambda: w.daemon.progress.groups == 1)
         engine.always = gate
         await service.change(open=1)
@@ -137,16 +132,13 @@ async def test_a_group_given_up_between_two_turns_counts_as_aborted(tmp_path: Pa
         return " "
 
     turns = Scripted(answers)
-    async with world(tmp_path, engine, service, turns=turns, max_staleness=1) as w:
-        w.start()
+    async with started(tmp_path, engine, service, turns=turns, max_staleness=1) as w:
         await until(lambda: len(asked) == 4)
         engine.version = 2
         await publish(service, 2)
         await until(lambda: w.daemon.published == 2)
         answer.set()
         await aborted(w, "superseded", 1)
-        w.stop.set()
-        await w.end()
 
 
 async def test_groups_that_may_still_wait_in_the_engine_are_not_aborted(
@@ -156,8 +148,7 @@ async def test_groups_that_may_still_wait_in_the_engine_are_not_aborted(
     monkeypatch.setattr(staleness, "LOOK_EVERY_S", 0.01)
     service, engine, gate = ServiceDouble(), EngineDouble(), Gate()
     service.open, engine.gauges, engine.always = 2, (1, 1), gate
-    async with world(tmp_path, engine, service, max_staleness=1) as w:
-        w.start()
+    async with started(tmp_path, engine, service, max_staleness=1) as w:
         await gate.requests(2)
         engine.version = 2
         await publish(service, 2)
@@ -167,8 +158,6 @@ async def test_groups_that_may_still_wait_in_the_engine_are_not_aborted(
         gate.open.set()
         await until(lambda: len(service.groups) == 2)
         assert service.returned == [] and w.daemon.progress.groups_aborted == 0
-        w.stop.set()
-        await w.end()
 
 
 async def publish(service: ServiceDouble, version: int) -> None:

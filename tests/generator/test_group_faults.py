@@ -32,7 +32,7 @@ from tests.generator.doubles import (
     make_prompt,
     reply,
 )
-from tests.generator.worlds import completed, failed, reference, sampled_by, world
+from tests.generator.worlds import completed, failed, reference, sampled_by, started, world
 from tests.waiting import until
 
 
@@ -107,8 +107,7 @@ async def test_a_group_of_old_weights_is_not_stored_and_the_engine_is_used_once_
     engine, service = EngineDouble(version=5), ServiceDouble(prompts=4)
     service.published = 5
     engine.script.append(sampled_by(2))  # it restarted, and its answer shows that
-    async with world(tmp_path, engine, service, max_inflight_groups=1) as w:
-        w.start()
+    async with started(tmp_path, engine, service, max_inflight_groups=1) as w:
         await until(lambda: bool(engine.requests))
         engine.version = 2
         await until(lambda: w.daemon.waiting == "engine_stale")
@@ -130,8 +129,7 @@ async def test_no_ticket_is_taken_while_no_engine_is_up(
         return await fail(503)(request)
 
     engine.always = break_down
-    async with world(tmp_path, engine, service, patience_s=0.1, max_inflight_groups=1) as w:
-        w.start()
+    async with started(tmp_path, engine, service, patience_s=0.1, max_inflight_groups=1) as w:
         await service.until(lambda: len(service.returned) == 1)
         asked = len(service.asked)
         engine.probed.clear()
@@ -159,8 +157,7 @@ async def test_an_engine_that_stalls_once_costs_the_groups_in_flight(tmp_path: P
     slots = 16
     gate, engine, service = Gate(), EngineDouble(), ServiceDouble(prompts=2 * slots)
     engine.always = gate
-    async with world(tmp_path, engine, service, engine_timeout_s=1.0, max_inflight_groups=slots) as w:
-        w.start()
+    async with started(tmp_path, engine, service, engine_timeout_s=1.0, max_inflight_groups=slots) as w:
         await gate.requests(slots)
         engine.always = None
         w.server._timeout_s = TIMEOUT_S  # of the requests to come, which are answered
@@ -179,8 +176,7 @@ async def test_a_group_too_old_for_every_step_to_come_is_returned_unscored_and_i
         scored.append(text)
         return Score(0.0)
 
-    async with world(tmp_path, engine, service, environment=Broken(score), max_staleness=1) as w:
-        w.start()
+    async with started(tmp_path, engine, service, environment=Broken(score), max_staleness=1) as w:
         await gate.requests(1)
         engine.version = 5
         reads = engine.calls.count("weight_info")
@@ -195,8 +191,7 @@ async def test_a_group_too_old_for_every_step_to_come_is_returned_unscored_and_i
 async def test_no_ticket_is_taken_while_every_engine_is_stale(tmp_path: Path) -> None:
     engine, service = EngineDouble(version=0), ServiceDouble(prompts=3)
     service.published, service.open = 4, 1
-    async with world(tmp_path, engine, service) as w:
-        w.start()
+    async with started(tmp_path, engine, service) as w:
         await until(lambda: w.daemon.waiting == "engine_stale")
         taken = service.next_index  # the generator may have asked for a ticket before it knew the engine's version
         await service.change(open=3 - taken)
@@ -229,8 +224,7 @@ async def test_no_ticket_is_taken_while_a_stage_is_away(tmp_path: Path) -> None:
     async with stack:
         with pytest.raises(EngineAway):
             await stage.compute([])
-        async with world(tmp_path, EngineDouble(), ServiceDouble(prompts=2), stages=[stage]) as w:
-            w.start()
+        async with started(tmp_path, EngineDouble(), ServiceDouble(prompts=2), stages=[stage]) as w:
             await until(lambda: w.daemon.waiting == "ref_engine_away", poll_s=0.01)
             assert not w.service.asked
             async with EngineDouble().up(port):
@@ -264,8 +258,7 @@ async def test_after_failures_in_a_row_one_group_at_a_time_is_tried_until_one_su
         return Score(1.0)
 
     service = ServiceDouble(prompts=200)
-    async with world(tmp_path, EngineDouble(), service, environment=Broken(judge)) as w:
-        w.start()
+    async with started(tmp_path, EngineDouble(), service, environment=Broken(judge)) as w:
         await service.until(lambda: len(service.returned) >= 64)
         await until(lambda: w.daemon.waiting == "groups_fail")
         assert max(request["count"] for request in service.asked[1:]) == 1

@@ -13,7 +13,7 @@ from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.environments import Score
 from replaybuf.generator.metrics import exposition, serve_metrics
 from tests.generator.doubles import Broken, EngineDouble, ServiceDouble, fail
-from tests.generator.worlds import gated, reference, world
+from tests.generator.worlds import gated, reference, started, world
 
 
 def samples(text: bytes) -> dict[str, float]:
@@ -84,12 +84,9 @@ async def test_the_engines_of_stages_have_the_label_stage(tmp_path: Path) -> Non
 async def test_the_reason_for_waiting_is_a_label(tmp_path: Path) -> None:
     service = ServiceDouble()
     service.open = 0
-    async with world(tmp_path, EngineDouble(), service) as w:
-        w.start()
+    async with started(tmp_path, EngineDouble(), service) as w:
         await service.until(lambda: len(service.asked) >= 2)
         assert samples(exposition("r", w.daemon))["waiting{reason=rate_limited}"] == 1
-        w.stop.set()
-        await w.end()
 
 
 async def test_metrics_and_liveness_are_served_on_a_free_port() -> None:

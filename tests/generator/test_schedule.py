@@ -27,7 +27,7 @@ from tests.generator.doubles import (
     make_prompt,
     make_tokenizer,
 )
-from tests.generator.worlds import World, world
+from tests.generator.worlds import World, started
 from tests.waiting import until
 
 HELD_OUT = ("xyz", "zz", "yx")
@@ -52,11 +52,8 @@ async def evaluating(
         max_tokens=8,
     )
     schedule = Schedule(held_out, every, producer="me")
-    async with world(folder, engine, service, followers=[schedule], report_every_s=0.01) as w:
-        w.start()
+    async with started(folder, engine, service, followers=[schedule], report_every_s=0.01) as w:
         yield w
-        w.stop.set()
-        await w.end()
 
 
 async def publish(engine: EngineDouble, service: ServiceDouble, version: int) -> None:

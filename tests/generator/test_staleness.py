@@ -14,7 +14,7 @@ from replaybuf.generator import staleness as staleness_module
 from replaybuf.generator.staleness import StalenessBound
 from replaybuf.wire.answer.run_status import ChosenStrategy, RunFacts
 from tests.generator.doubles import EngineDouble, Gate, ServiceDouble
-from tests.generator.worlds import sampled_by, world
+from tests.generator.worlds import sampled_by, started
 from tests.waiting import until
 
 NAME = "one-step-off-policy"
@@ -39,8 +39,7 @@ async def test_a_group_in_flight_is_checked_against_the_runs_new_bound(tmp_path:
     """The group is three versions old when it is sampled; the bound at the start was 2."""
     gate, engine, service = Gate(), EngineDouble(version=3), ServiceDouble(prompts=1, strategy=strategy(2))
     service.published, engine.always = 3, sampled_by(3, gate)
-    async with world(tmp_path, engine, service, followers=[bound(2)], max_staleness=2) as w:
-        w.start()
+    async with started(tmp_path, engine, service, followers=[bound(2)], max_staleness=2) as w:
         await gate.requests(1)
         service.config["strategy"] = strategy(then)
         fleet = w.daemon._engine
@@ -65,12 +64,9 @@ async def test_a_strategy_that_is_not_installed_bounds_nothing_and_is_logged_onc
     service.open = 0
     # The service is away once: the bound is that of before until it answers.
     service.faults["run"] = deque([ServiceUnavailable("restarting", retry_after_s=0.0)])
-    async with world(tmp_path, EngineDouble(), service, followers=[bound(2)], max_staleness=2) as w:
-        w.start()
+    async with started(tmp_path, EngineDouble(), service, followers=[bound(2)], max_staleness=2) as w:
         fleet = w.daemon._engine
         await until(lambda: fleet.max_staleness is None)
         for _ in range(5):
             await asyncio.sleep(staleness_module.READ_EVERY_S)
-        w.stop.set()
-        await w.end()
     assert caplog.text.count("cannot check the staleness of groups in flight") == 1

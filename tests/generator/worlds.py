@@ -120,14 +120,23 @@ async def world(
 
 
 @contextlib.asynccontextmanager
+async def started(*parts: Any, **options: Any) -> AsyncIterator[World]:
+    """Start a world, and stop it at the end of the block if it has not ended."""
+    async with world(*parts, **options) as w:
+        w.start()
+        yield w
+        w.stop.set()
+        await w.end()
+
+
+@contextlib.asynccontextmanager
 async def gated(
     folder: Path, service: ServiceDouble, requests: int, **options: Any
 ) -> AsyncIterator[tuple[World, Gate]]:
     """Start a world whose engine has `requests` requests and answers none until the gate opens."""
     gate, engine = Gate(), EngineDouble()
     engine.always = gate
-    async with world(folder, engine, service, **options) as w:
-        w.start()
+    async with started(folder, engine, service, **options) as w:
         await gate.requests(requests)
         yield w, gate
 
