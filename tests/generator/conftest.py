@@ -1,24 +1,11 @@
-"""Tests of the generator: coroutines run in an event loop of their own, and stops have as long as a test."""
+"""Bounds of a stop that no test of this folder waits for, on a machine with other work."""
 
 from __future__ import annotations
-
-import inspect
 
 import pytest
 
 from replaybuf.generator import inflight
 from tests.generator.doubles import TIMEOUT_S
-from tests.generator.worlds import run
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function, within the time limit."""
-    test, fixtures = pyfuncitem.obj, pyfuncitem.funcargs
-    if not inspect.iscoroutinefunction(test):
-        return None
-    run(test(**{name: fixtures[name] for name in inspect.signature(test).parameters}))
-    return True
 
 
 @pytest.fixture(autouse=True)

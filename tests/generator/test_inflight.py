@@ -110,19 +110,16 @@ async def held_call() -> AsyncIterator[tuple[ServiceDouble, InFlight, asyncio.Ta
         await service.change(open=3)
 
 
-def test_tickets_of_a_cancelled_call_are_in_flight() -> None:
+async def test_tickets_of_a_cancelled_call_are_in_flight() -> None:
     """A fault elsewhere ends the generator while it asks: what the service issued meanwhile has to go back."""
-
-    async def main() -> list[str]:
-        async with held_call() as (service, inflight, asking):
-            asking.cancel()
-            await asyncio.sleep(0)
-            await service.change(open=3)
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            return list(inflight.jobs)
-
-    assert asyncio.run(main()) == ["t0", "t1", "t2"]
+    async with held_call() as (service, inflight, asking):
+        asking.cancel()
+        await asyncio.sleep(0)
+        await service.change(open=3)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        outcome = list(inflight.jobs)
+    assert outcome == ["t0", "t1", "t2"]
 
 
 async def test_a_cancelled_call_without_an_answer_ends_after_return_s(monkeypatch: pytest.MonkeyPatch) -> None:

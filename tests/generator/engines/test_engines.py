@@ -288,7 +288,7 @@ def test_health_follows_the_server() -> None:
     assert with_engine(double, look) == (True, False)
 
 
-def test_the_proxy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_proxy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reached() -> bool:
         engine = VllmEngine("http://engine.example:8000", timeout_s=5)
         try:
@@ -296,15 +296,13 @@ def test_the_proxy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         finally:
             await engine.aclose()
 
-    async def main() -> tuple[bool, list[str]]:
-        async with EngineDouble().up() as proxy:
-            monkeypatch.setenv("http_proxy", proxy.url)
-            through = await reached()
-            monkeypatch.setenv("no_proxy", "engine.example")
-            await reached()
-            return through, proxy.calls
-
-    assert asyncio.run(main()) == (True, ["health"])
+    async with EngineDouble().up() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        through = await reached()
+        monkeypatch.setenv("no_proxy", "engine.example")
+        await reached()
+        outcome = through, proxy.calls
+    assert outcome == (True, ["health"])
 
 
 @pytest.mark.parametrize("address", ["localhost:8000", "http://:8000", "http://engine:port", "http://[::1"])
