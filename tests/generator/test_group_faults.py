@@ -15,8 +15,8 @@ from starlette.responses import Response, StreamingResponse
 
 from replaybuf.errors import EngineAway, PromptFault
 from replaybuf.generator import daemon as daemon_module
+from replaybuf.generator import failures as failures_module
 from replaybuf.generator.environments import Reward, Score
-from replaybuf.generator.failure import failures as failures_module
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import member as member_module
 from replaybuf.generator.prompts import Prompt

@@ -15,7 +15,7 @@ from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, GenerationFau
 from replaybuf.generator.engines import Sampling, request_seed
 from replaybuf.generator.environments import Score, Turn
 from replaybuf.generator.environments.episodes import Episodes
-from replaybuf.generator.failure.lost_rollouts import Losses
+from replaybuf.generator.failures import Losses
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.group_maker import GroupRequests
 from replaybuf.generator.metrics import exposition
