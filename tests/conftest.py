@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import logging
 import os
@@ -45,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first: one that starts last runs on when all other workers have nothing left."""
     longest = {Path(__file__).parent / name for name in LONGEST}
     items.sort(key=lambda item: item.path not in longest)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    test, fixtures = pyfuncitem.obj, pyfuncitem.funcargs
+    if not inspect.iscoroutinefunction(test):
+        return None
+    asyncio.run(test(**{name: fixtures[name] for name in inspect.signature(test).parameters}))
+    return True
 
 
 def pytest_collection_finish() -> None:

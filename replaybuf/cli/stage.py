@@ -14,7 +14,7 @@ from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import RunName, ServiceOptions, print_json
 from replaybuf.client import AsyncClient
 from replaybuf.errors import Invalid
-from replaybuf.generator.failure.failures import report_failure
+from replaybuf.generator.failures import report_failure
 from replaybuf.generator.options import default_producer
 from replaybuf.generator.preflight import check_least
 from replaybuf.generator.stage.local import LocalStage, open_function, open_model

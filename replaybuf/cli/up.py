@@ -1,4 +1,4 @@
-"""The command `replaybuf up`: start and supervise all parts of a run from one file."""
+"""The commands `replaybuf up`, which starts and supervises all parts of a run from one file, and `config schema`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from replaybuf.launch.guard import lock_folder
 from replaybuf.launch.machine import port_problems
 from replaybuf.launch.plan import Plan
 from replaybuf.launch.planning import Planner
+from replaybuf.launch.sections import file_schema
 from replaybuf.launch.session import Session
 from replaybuf.launch.view import View, log_to, print_line, print_stop
 from replaybuf.program import command_line
@@ -133,3 +134,11 @@ def _run(console: Console, plan: Plan, lock: int, file: Path, options: UpOptions
     print_line(console, f"run {plan.run} is done; data and logs are in {plan.data_dir}")
     print_line(console, f"open its console again: {shlex.join(plan.service.command)}")
     return 0
+
+
+def schema(
+    *, json: Annotated[bool, Parameter(negative="", help="Print JSON; the schema has no other form.")] = True
+) -> None:
+    """Print the JSON Schema of the file of "replaybuf up", with a description of every key."""
+    del json
+    print(msgspec.json.format(msgspec.json.encode(file_schema())).decode())

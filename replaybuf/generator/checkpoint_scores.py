@@ -24,7 +24,7 @@ from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.wire.answer.evaluations import EvaluationRequest
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import STATE_BYTES, read_bounded
+from replaybuf.wire.files import STATE_BYTES, read_bounded, write_whole
 from replaybuf.wire.model.checkpoints import (
     MODEL_FOLDER,
     STATE_FILE,
@@ -89,10 +89,8 @@ class ScoreFile:
         """
         key = (score.checkpoint, score.setting)
         self._scores = [*(old for old in self._scores if (old.checkpoint, old.setting) != key), score]
-        scratch = self._path.with_name(f".{self._path.name}.part")
         try:
-            scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self._scores)) + b"\n")
-            scratch.replace(self._path)
+            write_whole(self._path, msgspec.json.format(msgspec.json.encode(self._scores)) + b"\n")
         except OSError as error:
             detail = f"score file {self._path} cannot be written: {error.strerror}; give another with --scores"
             raise Invalid(detail, name="scores", value=str(self._path)) from error

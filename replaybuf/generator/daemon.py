@@ -36,7 +36,7 @@ from replaybuf.generator.daemon_options import DaemonOptions
 from replaybuf.generator.delivery import EARLY_SHARE, Delivery
 from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.scoring import Scoring
-from replaybuf.generator.failure.failures import PRODUCER_FAULT, Failures
+from replaybuf.generator.failures import PRODUCER_FAULT, Failures
 from replaybuf.generator.fleet import Fleet, ServerStatus
 from replaybuf.generator.fleet.concurrency import Concurrency
 from replaybuf.generator.group_maker import GroupMaker

@@ -17,7 +17,7 @@ from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.length_penalty import LengthPenalty
 from replaybuf.generator.environments.process_rewards import by_text
 from replaybuf.generator.environments.scoring import Scores, Scoring
-from replaybuf.generator.failure.lost_rollouts import Losses
+from replaybuf.generator.failures import Losses
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.fleet.publication import joined, pieces
 from replaybuf.generator.inflight import Job

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from replaybuf.errors import ReplaybufError, ServiceUnavailable
-from replaybuf.generator.failure.failures import LAST_S
+from replaybuf.generator.failures import LAST_S
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.inflight import InFlight
 

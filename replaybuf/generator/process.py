@@ -21,7 +21,7 @@ from replaybuf.generator.environments.episodes import Episodes
 from replaybuf.generator.environments.reward_pool import RewardPool
 from replaybuf.generator.environments.scoring import Scorer, Scoring
 from replaybuf.generator.evaluation import Schedule, open_held_out
-from replaybuf.generator.failure.failures import report_failure
+from replaybuf.generator.failures import report_failure
 from replaybuf.generator.fleet import Fleet
 from replaybuf.generator.metrics import exposition, serve_metrics
 from replaybuf.generator.options import GenerateOptions

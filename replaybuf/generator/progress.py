@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import counted
-from replaybuf.generator.failure.lost_rollouts import LOST_ROLLOUTS
+from replaybuf.generator.failures import LOST_ROLLOUTS
 from replaybuf.generator.fleet import ServerStatus
 from replaybuf.generator.recent import RecentGroups, RecentMeans
 from replaybuf.wire.answer.evaluations import EvaluationRequest

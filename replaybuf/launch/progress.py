@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from replaybuf.launch.processes import ProcessState
+from replaybuf.launch.processes import ProcessUse
 
 RECENT_STEPS = 40
 RECENT_LINES = 4
@@ -166,23 +166,18 @@ class Phases:
 class Progress:
     """Everything known now. The event loop owns it; `state` is the state of the run as JSON.
 
-    `total_steps` None: the run has no end. `console`: address of the run's page. `share`: part of the current phase
-    that is done, 0..1, where that is known.
+    `total_steps` None: the run has no end. `peaks`, `cpu_s`: of processes by name, also after their end.
     """
 
     total_steps: int | None
     seed: int = 0
-    title: str = "replaybuf"
-    console: str = ""
     phases: Phases = dataclasses.field(default_factory=Phases)
     note: str = ""
-    share: float | None = None
     steps: dict[int, TrainerLine] = dataclasses.field(default_factory=dict)
     first_step: int = 0
     generated: list[GeneratorLine] = dataclasses.field(default_factory=list)
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    processes: list[ProcessState] = dataclasses.field(default_factory=list)
     peaks: dict[str, int] = dataclasses.field(default_factory=dict)
     cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -198,12 +193,10 @@ class Progress:
         others = [other for other in self.evaluations if other.step != evaluation.step]
         self.evaluations = sorted([*others, evaluation], key=lambda entry: entry.step)
 
-    def add_processes(self, states: Sequence[ProcessState]) -> None:
-        """Replace the processes; their peaks and processor times stay after they have ended."""
-        self.processes = list(states)
-        for process in states:
-            if process.cpu_s is not None:
-                self.cpu_s[process.name] = process.cpu_s
+    def add_uses(self, uses: Iterable[ProcessUse]) -> None:
+        """Add what processes have used until now."""
+        for process in uses:
+            self.cpu_s[process.name] = process.cpu_s
             if process.peak_bytes is not None:
                 self.peaks[process.name] = max(self.peaks.get(process.name, 0), process.peak_bytes)
 

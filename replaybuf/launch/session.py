@@ -23,7 +23,7 @@ import msgspec
 from replaybuf.client.client import AsyncClient
 from replaybuf.errors import ReplaybufError, ServiceUnavailable, counted, first_error
 from replaybuf.launch.plan import Engine, Plan
-from replaybuf.launch.processes import process_states
+from replaybuf.launch.processes import process_uses
 from replaybuf.launch.progress import GeneratorLine, LineReader, Progress, TrainerLine
 from replaybuf.launch.supervisor import Stop, Supervisor
 from replaybuf.launch.view import TRAINING, View
@@ -50,11 +50,7 @@ class Session:
 
     def __init__(self, plan: Plan, view: View, *, lock: int, token: str | None = None) -> None:
         """`lock`: file descriptor that the guard keeps open; `token`: of the role operator."""
-        self.progress = Progress(
-            total_steps=plan.config.max_steps,
-            title=f"replaybuf {self.command} · run {plan.run}",
-            console=plan.console,
-        )
+        self.progress = Progress(total_steps=plan.config.max_steps)
         self._plan = plan
         self._view = view
         self._lock = lock
@@ -256,8 +252,8 @@ class Session:
 
     def _read_processes(self, supervisor: Supervisor) -> None:
         alive = [child for child in supervisor.children if not child.exited.done()]
-        states = [state for child in alive for state in process_states(child.name, child.pid)]
-        self.progress.add_processes([*states, *process_states(self.command, os.getpid())[:1]])
+        uses = [use for child in alive for use in process_uses(child.name, child.pid)]
+        self.progress.add_uses([*uses, *process_uses(self.command, os.getpid())[:1]])
 
     def enter(self, phase: str, note: str = "") -> None:
         """Begin a phase, and show it."""

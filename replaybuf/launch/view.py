@@ -1,21 +1,16 @@
-"""Terminal output of commands: the live panel of a session or its plain lines, its last lines, and progress bars."""
+"""Terminal output of commands: the lines of a session, its end, and progress bars."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
+from rich.console import Console
 from rich.progress import Progress as WorkProgress
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from replaybuf.errors import counted
@@ -23,8 +18,6 @@ from replaybuf.launch.progress import Progress
 from replaybuf.launch.supervisor import Stop
 
 PLAIN_PERIOD_S = 5.0
-BARS = "▁▂▃▄▅▆▇█"
-SPARK_POINTS = 32
 TRAINING = "training"
 QUICK_S = 2.0
 """Work that takes longer shows a bar."""
@@ -34,54 +27,46 @@ Report = Callable[[int, int], None]
 
 
 class View:
-    """Output of one session. In a terminal, events scroll above a panel; elsewhere a summary line comes every 5 s."""
+    """Output of one session: events, and its state in one line, redrawn below them in a terminal, else every 5 s."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._status = console.status("starting") if console.is_terminal else None
         self._started = time.monotonic()
         self._next_summary_s = 0.0
         self._closed = False
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
+        if self._status:
+            self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Remove the panel; later updates show nothing."""
-        if self._live:
-            self._live.stop()
+        """Remove the state; later updates show nothing."""
+        if self._status:
+            self._status.stop()
         self._closed = True
 
     def event(self, text: str) -> None:
         """Print one line with the time since the start."""
         stamp = (f"{clock(time.monotonic() - self._started):>5}  ", "dim")
-        self._console.print(Text.assemble(stamp, text), highlight=False, soft_wrap=self._live is None)
+        self._console.print(Text.assemble(stamp, text), highlight=False, soft_wrap=self._status is None)
         self._console.file.flush()
 
     def update(self, progress: Progress) -> None:
-        """Redraw the panel, or print a summary if the last one is old enough."""
-        if self._closed:
+        """Show the state, elsewhere than in a terminal if the last one is old enough."""
+        training, now = progress.phases.current == TRAINING, time.monotonic()
+        if self._closed or not (training or progress.note):
             return
-        if self._live:
-            self._live.update(panel(progress), refresh=True)
-            return
-        now = time.monotonic()
-        training = progress.phases.current == TRAINING
-        if now < self._next_summary_s or not (training or progress.note):
-            return
-        self._next_summary_s = now + PLAIN_PERIOD_S
-        self.event(summary(progress) if training else f"{progress.phases.current}: {progress.note}")
-
-
-def panel(progress: Progress) -> RenderableType:
-    """Return everything known as one panel."""
-    body = Group(_bar(progress), Text(), _table(progress), Text(), _processes(progress))
-    return Panel(body, title=progress.title, title_align="left", border_style="cyan")
+        line = summary(progress) if training else f"{progress.phases.current}: {progress.note}"
+        if self._status:
+            self._status.update(Text(line))
+        elif now >= self._next_summary_s:
+            self._next_summary_s = now + PLAIN_PERIOD_S
+            self.event(line)
 
 
 def summary(progress: Progress) -> str:
@@ -89,17 +74,6 @@ def summary(progress: Progress) -> str:
     left = progress.seconds_left()
     parts = [f"step {_steps(progress)}", *(f"{name} {text}" for name, text in _figures(progress))]
     return " | ".join(parts if left is None else [*parts, f"{clock(left)} left"])
-
-
-def sparkline(values: Sequence[float], points: int = SPARK_POINTS) -> str:
-    """Return values as a row of bars from lowest to highest, each the mean of an equal share of the values."""
-    if not values:
-        return ""
-    points = min(points, len(values))
-    edges = [round(i * len(values) / points) for i in range(points + 1)]
-    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
-    lowest, span = min(means), max(means) - min(means)
-    return "".join(BARS[int((mean - lowest) / span * (len(BARS) - 1))] if span else BARS[0] for mean in means)
 
 
 def print_line(console: Console, line: str) -> None:
@@ -162,36 +136,6 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _bar(progress: Progress) -> RenderableType:
-    row = Table.grid(padding=(0, 2), expand=True)
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True, justify="right")
-    training, left = progress.phases.current == TRAINING, progress.seconds_left()
-    share, ending = progress.share, progress.note
-    if training:
-        share = None if progress.total_steps is None else progress.done_steps / progress.total_steps
-        ending = counted(progress.total_steps or progress.done_steps, "step", _steps(progress)) + (
-            "" if left is None else f", {clock(left)} left"
-        )
-    bar = ProgressBar(total=1.0, completed=min(share or 0.0, 1.0), pulse=share is None)
-    row.add_row(Text(progress.phases.current or "starting", style="bold"), bar, Text(ending))
-    return row
-
-
-def _table(progress: Progress) -> RenderableType:
-    """Return the figures that are known, each with its name, below the address of the console."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    if progress.console:
-        table.add_row("console", Text(progress.console if progress.state else "opens with the service", style="cyan"))
-    for name, text in _figures(progress):
-        rewards = [line.reward_mean for line in progress.lines] if name == "reward" else []
-        table.add_row(name, f"{text}  {sparkline(rewards)}" if rewards else text)
-    return table
-
-
 def _figures(progress: Progress) -> Iterator[tuple[str, str]]:
     """Yield name and text of each figure that is known."""
     if lines := progress.lines:
@@ -211,16 +155,6 @@ def _figures(progress: Progress) -> Iterator[tuple[str, str]]:
         yield "speed", _speed(progress)
         yield "trainer waited", _waiting(progress)
         yield "generator waited", _held_back(progress)
-
-
-def _processes(progress: Progress) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("process", "pid", "state", "processor", "memory", "peak"):
-        table.add_column(name, justify="left" if name in ("process", "state") else "right")
-    for process in progress.processes:
-        sizes = (megabytes(process.memory_bytes), megabytes(process.peak_bytes))
-        table.add_row(process.name, str(process.pid), process.state, whole_seconds(process.cpu_s), *sizes)
-    return table
 
 
 def _steps(progress: Progress) -> str:

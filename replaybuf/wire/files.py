@@ -1,4 +1,4 @@
-"""Files that somebody else may have written: each is read with a bound."""
+"""Files that somebody else may have written, each read with a bound; and files that readers see whole or not at all."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
             content += piece
             check_size(path, len(content), most_bytes)
     return content
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file through to the disk that readers see whole or not at all. Raises `OSError`."""
+    scratch = path.with_name(f".{path.name}.part")
+    with scratch.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def check_size(path: Path, size: int, most_bytes: int) -> None:

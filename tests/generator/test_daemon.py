@@ -23,7 +23,7 @@ from replaybuf.wire.frame import encode_frame
 from replaybuf.wire.group import Group, OptionalLogprobs
 from replaybuf.wire.group_check import GroupLimits, check_group
 from tests.generator.doubles import TIMEOUT_S, EngineDouble, Gate, ServiceDouble, fail, reply
-from tests.generator.worlds import WORDS, completed, failed, gated, run, world
+from tests.generator.worlds import WORDS, completed, failed, gated, started
 from tests.waiting import until
 
 # ---------------------------------------------------------------------- from ticket to stored group
@@ -117,133 +117,109 @@ def test_stages_complete_groups_before_the_append(tmp_path: Path) -> None:
         assert group.ref_logprobs is not None and set(group.ref_logprobs.tolist()) == {-2.0}
 
 
-def test_no_ticket_is_taken_while_the_server_of_a_stage_lacks_the_policys_weights(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with EngineDouble(version=3).up() as scorer:
-            stage = PolicyStage("old_logprobs", [VllmEngine(scorer.url, timeout_s=TIMEOUT_S)], micro_batch=4)
-            await stage.prepare(TIMEOUT_S, policy=())
-            service = ServiceDouble(prompts=3)
-            service.published, scorer.version = 3, "default"
-            async with world(tmp_path, EngineDouble(version=3), service, stages=[stage], max_inflight_groups=1) as w:
-                w.start()
-                await until(lambda: w.daemon.waiting == "old_engine_stale")
-                assert not service.groups and not scorer.requests
-                scorer.version = "3"
-                await w.end()
-                assert [group.metadata["old_logprobs"] for group in service.groups] == [{"policy_version": 3}] * 3
-                assert not service.returned
-            await stage.aclose()
-
-    run(main())
+async def test_no_ticket_is_taken_while_the_server_of_a_stage_lacks_the_policys_weights(tmp_path: Path) -> None:
+    async with EngineDouble(version=3).up() as scorer:
+        stage = PolicyStage("old_logprobs", [VllmEngine(scorer.url, timeout_s=TIMEOUT_S)], micro_batch=4)
+        await stage.prepare(TIMEOUT_S, policy=())
+        service = ServiceDouble(prompts=3)
+        service.published, scorer.version = 3, "default"
+        async with started(tmp_path, EngineDouble(version=3), service, stages=[stage], max_inflight_groups=1) as w:
+            await until(lambda: w.daemon.waiting == "old_engine_stale")
+            assert not service.groups and not scorer.requests
+            scorer.version = "3"
+            await w.end()
+            assert [group.metadata["old_logprobs"] for group in service.groups] == [{"policy_version": 3}] * 3
+            assert not service.returned
+        await stage.aclose()
 
 
 # ---------------------------------------------------------------------- limits
 
 
-def test_no_more_groups_are_in_flight_than_allowed(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = ServiceDouble(prompts=9)
-        async with gated(tmp_path, service, 3, max_inflight_groups=3) as (w, gate):
-            asked = {"producer": "me", "count": 3, "adapter": "", "wait_ms": 100, "max_tokens": 8}
-            assert service.asked[0] == asked
-            gate.open.set()
-            await w.end()
-            assert max(request["count"] for request in service.asked) == 3
-            assert len(service.groups) == 9
-
-    run(main())
+async def test_no_more_groups_are_in_flight_than_allowed(tmp_path: Path) -> None:
+    service = ServiceDouble(prompts=9)
+    async with gated(tmp_path, service, 3, max_inflight_groups=3) as (w, gate):
+        asked = {"producer": "me", "count": 3, "adapter": "", "wait_ms": 100, "max_tokens": 8}
+        assert service.asked[0] == asked
+        gate.open.set()
+        await w.end()
+        assert max(request["count"] for request in service.asked) == 3
+        assert len(service.groups) == 9
 
 
-def test_the_number_of_groups_generating_follows_the_engines_queue_within_its_bounds(
+async def test_the_number_of_groups_generating_follows_the_engines_queue_within_its_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemon_module, "_LOAD_EVERY_S", 0.01)
-
-    async def main() -> None:
-        gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
-        engine.always, engine.gauges = gate, (3, 0)
-        async with world(tmp_path, engine, service, max_inflight_groups=8, min_inflight_groups=2) as w:
-            w.start()
-            await gate.requests(8)
-            engine.gauges = (16, 16)
-            await until(lambda: w.daemon.limit == 4)
-            engine.gauges = (1, 99)
-            await until(lambda: w.daemon.limit == 2)
-            assert w.daemon.engines[0].waiting == 99
-            engine.gauges = (0, 0)
-            await until(lambda: w.daemon.limit == 8)
-            w.stop.set()
-            gate.open.set()
-            await w.end()
-
-    run(main())
+    gate, engine, service = Gate(), EngineDouble(), ServiceDouble()
+    engine.always, engine.gauges = gate, (3, 0)
+    async with started(tmp_path, engine, service, max_inflight_groups=8, min_inflight_groups=2) as w:
+        await gate.requests(8)
+        engine.gauges = (16, 16)
+        await until(lambda: w.daemon.limit == 4)
+        engine.gauges = (1, 99)
+        await until(lambda: w.daemon.limit == 2)
+        assert w.daemon.engines[0].waiting == 99
+        engine.gauges = (0, 0)
+        await until(lambda: w.daemon.limit == 8)
+        w.stop.set()
+        gate.open.set()
+        await w.end()
 
 
-def test_engines_without_gauges_get_as_many_groups_as_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_without_gauges_get_as_many_groups_as_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(daemon_module, "_LOAD_EVERY_S", 0.01)
-
-    async def main() -> None:
-        service = ServiceDouble()
-        async with gated(tmp_path, service, 5, max_inflight_groups=5, min_inflight_groups=1) as (w, gate):
-            await until(lambda: w.engine.calls.count("metrics") > 2)
-            assert w.daemon.limit == 5
-            w.stop.set()
-            gate.open.set()
-            await w.end()
-
-    run(main())
+    service = ServiceDouble()
+    async with gated(tmp_path, service, 5, max_inflight_groups=5, min_inflight_groups=1) as (w, gate):
+        await until(lambda: w.engine.calls.count("metrics") > 2)
+        assert w.daemon.limit == 5
+        w.stop.set()
+        gate.open.set()
+        await w.end()
 
 
-def test_reconfigured_bounds_and_temperature_apply_from_the_next_ticket_on(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = ServiceDouble(prompts=3)
-        async with gated(tmp_path, service, 1, max_inflight_groups=1) as (w, gate):
-            await w.daemon.reconfigure(temperature=0.5, max_inflight_groups=3)
-            await gate.requests(2)
-            with pytest.raises(Invalid, match="min_inflight_groups is 4; it must be from 1 to max_inflight_groups, 3"):
-                await w.daemon.reconfigure(min_inflight_groups=4, temperature=2.0)
-            gate.open.set()
-            await w.end()
-        temperatures = {group.prompt_index: group.metadata["sampling"]["temperature"] for group in service.groups}
-        assert temperatures == {0: 1.0, 1: 0.5, 2: 0.5}
-        assert [set(group.temperatures.tolist()) for group in service.groups if group.prompt_index == 0] == [{1.0}]
-
-    run(main())
+async def test_reconfigured_bounds_and_temperature_apply_from_the_next_ticket_on(tmp_path: Path) -> None:
+    service = ServiceDouble(prompts=3)
+    async with gated(tmp_path, service, 1, max_inflight_groups=1) as (w, gate):
+        await w.daemon.reconfigure(temperature=0.5, max_inflight_groups=3)
+        await gate.requests(2)
+        with pytest.raises(Invalid, match="min_inflight_groups is 4; it must be from 1 to max_inflight_groups, 3"):
+            await w.daemon.reconfigure(min_inflight_groups=4, temperature=2.0)
+        gate.open.set()
+        await w.end()
+    temperatures = {group.prompt_index: group.metadata["sampling"]["temperature"] for group in service.groups}
+    assert temperatures == {0: 1.0, 1: 0.5, 2: 0.5}
+    assert [set(group.temperatures.tolist()) for group in service.groups if group.prompt_index == 0] == [{1.0}]
 
 
 # ---------------------------------------------------------------------- ends
 
 
-def test_it_continues_while_another_producers_ticket_may_come_back(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = ServiceDouble(prompts=2)
-        service.next_index, service.out = 1, {"t0": 0}  # another producer has the first ticket
-        async with world(tmp_path, EngineDouble(), service) as w:
-            w.start()
-            await service.until(lambda: len(service.groups) == 1)
-            asked = len(service.asked)
-            await service.until(lambda: len(service.asked) >= asked + 3)
-            assert w.task is not None and not w.task.done()
-            service.prompts = 3  # the ticket comes back, for this producer
-            service.out.clear()
-            await w.end()
-            assert len(service.groups) == 2
-
-    run(main())
+async def test_it_continues_while_another_producers_ticket_may_come_back(tmp_path: Path) -> None:
+    service = ServiceDouble(prompts=2)
+    service.next_index, service.out = 1, {"t0": 0}  # another producer has the first ticket
+    async with started(tmp_path, EngineDouble(), service) as w:
+        await service.until(lambda: len(service.groups) == 1)
+        asked = len(service.asked)
+        await service.until(lambda: len(service.asked) >= asked + 3)
+        assert w.task is not None and not w.task.done()
+        service.prompts = 3  # the ticket comes back, for this producer
+        service.out.clear()
+        await w.end()
+        assert len(service.groups) == 2
 
 
-def test_groups_in_flight_are_still_appended_after_the_run_finished(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = ServiceDouble()
-        service.open = 2
-        async with gated(tmp_path, service, 2) as (w, gate):
-            service.faults["tickets"] = deque([RunFinished("max_steps is reached")])
-            await service.until(lambda: not service.faults["tickets"])
-            gate.open.set()
-            await w.end()
-            assert len(service.groups) == 2
-
-    run(main())
+async def test_groups_in_flight_are_still_appended_after_the_run_finished(tmp_path: Path) -> None:
+    service = ServiceDouble()
+    service.open = 2
+    async with gated(tmp_path, service, 2) as (w, gate):
+        service.faults["tickets"] = deque([RunFinished("max_steps is reached")])
+        await service.until(lambda: not service.faults["tickets"])
+        gate.open.set()
+        await w.end()
+        assert len(service.groups) == 2
 
 
 def test_groups_that_a_finished_run_no_longer_takes_are_dropped(tmp_path: Path) -> None:
@@ -253,68 +229,52 @@ def test_groups_that_a_finished_run_no_longer_takes_are_dropped(tmp_path: Path) 
     assert completed(tmp_path, service).service.groups == []
 
 
-def test_a_stop_lets_groups_in_flight_finish(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = ServiceDouble()
-        service.open = 2
-        async with gated(tmp_path, service, 2) as (w, gate):
-            w.stop.set()
-            gate.open.set()
-            await w.end()
-            assert len(service.groups) == 2
-            assert service.returned == []
-
-    run(main())
+async def test_a_stop_lets_groups_in_flight_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_module, "FINISH_S", TIMEOUT_S)
+    service = ServiceDouble()
+    service.open = 2
+    async with gated(tmp_path, service, 2) as (w, gate):
+        w.stop.set()
+        gate.open.set()
+        await w.end()
+        assert len(service.groups) == 2
+        assert service.returned == []
 
 
-def test_a_stop_returns_the_tickets_that_do_not_finish_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_returns_the_tickets_that_do_not_finish_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(daemon_module, "FINISH_S", 0.1)
-
-    async def main() -> None:
-        service = ServiceDouble()
-        service.open = 3
-        async with gated(tmp_path, service, 3) as (w, gate):
-            w.stop.set()
-            await w.end()
-            assert sorted(service.returned) == [(f"t{i}", "shutdown: the producer ends") for i in range(3)]
-            assert all(is_forgiven(reason) for _, reason in service.returned), "a restart fails no prompt"
-            assert service.out == {}
-            gate.open.set()
-
-    run(main())
+    service = ServiceDouble()
+    service.open = 3
+    async with gated(tmp_path, service, 3) as (w, gate):
+        w.stop.set()
+        await w.end()
+        assert sorted(service.returned) == [(f"t{i}", "shutdown: the producer ends") for i in range(3)]
+        assert all(is_forgiven(reason) for _, reason in service.returned), "a restart fails no prompt"
+        assert service.out == {}
+        gate.open.set()
 
 
-def test_a_stop_while_the_service_is_away_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_while_the_service_is_away_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "FINISH_S", 1000.0)
-
-    async def main() -> None:
-        service = ServiceDouble()
-        service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=60.0)])
-        async with world(tmp_path, EngineDouble(), service) as w:
-            w.start()
-            await service.until(lambda: not service.faults["tickets"])
-            w.stop.set()
-            await w.end()
-
-    run(main())
+    service = ServiceDouble()
+    service.faults["tickets"] = deque([ServiceUnavailable("restarting", retry_after_s=60.0)])
+    async with started(tmp_path, EngineDouble(), service):
+        await service.until(lambda: not service.faults["tickets"])
 
 
-def test_tickets_that_arrive_with_the_stop_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tickets_that_arrive_with_the_stop_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_module, "FINISH_S", 0.3)
-
-    async def main() -> None:
-        service = ServiceDouble()
-        service.open = 0
-        async with world(tmp_path, EngineDouble(), service, poll_wait_ms=1500) as w:
-            w.start()
-            await service.until(lambda: len(service.asked) == 1)
-            w.stop.set()
-            await asyncio.sleep(0)
-            await service.change(open=2)
-            await w.end()
-            assert sorted(w.reasons) == ["t0", "t1"]
-
-    run(main())
+    service = ServiceDouble()
+    service.open = 0
+    async with started(tmp_path, EngineDouble(), service, poll_wait_ms=1500) as w:
+        await service.until(lambda: len(service.asked) == 1)
+        w.stop.set()
+        await asyncio.sleep(0)
+        await service.change(open=2)
+        await w.end()
+        assert sorted(w.reasons) == ["t0", "t1"]
 
 
 def test_an_unfit_engine_returns_all_tickets_and_ends_it(tmp_path: Path) -> None:
@@ -360,7 +320,7 @@ def test_the_last_status_has_all_counts_and_every_engine(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("reason", ["rate_limited", "service_away", "awaiting_publication", "engine_away"])
-def test_the_status_has_the_reason_for_waiting(
+async def test_the_status_has_the_reason_for_waiting(
     tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemon_module, "FINISH_S", 0.0)
@@ -374,15 +334,8 @@ def test_the_status_has_the_reason_for_waiting(
         engine.version, service.open = 1, 1
     if reason == "engine_away":
         engine.always, engine.healthy, service.open = fail(503), False, 1
-
-    async def main() -> None:
-        async with world(tmp_path, engine, service, metrics_file=file, report_every_s=0.02) as w:
-            w.start()
-            await until(lambda: reason in waiting_reasons(file), poll_s=0.01)
-            w.stop.set()
-            await w.end()
-
-    run(main())
+    async with started(tmp_path, engine, service, metrics_file=file, report_every_s=0.02):
+        await until(lambda: reason in waiting_reasons(file), poll_s=0.01)
     assert f"waiting: {reason}" in caplog.text
 
 

@@ -94,24 +94,21 @@ def test_temperature_and_number_of_samples_can_be_set(tmp_path: Path) -> None:
     assert {(request["n"], request["temperature"]) for request in double.requests} == {(3, 1.0)}
 
 
-def test_no_more_prompts_are_in_flight_than_allowed(tmp_path: Path) -> None:
-    async def main() -> None:
-        gate, double = Gate(), EngineDouble()
-        double.always = gate
-        async with double.up():
-            engine = VllmEngine(double.url, timeout_s=TIMEOUT_S)
-            scorer = Scorer(Spelling(), timeout_s=TIMEOUT_S)
-            words = held_out(scorer, ["a", "b", "c", "d"], tmp_path, max_inflight_prompts=2)
-            evaluating = asyncio.create_task(words.evaluate(engine))
-            await gate.requests(2)
-            assert gate.arrived.locked()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(gate.requests(1), 0.1)
-            gate.open.set()
-            assert (await evaluating).n == 4
-            await engine.aclose()
-
-    asyncio.run(main())
+async def test_no_more_prompts_are_in_flight_than_allowed(tmp_path: Path) -> None:
+    gate, double = Gate(), EngineDouble()
+    double.always = gate
+    async with double.up():
+        engine = VllmEngine(double.url, timeout_s=TIMEOUT_S)
+        scorer = Scorer(Spelling(), timeout_s=TIMEOUT_S)
+        words = held_out(scorer, ["a", "b", "c", "d"], tmp_path, max_inflight_prompts=2)
+        evaluating = asyncio.create_task(words.evaluate(engine))
+        await gate.requests(2)
+        assert gate.arrived.locked()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(gate.requests(1), 0.1)
+        gate.open.set()
+        assert (await evaluating).n == 4
+        await engine.aclose()
 
 
 def test_failed_prompts_are_counted_separately(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.generator.failure.failures import (
+from replaybuf.generator.failures import (
     FAULTS_IN_A_ROW,
     FIRST_PAUSE_S,
     PAUSE_CEILING_S,

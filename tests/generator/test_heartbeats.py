@@ -46,20 +46,16 @@ def inflight_of(client: Client) -> InFlight:
     return inflight
 
 
-def test_a_failure_of_a_cancelled_heartbeat_comes_with_the_last_one() -> None:
+async def test_a_failure_of_a_cancelled_heartbeat_comes_with_the_last_one() -> None:
     """A run may end while the heartbeat is on its way."""
-
-    async def main() -> None:
-        client = Client(None, ANSWER)
-        inflight, heartbeats = inflight_of(client), Heartbeats("p", lambda: None, lambda: 1)
-        task = asyncio.ensure_future(heartbeats.report_failure(inflight, FLEET))
-        await client.asked.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await heartbeats.report_failure(inflight, FLEET)
-        assert client.sent == [FAILURE, FAILURE] and inflight.failure is None
-
-    asyncio.run(main())
+    client = Client(None, ANSWER)
+    inflight, heartbeats = inflight_of(client), Heartbeats("p", lambda: None, lambda: 1)
+    task = asyncio.ensure_future(heartbeats.report_failure(inflight, FLEET))
+    await client.asked.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await heartbeats.report_failure(inflight, FLEET)
+    assert client.sent == [FAILURE, FAILURE] and inflight.failure is None
 
 
 @pytest.mark.parametrize(
@@ -72,19 +68,16 @@ def test_a_failure_is_kept_until_the_service_has_answered(answer: Any, left: Pro
     assert inflight.failure is left
 
 
-def test_a_failure_during_the_heartbeat_is_the_next_to_be_reported() -> None:
-    async def main() -> None:
-        newer = ProducerFailure(reason="prompt_raised", traceback="y")
-        client = Client(ANSWER)
-        inflight = inflight_of(client)
-        answer = client.send_heartbeat
+async def test_a_failure_during_the_heartbeat_is_the_next_to_be_reported() -> None:
+    newer = ProducerFailure(reason="prompt_raised", traceback="y")
+    client = Client(ANSWER)
+    inflight = inflight_of(client)
+    answer = client.send_heartbeat
 
-        async def meanwhile(*args: Any, **kwargs: Any) -> Any:
-            inflight.failure = newer
-            return await answer(*args, **kwargs)
+    async def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        inflight.failure = newer
+        return await answer(*args, **kwargs)
 
-        client.send_heartbeat = meanwhile  # type: ignore[method-assign]
-        await Heartbeats("p", lambda: None, lambda: 1).report_failure(inflight, FLEET)
-        assert client.sent == [FAILURE] and inflight.failure is newer
-
-    asyncio.run(main())
+    client.send_heartbeat = meanwhile  # type: ignore[method-assign]
+    await Heartbeats("p", lambda: None, lambda: 1).report_failure(inflight, FLEET)
+    assert client.sent == [FAILURE] and inflight.failure is newer

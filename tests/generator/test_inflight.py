@@ -90,14 +90,11 @@ def test_a_single_group_goes_after_a_moment() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_call_long_after_the_last_one_does_not_wait() -> None:
-    async def main() -> None:
-        async with AsyncClient("http://127.0.0.1:1", "r") as client:
-            long_ago_s = asyncio.get_running_loop().time() - 2 * inflight_module.GATHER_S
-            async with asyncio.timeout(TIMEOUT_S):
-                await InFlight(client).gather(lambda: 1, lambda: 64, long_ago_s)
-
-    asyncio.run(main())
+async def test_a_call_long_after_the_last_one_does_not_wait() -> None:
+    async with AsyncClient("http://127.0.0.1:1", "r") as client:
+        long_ago_s = asyncio.get_running_loop().time() - 2 * inflight_module.GATHER_S
+        async with asyncio.timeout(TIMEOUT_S):
+            await InFlight(client).gather(lambda: 1, lambda: 64, long_ago_s)
 
 
 @contextlib.asynccontextmanager
@@ -113,33 +110,26 @@ async def held_call() -> AsyncIterator[tuple[ServiceDouble, InFlight, asyncio.Ta
         await service.change(open=3)
 
 
-def test_tickets_of_a_cancelled_call_are_in_flight() -> None:
+async def test_tickets_of_a_cancelled_call_are_in_flight() -> None:
     """A fault elsewhere ends the generator while it asks: what the service issued meanwhile has to go back."""
+    async with held_call() as (service, inflight, asking):
+        asking.cancel()
+        await asyncio.sleep(0)
+        await service.change(open=3)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        outcome = list(inflight.jobs)
+    assert outcome == ["t0", "t1", "t2"]
 
-    async def main() -> list[str]:
-        async with held_call() as (service, inflight, asking):
-            asking.cancel()
-            await asyncio.sleep(0)
-            await service.change(open=3)
+
+async def test_a_cancelled_call_without_an_answer_ends_after_return_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflight_module, "RETURN_S", 0.05)
+    async with held_call() as (_, inflight, asking):
+        asking.cancel()
+        async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            return list(inflight.jobs)
-
-    assert asyncio.run(main()) == ["t0", "t1", "t2"]
-
-
-def test_a_cancelled_call_without_an_answer_ends_after_return_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight_module, "RETURN_S", 0.05)
-
-    async def main() -> None:
-        async with held_call() as (_, inflight, asking):
-            asking.cancel()
-            async with asyncio.timeout(TIMEOUT_S):
-                with pytest.raises(asyncio.CancelledError):
-                    await asking
-            assert not inflight.jobs
-
-    asyncio.run(main())
+        assert not inflight.jobs
 
 
 # ---------------------------------------------------------------------- retries
@@ -162,46 +152,29 @@ def failing(*errors: Exception) -> Callable[[], Awaitable[str]]:
     return call
 
 
-def run(main: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            await main
-
-    asyncio.run(bounded())
-
-
-def test_no_room_is_the_reason_until_the_service_takes_the_groups(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_room_is_the_reason_until_the_service_takes_the_groups(caplog: pytest.LogCaptureFixture) -> None:
     """An answer to another call does not hide it."""
-
-    async def main() -> None:
-        inflight = without_client()
-        full = [NoRoom("max_tokens_live is 5", retry_after_s=0.05)] * 3
-        appending = asyncio.create_task(inflight.retry("append", failing(*full)))
-        await asyncio.sleep(0)
-        assert inflight.retry_reason == "no_room"
-        assert await inflight.retry("policy", failing()) == "answered"
-        assert inflight.retry_reason == "no_room"
-        assert await appending == "answered"
-        assert inflight.retry_reason is None
-
-    run(main())
+    inflight = without_client()
+    full = [NoRoom("max_tokens_live is 5", retry_after_s=0.05)] * 3
+    appending = asyncio.create_task(inflight.retry("append", failing(*full)))
+    await asyncio.sleep(0)
+    assert inflight.retry_reason == "no_room"
+    assert await inflight.retry("policy", failing()) == "answered"
+    assert inflight.retry_reason == "no_room"
+    assert await appending == "answered"
+    assert inflight.retry_reason is None
     assert caplog.text.count("s for room in the service (append); the trainer makes room; 0 groups in flight") == 3
     assert "max_tokens_live is 5" in caplog.text
 
 
-def test_the_reason_is_that_of_the_first_retried_call() -> None:
-    async def main() -> None:
-        inflight = without_client()
-        away = asyncio.create_task(
-            inflight.retry("tickets", failing(*[ServiceUnavailable("x", retry_after_s=0.05)] * 2))
-        )
-        await asyncio.sleep(0)
-        full = asyncio.create_task(inflight.retry("append", failing(*[NoRoom("x", retry_after_s=0.2)] * 2)))
-        await asyncio.sleep(0)
-        assert inflight.retry_reason == "service_away"
-        await away
-        assert inflight.retry_reason == "no_room"
-        await full
-        assert inflight.retry_reason is None
-
-    run(main())
+async def test_the_reason_is_that_of_the_first_retried_call() -> None:
+    inflight = without_client()
+    away = asyncio.create_task(inflight.retry("tickets", failing(*[ServiceUnavailable("x", retry_after_s=0.05)] * 2)))
+    await asyncio.sleep(0)
+    full = asyncio.create_task(inflight.retry("append", failing(*[NoRoom("x", retry_after_s=0.2)] * 2)))
+    await asyncio.sleep(0)
+    assert inflight.retry_reason == "service_away"
+    await away
+    assert inflight.retry_reason == "no_room"
+    await full
+    assert inflight.retry_reason is None

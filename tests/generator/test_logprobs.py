@@ -36,14 +36,6 @@ def rollout(prompt: Sequence[int], completion: Sequence[int], sampled: Sequence[
 ROLLOUTS = (rollout([3, 1], [4, 1, 5]), rollout([9], [2, 6]))
 
 
-def run(main: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            await main
-
-    asyncio.run(bounded())
-
-
 async def opened(stack: AsyncExitStack, timeout_s: float = TIMEOUT_S, **options: Any) -> LogprobStage:
     """Open the one configured stage."""
     asked = LogprobOptions(**options)
@@ -57,24 +49,21 @@ async def faults_of(computing: Awaitable[Any]) -> tuple[str, str]:
     return caught.value.reason, caught.value.detail
 
 
-def test_each_completion_token_gets_its_own_logprob_after_the_tokens_before_it() -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            stage = await opened(stack, ref_engine=engine.url, ref_micro_batch=2)
-            values = (await stage.compute(ROLLOUTS)).values
-            expected = [
-                [given_logprob(1, 4), given_logprob(4, 1), given_logprob(1, 5)],
-                [given_logprob(9, 2), given_logprob(2, 6)],
-            ]
-            for computed, wanted in zip(values, expected, strict=True):
-                assert computed.tolist() == pytest.approx(wanted)
-            (request,) = engine.requests
-            assert request["prompt"] == [[3, 1, 4, 1, 5], [9, 2, 6]]
-            assert (request["max_tokens"], request["prompt_logprobs"]) == (1, 0)
-            assert (stage.column, stage.micro_batch) == ("ref_logprobs", 2)
-            assert stage.record() == {"engines": [engine.url], "model": "tiny"}
-
-    run(main())
+async def test_each_completion_token_gets_its_own_logprob_after_the_tokens_before_it() -> None:
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        stage = await opened(stack, ref_engine=engine.url, ref_micro_batch=2)
+        values = (await stage.compute(ROLLOUTS)).values
+        expected = [
+            [given_logprob(1, 4), given_logprob(4, 1), given_logprob(1, 5)],
+            [given_logprob(9, 2), given_logprob(2, 6)],
+        ]
+        for computed, wanted in zip(values, expected, strict=True):
+            assert computed.tolist() == pytest.approx(wanted)
+        (request,) = engine.requests
+        assert request["prompt"] == [[3, 1, 4, 1, 5], [9, 2, 6]]
+        assert (request["max_tokens"], request["prompt_logprobs"]) == (1, 0)
+        assert (stage.column, stage.micro_batch) == ("ref_logprobs", 2)
+        assert stage.record() == {"engines": [engine.url], "model": "tiny"}
 
 
 def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]:
@@ -99,117 +88,90 @@ def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str,
     ],
     ids=["one less", "none", "not its own", "a gap", "absent", "above 0", "a choice less"],
 )
-def test_an_answer_without_a_logprob_is_rejected(change: Callable[..., Any], message: str) -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            stage = await opened(stack, teacher_engine=engine.url)
-            engine.script.append(spoilt(change))
-            reason, detail = await faults_of(stage.compute(ROLLOUTS))
-            assert reason == "engine_bad_answer"
-            assert message in detail
-            assert len((await stage.compute(ROLLOUTS)).values) == 2, "the next one is taken"
-
-    run(main())
+async def test_an_answer_without_a_logprob_is_rejected(change: Callable[..., Any], message: str) -> None:
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        stage = await opened(stack, teacher_engine=engine.url)
+        engine.script.append(spoilt(change))
+        reason, detail = await faults_of(stage.compute(ROLLOUTS))
+        assert reason == "engine_bad_answer"
+        assert message in detail
+        assert len((await stage.compute(ROLLOUTS)).values) == 2, "the next one is taken"
 
 
-def test_tokens_that_were_not_sampled_need_no_logprob() -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            stage = await opened(stack, ref_engine=engine.url)
-            engine.script.append(spoilt(lambda choices: choices[0]["prompt_logprobs"][1].clear()))
-            (values,) = (await stage.compute([rollout([9], [2, 6], sampled=[0, 1])])).values
-            assert values[1] == pytest.approx(given_logprob(2, 6))
-
-    run(main())
+async def test_tokens_that_were_not_sampled_need_no_logprob() -> None:
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        stage = await opened(stack, ref_engine=engine.url)
+        engine.script.append(spoilt(lambda choices: choices[0]["prompt_logprobs"][1].clear()))
+        (values,) = (await stage.compute([rollout([9], [2, 6], sampled=[0, 1])])).values
+        assert values[1] == pytest.approx(given_logprob(2, 6))
 
 
-def test_another_server_takes_over_if_one_fails() -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as first, EngineDouble().up() as other, AsyncExitStack() as stack:
-            stage = await opened(stack, ref_engine=f"{first.url}, {other.url}")
-            first.always = fail(500)
-            for _ in range(4):
-                assert len((await stage.compute(ROLLOUTS)).values) == 2
-            assert len(other.requests) == 4
-
-    run(main())
+async def test_another_server_takes_over_if_one_fails() -> None:
+    async with EngineDouble().up() as first, EngineDouble().up() as other, AsyncExitStack() as stack:
+        stage = await opened(stack, ref_engine=f"{first.url}, {other.url}")
+        first.always = fail(500)
+        for _ in range(4):
+            assert len((await stage.compute(ROLLOUTS)).values) == 2
+        assert len(other.requests) == 4
 
 
-def test_a_server_that_stays_broken_fails_a_micro_batch_after_three_tries() -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            stage = await opened(stack, ref_engine=engine.url)
-            engine.always = fail(500)
-            reason, _ = await faults_of(stage.compute(ROLLOUTS))
-            assert (reason, len(engine.requests)) == ("engine_error", 3)
-
-    run(main())
+async def test_a_server_that_stays_broken_fails_a_micro_batch_after_three_tries() -> None:
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        stage = await opened(stack, ref_engine=engine.url)
+        engine.always = fail(500)
+        reason, _ = await faults_of(stage.compute(ROLLOUTS))
+        assert (reason, len(engine.requests)) == ("engine_error", 3)
 
 
-def test_a_hanging_server_fails_a_micro_batch_within_the_time_limit() -> None:
+async def test_a_hanging_server_fails_a_micro_batch_within_the_time_limit() -> None:
     async def hang(request: dict[str, Any]) -> Response:
         await asyncio.Event().wait()
         return Response()
 
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            stage = await opened(stack, timeout_s=0.2, ref_engine=engine.url)
-            engine.script.append(hang)
-            reason, _ = await faults_of(stage.compute(ROLLOUTS))
-            assert (reason, len(engine.requests)) == ("engine_timeout", 1)
-
-    run(main())
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        stage = await opened(stack, timeout_s=0.2, ref_engine=engine.url)
+        engine.script.append(hang)
+        reason, _ = await faults_of(stage.compute(ROLLOUTS))
+        assert (reason, len(engine.requests)) == ("engine_timeout", 1)
 
 
-def test_no_ticket_is_taken_until_a_dead_server_is_back() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            async with EngineDouble().up() as engine:
-                stage = EngineStage("ref_logprobs", [VllmEngine(engine.url, timeout_s=TIMEOUT_S)], 2, patience_s=0.1)
-                stack.push_async_callback(stage.aclose)
-                await stage.prepare(TIMEOUT_S, policy=())
-                await stage.wait_ready(0.1)
-                port = int(engine.url.rpartition(":")[2])
-            assert (await faults_of(stage.compute(ROLLOUTS)))[0] == "engine_away"
-            with pytest.raises(EngineAway):
-                await stage.wait_ready(0.1)
-            async with EngineDouble().up(port):
-                await stage.wait_ready(TIMEOUT_S)
-                assert len((await stage.compute(ROLLOUTS)).values) == 2
-
-    run(main())
+async def test_no_ticket_is_taken_until_a_dead_server_is_back() -> None:
+    async with AsyncExitStack() as stack:
+        async with EngineDouble().up() as engine:
+            stage = EngineStage("ref_logprobs", [VllmEngine(engine.url, timeout_s=TIMEOUT_S)], 2, patience_s=0.1)
+            stack.push_async_callback(stage.aclose)
+            await stage.prepare(TIMEOUT_S, policy=())
+            await stage.wait_ready(0.1)
+            port = int(engine.url.rpartition(":")[2])
+        assert (await faults_of(stage.compute(ROLLOUTS)))[0] == "engine_away"
+        with pytest.raises(EngineAway):
+            await stage.wait_ready(0.1)
+        async with EngineDouble().up(port):
+            await stage.wait_ready(TIMEOUT_S)
+            assert len((await stage.compute(ROLLOUTS)).values) == 2
 
 
-def test_a_server_of_the_policy_cannot_be_the_reference() -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
-            await policy.prepare()
-            stack.push_async_callback(policy.aclose)
-            asked = LogprobOptions(ref_engine=engine.url)
-            with pytest.raises(EngineUnfit, match=r"serves 'tiny' for ref_logprobs and for the policy"):
-                await open_stages(asked, stack, policy=[policy], timeout_s=1.0, start_timeout_s=TIMEOUT_S)
-            policy.model = "an adapter of it"
-            assert await open_stages(asked, stack, policy=[policy], timeout_s=1.0, start_timeout_s=TIMEOUT_S)
-
-    run(main())
+async def test_a_server_of_the_policy_cannot_be_the_reference() -> None:
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
+        await policy.prepare()
+        stack.push_async_callback(policy.aclose)
+        asked = LogprobOptions(ref_engine=engine.url)
+        with pytest.raises(EngineUnfit, match=r"serves 'tiny' for ref_logprobs and for the policy"):
+            await open_stages(asked, stack, policy=[policy], timeout_s=1.0, start_timeout_s=TIMEOUT_S)
+        policy.model = "an adapter of it"
+        assert await open_stages(asked, stack, policy=[policy], timeout_s=1.0, start_timeout_s=TIMEOUT_S)
 
 
-def test_an_unknown_served_name_is_rejected_at_start() -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            with pytest.raises(EngineUnfit, match="the requested model is 'base'"):
-                await opened(stack, ref_engine=engine.url, ref_served_name="base")
-
-    run(main())
+async def test_an_unknown_served_name_is_rejected_at_start() -> None:
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        with pytest.raises(EngineUnfit, match="the requested model is 'base'"):
+            await opened(stack, ref_engine=engine.url, ref_served_name="base")
 
 
-def test_a_rollout_may_be_one_token_shorter_than_the_context() -> None:
-    async def main() -> None:
-        async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-            assert (await opened(stack, ref_engine=engine.url)).max_tokens == 63
-
-    run(main())
+async def test_a_rollout_may_be_one_token_shorter_than_the_context() -> None:
+    async with EngineDouble().up() as engine, AsyncExitStack() as stack:
+        assert (await opened(stack, ref_engine=engine.url)).max_tokens == 63
 
 
 # ---------------------------------------------------------------------- the policy's own, by one version
@@ -244,144 +206,114 @@ def becomes(engine: EngineDouble, version: int) -> Callable[[dict[str, Any]], Aw
     return script
 
 
-def test_old_logprobs_record_their_version() -> None:
-    async def main() -> None:
-        async with EngineDouble(version=3).up() as engine, AsyncExitStack() as stack:
-            policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
-            await policy.prepare()
-            stack.push_async_callback(policy.aclose)
-            asked = LogprobOptions(old_engine=engine.url, old_micro_batch=3)
-            (stage,) = await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
-            computed = await stage.compute(ROLLOUTS, least_version=3)
-            assert computed.policy_version == 3
-            assert computed.values[1].tolist() == pytest.approx([given_logprob(9, 2), given_logprob(2, 6)])
-            assert (stage.column, stage.micro_batch) == ("old_logprobs", 3)
-            assert stage.record() == {"engines": [engine.url], "model": "tiny"}
-
-    run(main())
+async def test_old_logprobs_record_their_version() -> None:
+    async with EngineDouble(version=3).up() as engine, AsyncExitStack() as stack:
+        policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
+        await policy.prepare()
+        stack.push_async_callback(policy.aclose)
+        asked = LogprobOptions(old_engine=engine.url, old_micro_batch=3)
+        (stage,) = await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
+        computed = await stage.compute(ROLLOUTS, least_version=3)
+        assert computed.policy_version == 3
+        assert computed.values[1].tolist() == pytest.approx([given_logprob(9, 2), given_logprob(2, 6)])
+        assert (stage.column, stage.micro_batch) == ("old_logprobs", 3)
+        assert stage.record() == {"engines": [engine.url], "model": "tiny"}
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_micro_batch_is_repeated_if_the_version_changed() -> None:
-    async def main() -> None:
-        engine = EngineDouble(version=3)
-        async with policy_stage(engine) as stage:
-            engine.script.append(becomes(engine, 4))
-            assert (await stage.compute(ROLLOUTS)).policy_version == 4
-            assert len(engine.requests) == 2
-            (server,) = stage.status()
-            assert server.outcomes == {"engine_version_changed": 1, "ok": 1} and server.state == "up"
-
-    run(main())
+async def test_a_micro_batch_is_repeated_if_the_version_changed() -> None:
+    engine = EngineDouble(version=3)
+    async with policy_stage(engine) as stage:
+        engine.script.append(becomes(engine, 4))
+        assert (await stage.compute(ROLLOUTS)).policy_version == 4
+        assert len(engine.requests) == 2
+        (server,) = stage.status()
+        assert server.outcomes == {"engine_version_changed": 1, "ok": 1} and server.state == "up"
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_version_that_changes_in_every_try_fails_the_micro_batch() -> None:
-    async def main() -> None:
-        engine = EngineDouble(version=3)
-        async with policy_stage(engine) as stage:
-            engine.script.extend(becomes(engine, version) for version in (4, 5, 6))
-            reason, detail = await faults_of(stage.compute(ROLLOUTS))
-            assert (reason, len(engine.requests)) == ("engine_version_changed", 3)
-            assert detail == f"engine {engine.url} had version 5 before it computed and 6 after"
-            assert (await stage.compute(ROLLOUTS)).policy_version == 6
-
-    run(main())
+async def test_a_version_that_changes_in_every_try_fails_the_micro_batch() -> None:
+    engine = EngineDouble(version=3)
+    async with policy_stage(engine) as stage:
+        engine.script.extend(becomes(engine, version) for version in (4, 5, 6))
+        reason, detail = await faults_of(stage.compute(ROLLOUTS))
+        assert (reason, len(engine.requests)) == ("engine_version_changed", 3)
+        assert detail == f"engine {engine.url} had version 5 before it computed and 6 after"
+        assert (await stage.compute(ROLLOUTS)).policy_version == 6
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_micro_batch_that_loading_weights_cut_off_is_repeated() -> None:
+async def test_a_micro_batch_that_loading_weights_cut_off_is_repeated() -> None:
     """vLLM 0.31 then answers 200 with the first token only."""
-
-    async def main() -> None:
-        engine = EngineDouble(version=3)
-        async with policy_stage(engine) as stage:
-            cut = spoilt(lambda choices: choices[1].update(prompt_logprobs=[None], finish_reason="abort"))
-            engine.script.append(cut)
-            assert (await stage.compute(ROLLOUTS)).policy_version == 3
-            assert stage.status()[0].outcomes == {"engine_aborted": 1, "ok": 1}
-
-    run(main())
+    engine = EngineDouble(version=3)
+    async with policy_stage(engine) as stage:
+        cut = spoilt(lambda choices: choices[1].update(prompt_logprobs=[None], finish_reason="abort"))
+        engine.script.append(cut)
+        assert (await stage.compute(ROLLOUTS)).policy_version == 3
+        assert stage.status()[0].outcomes == {"engine_aborted": 1, "ok": 1}
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_server_with_base_weights_waits_for_the_published_version() -> None:
+async def test_a_server_with_base_weights_waits_for_the_published_version() -> None:
     """It restarted unnoticed between two publications."""
-
-    async def main() -> None:
-        engine = EngineDouble(version=3)
-        async with policy_stage(engine) as stage:
-            stage.learn_published(3)
-            assert (await stage.compute(ROLLOUTS)).policy_version == 3
-            engine.version = "default"
-            computing = asyncio.create_task(stage.compute(ROLLOUTS))
-            await until(lambda: stage.waiting == "engine_stale")
-            assert not computing.done() and len(engine.requests) == 1
-            assert "has version 0; published is 3" in (stage.status()[0].fault or "")
-            engine.version = 4
-            assert (await computing).policy_version == 4
-            assert stage.waiting is None and len(engine.requests) == 2
-
-    run(main())
+    engine = EngineDouble(version=3)
+    async with policy_stage(engine) as stage:
+        stage.learn_published(3)
+        assert (await stage.compute(ROLLOUTS)).policy_version == 3
+        engine.version = "default"
+        computing = asyncio.create_task(stage.compute(ROLLOUTS))
+        await until(lambda: stage.waiting == "engine_stale")
+        assert not computing.done() and len(engine.requests) == 1
+        assert "has version 0; published is 3" in (stage.status()[0].fault or "")
+        engine.version = 4
+        assert (await computing).policy_version == 4
+        assert stage.waiting is None and len(engine.requests) == 2
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_server_without_the_published_version_is_not_used() -> None:
-    async def main() -> None:
-        behind, right = EngineDouble(version=3), EngineDouble(version=4)
-        async with policy_stage(behind, right) as stage:
-            stage.learn_published(4)
-            for _ in range(4):
-                assert (await stage.compute(ROLLOUTS)).policy_version == 4
-            assert (len(behind.requests), len(right.requests)) == (0, 4)
-
-    run(main())
+async def test_a_server_without_the_published_version_is_not_used() -> None:
+    behind, right = EngineDouble(version=3), EngineDouble(version=4)
+    async with policy_stage(behind, right) as stage:
+        stage.learn_published(4)
+        for _ in range(4):
+            assert (await stage.compute(ROLLOUTS)).policy_version == 4
+        assert (len(behind.requests), len(right.requests)) == (0, 4)
 
 
 @pytest.mark.usefixtures("_quick")
-def test_rollouts_wait_until_a_server_has_their_weights() -> None:
+async def test_rollouts_wait_until_a_server_has_their_weights() -> None:
     """Servers load one after another; the version is announced when all have it."""
-
-    async def main() -> None:
-        engine = EngineDouble(version=3)
-        async with policy_stage(engine) as stage:
-            stage.learn_published(3)
-            computing = asyncio.create_task(stage.compute(ROLLOUTS, least_version=4))
-            await until(lambda: stage.status()[0].outcomes.get("engine_behind", 0) > TRIES)
-            assert not engine.requests and stage.waiting is None, "nothing is wrong with it"
-            engine.version = 4
-            assert (await computing).policy_version == 4
-
-    run(main())
+    engine = EngineDouble(version=3)
+    async with policy_stage(engine) as stage:
+        stage.learn_published(3)
+        computing = asyncio.create_task(stage.compute(ROLLOUTS, least_version=4))
+        await until(lambda: stage.status()[0].outcomes.get("engine_behind", 0) > TRIES)
+        assert not engine.requests and stage.waiting is None, "nothing is wrong with it"
+        engine.version = 4
+        assert (await computing).policy_version == 4
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_micro_batch_fails_if_the_weights_do_not_arrive() -> None:
-    async def main() -> None:
-        engine = EngineDouble(version=3)
-        async with policy_stage(engine, patience_s=0.1) as stage:
-            reason, detail = await faults_of(stage.compute(ROLLOUTS, least_version=4))
-            assert (reason, engine.requests) == ("engine_behind", [])
-            assert detail == f"engine {engine.url} has version 3; the rollouts were sampled by 4"
-            assert (await stage.compute(ROLLOUTS, least_version=3)).policy_version == 3
-
-    run(main())
+async def test_a_micro_batch_fails_if_the_weights_do_not_arrive() -> None:
+    engine = EngineDouble(version=3)
+    async with policy_stage(engine, patience_s=0.1) as stage:
+        reason, detail = await faults_of(stage.compute(ROLLOUTS, least_version=4))
+        assert (reason, engine.requests) == ("engine_behind", [])
+        assert detail == f"engine {engine.url} has version 3; the rollouts were sampled by 4"
+        assert (await stage.compute(ROLLOUTS, least_version=3)).policy_version == 3
 
 
 @pytest.mark.usefixtures("_quick")
-def test_servers_with_weights_from_before_a_rewind_are_not_used() -> None:
-    async def main() -> None:
-        engine = EngineDouble(version=5)
-        async with policy_stage(engine) as stage:
-            stage.learn_published(5)
-            stage.learn_published(2)
-            computing = asyncio.create_task(stage.compute(ROLLOUTS))
-            await until(lambda: engine.calls.count("health") > 2)
-            assert stage.waiting == "engine_stale" and not engine.requests
-            engine.version = 2
-            assert (await computing).policy_version == 2
-
-    run(main())
+async def test_servers_with_weights_from_before_a_rewind_are_not_used() -> None:
+    engine = EngineDouble(version=5)
+    async with policy_stage(engine) as stage:
+        stage.learn_published(5)
+        stage.learn_published(2)
+        computing = asyncio.create_task(stage.compute(ROLLOUTS))
+        await until(lambda: engine.calls.count("health") > 2)
+        assert stage.waiting == "engine_stale" and not engine.requests
+        engine.version = 2
+        assert (await computing).policy_version == 2
 
 
 @pytest.mark.parametrize(
@@ -394,22 +326,19 @@ def test_servers_with_weights_from_before_a_rewind_are_not_used() -> None:
     ],
     ids=["no version", "no number", "another model", "another name"],
 )
-def test_a_server_that_cannot_have_the_policy_is_rejected_at_start(
+async def test_a_server_that_cannot_have_the_policy_is_rejected_at_start(
     change: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    async def main() -> None:
-        other = EngineDouble()
-        for name, value in change.items():
-            setattr(other, name, value)
-        async with EngineDouble().up() as engine, other.up(), AsyncExitStack() as stack:
-            policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
-            await policy.prepare()
-            stack.push_async_callback(policy.aclose)
-            asked = LogprobOptions(old_engine=other.url, **options)
-            with pytest.raises(EngineUnfit, match=message):
-                await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
-
-    run(main())
+    other = EngineDouble()
+    for name, value in change.items():
+        setattr(other, name, value)
+    async with EngineDouble().up() as engine, other.up(), AsyncExitStack() as stack:
+        policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
+        await policy.prepare()
+        stack.push_async_callback(policy.aclose)
+        asked = LogprobOptions(old_engine=other.url, **options)
+        with pytest.raises(EngineUnfit, match=message):
+            await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
 
 
 # ---------------------------------------------------------------------- options
@@ -471,41 +400,32 @@ def models(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
     return made
 
 
-def test_a_model_computes_in_one_thread_of_its_own(models: list[Counting]) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            stage = await opened(stack, ref_model=Path("folder"), ref_micro_batch=2)
-            first, other = await asyncio.gather(stage.compute(ROLLOUTS), stage.compute(ROLLOUTS[:1]))
-            assert [values.tolist() for values in first.values] == [[-5.0] * 3, [-3.0] * 2]
-            assert [values.tolist() for values in other.values] == [[-5.0] * 3]
-            assert len(models[0].threads) == 1 and threading.get_ident() not in models[0].threads
-            assert (stage.max_tokens, stage.record()) == (32, {"model": "folder"})
-
-    run(main())
+async def test_a_model_computes_in_one_thread_of_its_own(models: list[Counting]) -> None:
+    async with AsyncExitStack() as stack:
+        stage = await opened(stack, ref_model=Path("folder"), ref_micro_batch=2)
+        first, other = await asyncio.gather(stage.compute(ROLLOUTS), stage.compute(ROLLOUTS[:1]))
+        assert [values.tolist() for values in first.values] == [[-5.0] * 3, [-3.0] * 2]
+        assert [values.tolist() for values in other.values] == [[-5.0] * 3]
+        assert len(models[0].threads) == 1 and threading.get_ident() not in models[0].threads
+        assert (stage.max_tokens, stage.record()) == (32, {"model": "folder"})
 
 
-def test_a_model_that_raises_fails_one_micro_batch(models: list[Counting]) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            stage = await opened(stack, ref_model=Path("folder"))
-            models[0].error = MemoryError("no room")
-            reason, detail = await faults_of(stage.compute(ROLLOUTS))
-            assert reason == "model_raised"
-            assert detail == "folder with 2 rollouts, 8 tokens, raised MemoryError('no room')"
-            models[0].error = None
-            assert len((await stage.compute(ROLLOUTS)).values) == 2
-
-    run(main())
+async def test_a_model_that_raises_fails_one_micro_batch(models: list[Counting]) -> None:
+    async with AsyncExitStack() as stack:
+        stage = await opened(stack, ref_model=Path("folder"))
+        models[0].error = MemoryError("no room")
+        reason, detail = await faults_of(stage.compute(ROLLOUTS))
+        assert reason == "model_raised"
+        assert detail == "folder with 2 rollouts, 8 tokens, raised MemoryError('no room')"
+        models[0].error = None
+        assert len((await stage.compute(ROLLOUTS)).values) == 2
 
 
-def test_a_hanging_model_ends_generate(models: list[Counting]) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            stage = await opened(stack, timeout_s=0.1, ref_model=Path("folder"))
-            models[0].open.clear()
-            with pytest.raises(ReplaybufError, match=r"did not finish within 0\.1 s; use smaller") as caught:
-                await stage.compute(ROLLOUTS)
-            assert not isinstance(caught.value, EngineFault)
-            models[0].open.set()
-
-    run(main())
+async def test_a_hanging_model_ends_generate(models: list[Counting]) -> None:
+    async with AsyncExitStack() as stack:
+        stage = await opened(stack, timeout_s=0.1, ref_model=Path("folder"))
+        models[0].open.clear()
+        with pytest.raises(ReplaybufError, match=r"did not finish within 0\.1 s; use smaller") as caught:
+            await stage.compute(ROLLOUTS)
+        assert not isinstance(caught.value, EngineFault)
+        models[0].open.set()

@@ -15,7 +15,7 @@ from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, GenerationFau
 from replaybuf.generator.engines import Sampling, request_seed
 from replaybuf.generator.environments import Score, Turn
 from replaybuf.generator.environments.episodes import Episodes
-from replaybuf.generator.failure.lost_rollouts import Losses
+from replaybuf.generator.failures import Losses
 from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.group_maker import GroupRequests
 from replaybuf.generator.metrics import exposition
@@ -31,7 +31,6 @@ from tests.generator.doubles import (
 )
 from tests.generator.engines.rule_engine import PROMPT, ByRule
 from tests.generator.fleet.test_fleet import fleet_of
-from tests.generator.fleet.test_fleet import run as run_main
 from tests.generator.test_stages import Sums
 from tests.generator.turn_environments import Scripted
 from tests.generator.worlds import WORDS, completed
@@ -147,22 +146,19 @@ def test_faults_of_the_whole_group_are_no_loss_of_rollouts() -> None:
     assert losses.metadata == {"lost_rollouts": {"engine_timeout": 1, "environment_raised": 1}}
 
 
-def test_an_aborted_rollout_that_cannot_be_continued_is_lost_alone() -> None:
-    async def main() -> None:
-        double = ByRule(4)
-        double.cuts.append([None, [(4, 1)], None])
-        double.cuts.extend([[]] for _ in range(TRIES))
-        async with fleet_of(double, on_publish="abort-and-resume") as fleet:
-            losses = Losses(1)
-            requests = GroupRequests(fleet, None, losses)
-            made = await requests.generate(np.array(PROMPT, np.int32), Sampling(n=3, max_tokens=6))
-            assert made.completion_lengths.tolist() == [6, 6] and not made.aborted
-            assert losses.by_reason == {"engine_aborted": 1}
-
-    run_main(main())
+async def test_an_aborted_rollout_that_cannot_be_continued_is_lost_alone() -> None:
+    double = ByRule(4)
+    double.cuts.append([None, [(4, 1)], None])
+    double.cuts.extend([[]] for _ in range(TRIES))
+    async with fleet_of(double, on_publish="abort-and-resume") as fleet:
+        losses = Losses(1)
+        requests = GroupRequests(fleet, None, losses)
+        made = await requests.generate(np.array(PROMPT, np.int32), Sampling(n=3, max_tokens=6))
+        assert made.completion_lengths.tolist() == [6, 6] and not made.aborted
+        assert losses.by_reason == {"engine_aborted": 1}
 
 
-def test_an_episode_whose_environment_fails_is_lost_alone(tmp_path: Path) -> None:
+async def test_an_episode_whose_environment_fails_is_lost_alone(tmp_path: Path) -> None:
     played = itertools.count()
 
     async def answers(number: int, turn: Turn) -> None:
@@ -170,15 +166,11 @@ def test_an_episode_whose_environment_fails_is_lost_alone(tmp_path: Path) -> Non
             raise RuntimeError("the sandbox died")
 
     environment = Scripted(answers)
-
-    async def main() -> None:
-        engine, losses = EngineDouble(), Losses(2)
-        async with fleet_of(engine) as fleet:
-            episodes = Episodes(environment, make_tokenizer(tmp_path), max_turns=2, timeout_s=TIMEOUT_S)
-            requests, sampling = GroupRequests(fleet, 1, losses), Sampling(n=4, max_tokens=20)
-            sample, scores = await episodes.play(requests, make_prompt("abc"), sampling, fleet.check_rest, losses)
-        assert len(sample.finish_reasons) == len(scores.rewards) == len(sample.metadata["turns"]) == 2
-        assert sample.completion_mask is None  # the environment wrote no token
-        assert losses.by_reason == {"environment_raised": 2}
-
-    run_main(main())
+    engine, losses = EngineDouble(), Losses(2)
+    async with fleet_of(engine) as fleet:
+        episodes = Episodes(environment, make_tokenizer(tmp_path), max_turns=2, timeout_s=TIMEOUT_S)
+        requests, sampling = GroupRequests(fleet, 1, losses), Sampling(n=4, max_tokens=20)
+        sample, scores = await episodes.play(requests, make_prompt("abc"), sampling, fleet.check_rest, losses)
+    assert len(sample.finish_reasons) == len(scores.rewards) == len(sample.metadata["turns"]) == 2
+    assert sample.completion_mask is None  # the environment wrote no token
+    assert losses.by_reason == {"environment_raised": 2}

@@ -28,28 +28,25 @@ def fit(run: RunFacts, *texts: str, **options: Any) -> None:
     check_fit(run, [make_prompt(text) for text in texts], **arguments | options)
 
 
-def test_it_waits_for_a_run_that_comes_late(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> RunFacts:
-        service = ServiceDouble(group_size=8)
-        service.faults["run"] = deque([ServiceUnavailable("starting"), NotFound("run 'r' is not known")])
-        async with service.up(), AsyncClient(service.url, "r") as client:
-            return await wait_for_run(client, TIMEOUT_S)
-
-    assert asyncio.run(main()).group_size == 8
+async def test_it_waits_for_a_run_that_comes_late(caplog: pytest.LogCaptureFixture) -> None:
+    service = ServiceDouble(group_size=8)
+    service.faults["run"] = deque([ServiceUnavailable("starting"), NotFound("run 'r' is not known")])
+    async with service.up(), AsyncClient(service.url, "r") as client:
+        outcome = await wait_for_run(client, TIMEOUT_S)
+    assert outcome.group_size == 8
     assert re.search(r"waiting for the run, up to \d+ s: run 'r' is not known", caplog.text)
 
 
 @pytest.mark.parametrize("fault", [DataLost("restore the append-only file"), Unreadable("restore the keys")])
-def test_it_waits_until_an_operator_has_restored_the_data(fault: DataLost, caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_waits_until_an_operator_has_restored_the_data(
+    fault: DataLost, caplog: pytest.LogCaptureFixture
+) -> None:
     """As a generator that is already running does."""
-
-    async def main() -> RunFacts:
-        service = ServiceDouble(group_size=8)
-        service.faults["run"] = deque([fault])
-        async with service.up(), AsyncClient(service.url, "r") as client:
-            return await wait_for_run(client, TIMEOUT_S)
-
-    assert asyncio.run(main()).group_size == 8
+    service = ServiceDouble(group_size=8)
+    service.faults["run"] = deque([fault])
+    async with service.up(), AsyncClient(service.url, "r") as client:
+        outcome = await wait_for_run(client, TIMEOUT_S)
+    assert outcome.group_size == 8
     assert f"waiting for the run, up to {TIMEOUT_S:.0f} s: {fault.detail}" in caplog.text
 
 
@@ -64,17 +61,13 @@ def test_data_that_nobody_restores_end_the_start() -> None:
         asyncio.run(main())
 
 
-def test_each_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Not at every try."""
-
-    async def main() -> None:
-        service = ServiceDouble(group_size=8)
-        faults = [ServiceUnavailable("starting")] * 3 + [NotFound("run 'r' is not known")] * 2
-        service.faults["run"] = deque(faults)
-        async with service.up(), AsyncClient(service.url, "r") as client:
-            await wait_for_run(client, TIMEOUT_S)
-
-    asyncio.run(main())
+    service = ServiceDouble(group_size=8)
+    faults = [ServiceUnavailable("starting")] * 3 + [NotFound("run 'r' is not known")] * 2
+    service.faults["run"] = deque(faults)
+    async with service.up(), AsyncClient(service.url, "r") as client:
+        await wait_for_run(client, TIMEOUT_S)
     assert [record.message.partition(": ")[2] for record in caplog.records if "waiting for" in record.message] == [
         "starting",
         "run 'r' is not known",

@@ -27,7 +27,7 @@ from tests.generator.doubles import (
     make_prompt,
     make_tokenizer,
 )
-from tests.generator.worlds import World, run, world
+from tests.generator.worlds import World, started
 from tests.waiting import until
 
 HELD_OUT = ("xyz", "zz", "yx")
@@ -52,11 +52,8 @@ async def evaluating(
         max_tokens=8,
     )
     schedule = Schedule(held_out, every, producer="me")
-    async with world(folder, engine, service, followers=[schedule], report_every_s=0.01) as w:
-        w.start()
+    async with started(folder, engine, service, followers=[schedule], report_every_s=0.01) as w:
         yield w
-        w.stop.set()
-        await w.end()
 
 
 async def publish(engine: EngineDouble, service: ServiceDouble, version: int) -> None:
@@ -65,94 +62,80 @@ async def publish(engine: EngineDouble, service: ServiceDouble, version: int) ->
     await service.change(published=version, open=1)
 
 
-def test_it_evaluates_at_the_start_and_once_per_turn_of_versions(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, service = EngineDouble(), ServiceDouble()
-        service.open = 1
-        async with evaluating(tmp_path, engine, service) as w:
-            await service.until(lambda: len(service.evaluations) == 1)
-            for version in (4, 9, 11, 17, 20):
-                await publish(engine, service, version)
-                await service.until(lambda: version in {group.policy_version for group in service.groups})  # noqa: B023
-                await service.until(lambda: len(service.evaluations) == 1 + version // 10)  # noqa: B023
-            assert [evaluation["version"] for evaluation in service.evaluations] == [0, 11, 20]
-            first = service.evaluations[0]
-            assert (first["name"], first["reward_mean"], first["rollouts"], first["samples"]) == ("words", 1.0, 3, 1)
-            assert (first["temperature"], first["producer"], first["adapter"]) == (0.0, "me", "")
-            reported = {
-                family.name: family.samples[0].value
-                for family in text_string_to_metric_families(exposition("r", w.daemon).decode())
-                if family.name.startswith("replaybuf_generator_evaluation_")
-            }
-            assert reported["replaybuf_generator_evaluation_reward_mean"] == 1.0
-            assert reported["replaybuf_generator_evaluation_version"] == 20
-        trained = {group.prompt_id for group in service.groups}
-        assert trained.isdisjoint(HELD_OUT) and len(service.groups) == 6
-        assert {(request["n"], request["temperature"]) for request in engine.requests} == {(4, 1.0), (1, 0.0)}
-
-    run(main())
+async def test_it_evaluates_at_the_start_and_once_per_turn_of_versions(tmp_path: Path) -> None:
+    engine, service = EngineDouble(), ServiceDouble()
+    service.open = 1
+    async with evaluating(tmp_path, engine, service) as w:
+        await service.until(lambda: len(service.evaluations) == 1)
+        for version in (4, 9, 11, 17, 20):
+            await publish(engine, service, version)
+            await service.until(lambda: version in {group.policy_version for group in service.groups})  # noqa: B023
+            await service.until(lambda: len(service.evaluations) == 1 + version // 10)  # noqa: B023
+        assert [evaluation["version"] for evaluation in service.evaluations] == [0, 11, 20]
+        first = service.evaluations[0]
+        assert (first["name"], first["reward_mean"], first["rollouts"], first["samples"]) == ("words", 1.0, 3, 1)
+        assert (first["temperature"], first["producer"], first["adapter"]) == (0.0, "me", "")
+        reported = {
+            family.name: family.samples[0].value
+            for family in text_string_to_metric_families(exposition("r", w.daemon).decode())
+            if family.name.startswith("replaybuf_generator_evaluation_")
+        }
+        assert reported["replaybuf_generator_evaluation_reward_mean"] == 1.0
+        assert reported["replaybuf_generator_evaluation_version"] == 20
+    trained = {group.prompt_id for group in service.groups}
+    assert trained.isdisjoint(HELD_OUT) and len(service.groups) == 6
+    assert {(request["n"], request["temperature"]) for request in engine.requests} == {(4, 1.0), (1, 0.0)}
 
 
-def test_a_turn_with_a_recorded_result_is_not_evaluated_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, service = EngineDouble(version=12), ServiceDouble()
-        service.open, service.published = 1, 12
-        recorded = {"name": "words", "version": 10, "versions": [10], "reward_mean": 1.0, "rollouts": 3}
-        service.evaluations = [recorded | {"at_s": 0.0, "generation": 0}]
-        async with evaluating(tmp_path, engine, service):
-            await service.until(lambda: len(service.groups) == 1)
-            await publish(engine, service, 20)
-            await service.until(lambda: len(service.evaluations) == 2)
-            assert service.evaluations[-1]["version"] == 20
-
-    run(main())
+async def test_a_turn_with_a_recorded_result_is_not_evaluated_again(tmp_path: Path) -> None:
+    engine, service = EngineDouble(version=12), ServiceDouble()
+    service.open, service.published = 1, 12
+    recorded = {"name": "words", "version": 10, "versions": [10], "reward_mean": 1.0, "rollouts": 3}
+    service.evaluations = [recorded | {"at_s": 0.0, "generation": 0}]
+    async with evaluating(tmp_path, engine, service):
+        await service.until(lambda: len(service.groups) == 1)
+        await publish(engine, service, 20)
+        await service.until(lambda: len(service.evaluations) == 2)
+        assert service.evaluations[-1]["version"] == 20
 
 
-def test_a_failed_evaluation_is_counted_and_the_generator_goes_on(
+async def test_a_failed_evaluation_is_counted_and_the_generator_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(prompt: object, text: str) -> Score:
         raise ValueError("no judge")
 
-    async def main() -> None:
-        engine, service = EngineDouble(), ServiceDouble()
-        service.open = 1
-        async with evaluating(tmp_path, engine, service, judge=Broken(broken)) as w:
-            await until(lambda: w.daemon.progress.evaluations_failed == 1)
-            await publish(engine, service, 10)
-            await until(lambda: w.daemon.progress.evaluations_failed == 2)
-        assert len(service.groups) == 2
-        assert service.evaluations == []
-
-    run(main())
+    engine, service = EngineDouble(), ServiceDouble()
+    service.open = 1
+    async with evaluating(tmp_path, engine, service, judge=Broken(broken)) as w:
+        await until(lambda: w.daemon.progress.evaluations_failed == 1)
+        await publish(engine, service, 10)
+        await until(lambda: w.daemon.progress.evaluations_failed == 2)
+    assert len(service.groups) == 2
+    assert service.evaluations == []
     assert "evaluation words failed" in caplog.text and "no judge" in caplog.text
 
 
-def test_a_result_is_recorded_once_the_service_is_back(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine, service = EngineDouble(), ServiceDouble()
-        service.open = 1
-        away = ServiceUnavailable("restarting", retry_after_s=0.0)
-        service.faults["evaluation"] = deque([away, away])
-        async with evaluating(tmp_path, engine, service):
-            await service.until(lambda: len(service.evaluations) == 1)
-
-    run(main())
+async def test_a_result_is_recorded_once_the_service_is_back(tmp_path: Path) -> None:
+    engine, service = EngineDouble(), ServiceDouble()
+    service.open = 1
+    away = ServiceUnavailable("restarting", retry_after_s=0.0)
+    service.faults["evaluation"] = deque([away, away])
+    async with evaluating(tmp_path, engine, service):
+        await service.until(lambda: len(service.evaluations) == 1)
 
 
-def test_a_refused_result_is_logged_and_the_generator_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refused_result_is_logged_and_the_generator_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As after a rewind that took the version back while it was evaluated."""
-
-    async def main() -> None:
-        engine, service = EngineDouble(), ServiceDouble()
-        service.open = 1
-        service.faults["evaluation"] = deque([Invalid("version is 0; it was taken back", name="version")])
-        async with evaluating(tmp_path, engine, service):
-            await service.until(lambda: not service.faults["evaluation"])
-            await publish(engine, service, 10)
-            await service.until(lambda: len(service.evaluations) == 1)
-
-    run(main())
+    engine, service = EngineDouble(), ServiceDouble()
+    service.open = 1
+    service.faults["evaluation"] = deque([Invalid("version is 0; it was taken back", name="version")])
+    async with evaluating(tmp_path, engine, service):
+        await service.until(lambda: not service.faults["evaluation"])
+        await publish(engine, service, 10)
+        await service.until(lambda: len(service.evaluations) == 1)
     assert "the service does not record evaluation words: version is 0; it was taken back" in caplog.text
 
 

@@ -166,18 +166,15 @@ def test_an_unfit_engine_is_not_a_fault_of_groups() -> None:
     assert isinstance(caught.value.exceptions[0], EngineUnfit)
 
 
-def test_waiting_names_the_stage_that_cannot_compute() -> None:
-    async def main() -> None:
-        teacher = Sums("teacher_logprobs", 2, fault=EngineAway("engine_away", "waited 1 s in vain"))
-        stages = Stages[Group]([Sums("ref_logprobs", 2), teacher], group_size=2)
-        with pytest.raises(EngineAway):
-            await stages.wait_ready(1.0)
-        assert stages.waiting == "teacher_engine_away"
-        teacher.fault = None
+async def test_waiting_names_the_stage_that_cannot_compute() -> None:
+    teacher = Sums("teacher_logprobs", 2, fault=EngineAway("engine_away", "waited 1 s in vain"))
+    stages = Stages[Group]([Sums("ref_logprobs", 2), teacher], group_size=2)
+    with pytest.raises(EngineAway):
         await stages.wait_ready(1.0)
-        assert stages.waiting is None
-
-    asyncio.run(main())
+    assert stages.waiting == "teacher_engine_away"
+    teacher.fault = None
+    await stages.wait_ready(1.0)
+    assert stages.waiting is None
 
 
 def test_every_stage_uses_its_own_micro_batches() -> None:

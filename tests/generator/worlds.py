@@ -45,6 +45,7 @@ class World:
     engine: EngineDouble
     service: ServiceDouble
     daemon: Daemon
+    server: VllmEngine
     stop: asyncio.Event
     task: asyncio.Task[None] | None = None
 
@@ -115,7 +116,17 @@ async def world(
             stages,
             followers,
         )
-        yield World(engine, service, daemon, asyncio.Event())
+        yield World(engine, service, daemon, server, asyncio.Event())
+
+
+@contextlib.asynccontextmanager
+async def started(*parts: Any, **options: Any) -> AsyncIterator[World]:
+    """Start a world, and stop it at the end of the block if it has not ended."""
+    async with world(*parts, **options) as w:
+        w.start()
+        yield w
+        w.stop.set()
+        await w.end()
 
 
 @contextlib.asynccontextmanager
@@ -125,8 +136,7 @@ async def gated(
     """Start a world whose engine has `requests` requests and answers none until the gate opens."""
     gate, engine = Gate(), EngineDouble()
     engine.always = gate
-    async with world(folder, engine, service, **options) as w:
-        w.start()
+    async with started(folder, engine, service, **options) as w:
         await gate.requests(requests)
         yield w, gate
 

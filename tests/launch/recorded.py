@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replaybuf.launch.processes import ProcessState
+from replaybuf.launch.processes import ProcessUse
 from replaybuf.launch.progress import Evaluation, Example, GeneratorLine, Progress, StalenessLine, TrainerLine
 
 STEPS = 10
@@ -50,12 +50,7 @@ def recorded_progress() -> Progress:
         },
         "tokens": {"live": 2500},
     }
-    recorded.add_processes(
-        [
-            ProcessState("serve", 11, "idle", 80_000_000, 90_000_000, 5.0),
-            ProcessState("train", 12, "running", 400_000_000, 500_000_000, 8.5),
-        ]
-    )
+    recorded.add_uses([ProcessUse("serve", 90_000_000, 5.0), ProcessUse("train", 500_000_000, 8.5)])
     return recorded
 
 

@@ -86,4 +86,4 @@ def test_the_example_survives_kill_9_of_its_generator(example: Path) -> None:
     assert len(re.findall(r"evaluation held_out of version \d+: reward", output)) == 2
     steps = {json.loads(line)["step"] for line in metrics.read_text().splitlines()}
     assert steps == set(range(STEPS))
-    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert psutil.wait_procs(children, timeout=WITHIN_S)[1] == []

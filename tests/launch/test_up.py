@@ -90,7 +90,7 @@ def ended(session: ForkedProcess) -> tuple[int | None, str]:
 
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that still run after the guard's time."""
-    alive = psutil.wait_procs(processes, timeout=10)[1]
+    alive = psutil.wait_procs(processes, timeout=WITHIN_S)[1]
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 

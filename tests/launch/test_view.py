@@ -1,4 +1,4 @@
-"""Terminal output: a panel in a terminal, plain lines elsewhere; progress bars only for work that takes a while."""
+"""Terminal output: one line redrawn in a terminal, new lines elsewhere; bars only for work that takes a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from replaybuf.launch import view as views
 from replaybuf.launch.progress import Progress
-from replaybuf.launch.view import TRAINING, View, clock, panel, sparkline, summary, work_bar
+from replaybuf.launch.view import TRAINING, View, clock, summary, work_bar
 
 ESCAPE = "\x1b"
 
@@ -50,53 +50,30 @@ def test_plain_lines_name_the_phase_before_the_training() -> None:
     assert out.getvalue().strip().endswith("warm start: step 100, accuracy 0.12")
 
 
-def test_a_terminal_gets_the_panel_redrawn_in_place(progress: Progress) -> None:
-    """The panel moves the cursor instead of adding lines; only the events stay."""
+def test_a_terminal_gets_the_state_redrawn_in_place(progress: Progress) -> None:
+    """It moves the cursor instead of adding lines; only the events stay."""
     out = io.StringIO()
-    view = View(Console(file=out, force_terminal=True, width=100))
+    progress.phases.enter(TRAINING)
+    view = View(Console(file=out, force_terminal=True, width=300))
     with view:
         view.update(progress)
         view.event("engine ready")
     assert ESCAPE in out.getvalue()
-    assert "engine ready" in out.getvalue()
+    assert "step 10/10" in out.getvalue() and "engine ready" in out.getvalue()
 
 
-def test_the_panel_shows_all_figures(progress: Progress) -> None:
-    progress.phases.enter(TRAINING)
-    progress.console = "http://127.0.0.1:1/#/runs/demo"
-    console = Console(width=110, record=True, file=io.StringIO())
-    console.print(panel(progress))
-    text = console.export_text()
-    for expected in (
-        "10/10 steps",
-        "0.525  ▁▁▂▃▄▄▅▆▇█",
-        "sampled 62.5%, greedy 85.0% (before: 25.0%, 80.0%)",
-        "mean 0.45, max 1",
-        "20 groups, 2,500 tokens; stored 350, used 320, dropped 10",
-        "generated 3,000 tok/s, trained 4,000 tok/s",
-        "25% (too_few_groups 20%, fetching 5%)",
-        "50% of its 10 reports (rate_limited 50%)",
-        "http://127.0.0.1:1/#/runs/demo",
-    ):
-        assert expected in text
-    assert re.search(r"train +12 +running +8 s +400 MB +500 MB", text)
-
-
-def test_before_the_training_the_panel_has_no_empty_figures() -> None:
-    """During the warm start it shows how far that is, and where the console is."""
-    progress = Progress(seed=0, total_steps=5, console="http://127.0.0.1:1/#/runs/demo", share=0.5)
-    progress.phases.enter("warm start")
-    progress.note = "step 100: sampled accuracy 0.125"
-    console = Console(width=110, record=True, file=io.StringIO())
-    console.print(panel(progress))
-    text = console.export_text()
-    assert "warm start" in text and "step 100: sampled accuracy 0.125" in text and "opens with the service" in text
-    for name in ("reward", "staleness", "buffer", "speed", "waited"):
-        assert name not in text
+def test_the_line_has_all_figures(progress: Progress) -> None:
+    assert summary(progress) == (
+        "step 10/10 | reward 0.525 | accuracy sampled 62.5%, greedy 85.0% (before: 25.0%, 80.0%) | "
+        "staleness mean 0.45, max 1 | buffer 20 groups, 2,500 tokens; stored 350, used 320, dropped 10 | "
+        "speed generated 3,000 tok/s, trained 4,000 tok/s | "
+        "trainer waited 25% (too_few_groups 20%, fetching 5%) | "
+        "generator waited 50% of its 10 reports (rate_limited 50%) | 0:00 left"
+    )
 
 
 def test_a_closed_view_shows_nothing_more(progress: Progress) -> None:
-    """The report is printed below the last event, and no panel comes after it."""
+    """The report is printed below the last event."""
     out = io.StringIO()
     view = View(Console(file=out, force_terminal=True, width=100))
     with view:
@@ -108,16 +85,7 @@ def test_a_closed_view_shows_nothing_more(progress: Progress) -> None:
 
 
 def test_missing_values_are_left_out() -> None:
-    progress = Progress(seed=0, total_steps=5)
-    Console(file=io.StringIO()).print(panel(progress))
-    assert summary(progress) == "step 0/5"
-
-
-def test_a_sparkline_spans_lowest_to_highest() -> None:
-    assert sparkline([0.0, 1.0]) == "▁█"
-    assert sparkline([3.0, 3.0, 3.0]) == "▁▁▁"
-    assert sparkline([]) == ""
-    assert len(sparkline([float(i) for i in range(1000)])) == views.SPARK_POINTS
+    assert summary(Progress(seed=0, total_steps=5)) == "step 0/5"
 
 
 def test_durations_read_as_minutes_and_seconds() -> None:
@@ -126,17 +94,14 @@ def test_durations_read_as_minutes_and_seconds() -> None:
 
 def test_a_run_without_an_end_shows_its_step_alone_and_why_it_waits() -> None:
     """Without metrics of the trainer, step and reason are those of the run's state."""
-    progress = Progress(total_steps=None, title="replaybuf up · run r")
+    progress = Progress(total_steps=None)
     waiting = {"reason": "no_groups", "blocked_on": "producers"}
     counts = {"stored": 0, "live": 0, "in_batches": 0, "retired": 0, "dead_lettered": 0, "evicted": {}, "rejected": {}}
     progress.state = {"step": 7, "waiting": waiting, "groups": counts, "tokens": {"live": 0}}
     progress.phases.enter(TRAINING)
-    assert summary(progress).startswith("step 7 | buffer 0 groups, 0 tokens")
-    console = Console(width=110, record=True, file=io.StringIO())
-    console.print(panel(progress))
-    text = console.export_text()
-    assert "replaybuf up · run r" in text and "7 steps" in text and "accuracy" not in text
-    assert "now: no_groups, blocked on producers" in text
+    line = summary(progress)
+    assert line.startswith("step 7 | buffer 0 groups, 0 tokens") and "accuracy" not in line
+    assert "now: no_groups, blocked on producers" in line
 
 
 def work_shown(*, terminal: bool) -> str:

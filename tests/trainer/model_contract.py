@@ -25,6 +25,7 @@ from replaybuf.wire.group import Float32s, Int32s
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.models.logprobs import PackedLogprobs
 from tests.generator.doubles import make_prompt
+from tests.waiting import patience
 
 BOUND = 1e-3
 """In nats, between float32 here and float32 there; the weights of another version differ by more."""
@@ -120,7 +121,7 @@ class ModelContract(abc.ABC):
         """Run a test on a stage that asks the server."""
 
         async def opened() -> None:
-            async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
+            async with AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S * patience()):
                 options = LogprobOptions(ref_engine=self.url)
                 (stage,) = await open_stages(options, stack, policy=(), timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
                 assert isinstance(stage, EngineStage)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from tests.waiting import eventually
 
 TIMEOUT_S = 60.0
 NAME = "policy"
+WORD = [70, 88, 79, 79, 68, 33]
+LONG = {"n": 24, "max_tokens": 160}
+"""With random weights 1 token in 98 ends a completion."""
 
 
 def write_model(folder: Path, seed: int) -> Path:
@@ -41,10 +46,36 @@ def oracle(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list
     return sampled
 
 
+def confirmed() -> None:
+    """Confirm that the trainer has the run."""
+
+
+def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run a call in a separate thread."""
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(call, *args, **kwargs)
+    threads.shutdown(wait=False)
+    return future
+
+
+class HeldWorker(Worker):
+    """Samples as the engine's own worker, but can wait in the middle: else a busy test finds the completions done."""
+
+    hold_at = math.inf
+    """Number of sampled tokens from which on it samples only after the next command."""
+
+    def _run_commands(self) -> None:
+        if self.generated_tokens >= self.hold_at:
+            with self._changed:
+                self._changed.wait_for(lambda: self._commands or self._closed)
+            self.hold_at = math.inf
+        super()._run_commands()
+
+
 class ServedEngine:
     """One engine and a client of it. `worker` is the engine's own, for tests that look inside."""
 
-    def __init__(self, url: str, worker: Worker, model: Any) -> None:
+    def __init__(self, url: str, worker: HeldWorker, model: Any) -> None:
         self.url = url
         self.worker = worker
         self.model = model
@@ -65,6 +96,18 @@ class ServedEngine:
     def ask(self, prompt: Sequence[int] | str, **parameters: Any) -> httpx.Response:
         """Request completions with token ids and logprobs."""
         return self.post("/v1/completions", {"prompt": prompt, "logprobs": 0, "return_token_ids": True, **parameters})
+
+    def hold(self) -> Callable[[], bool]:
+        """Sample two tokens per row of `LONG`, then nothing before the next command; return whether it is so far."""
+        self.worker.hold_at = hold_at = self.worker.generated_tokens + LONG["n"] + 1
+        return lambda: self.worker.generated_tokens >= hold_at
+
+    def in_the_middle(self, **parameters: Any) -> Future[list[dict[str, Any]]]:
+        """Request long completions; return when some of their tokens are sampled and the engine is held."""
+        is_held = self.hold()
+        asked = in_background(self.complete, WORD, **LONG, **parameters)
+        eventually(is_held, TIMEOUT_S)
+        return asked
 
     def reload(self, folder: Path, version: int) -> None:
         """Load the weights in `folder` and label them."""
@@ -92,7 +135,7 @@ class ServedEngine:
 def served(folder: Path, port: int = 0) -> Iterator[ServedEngine]:
     """Serve a model folder until the block ends; port 0 takes a free one."""
     model = load_model(folder)
-    worker = Worker(model, max_rows=256, threads=1)
+    worker = HeldWorker(model, max_rows=256, threads=1)
     shared = Engine(worker, character_tokenizer(), name=NAME, eos_token_id=2, context_tokens=256)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

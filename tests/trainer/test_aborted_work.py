@@ -13,8 +13,7 @@ from tests.cli.test_generate import generator
 from tests.conftest import RunClient
 from tests.trainer import generated_words
 from tests.trainer.engine_process import TIMEOUT_S, bounded
-from tests.trainer.served import ServedEngine
-from tests.trainer.test_engine import LONG, WORD
+from tests.trainer.served import LONG, WORD, ServedEngine
 from tests.waiting import until
 
 ABORTED = 'vllm:request_success_total{finished_reason="abort"}'
@@ -64,8 +63,9 @@ def test_a_caller_that_leaves_in_the_middle_ends_its_own_rows_only(engine: Serve
 
     async def main() -> None:
         async with httpx.AsyncClient(base_url=engine.url, timeout=TIMEOUT_S) as client:
+            is_held = engine.hold()
             leaves = asyncio.create_task(client.post("/v1/completions", json={"prompt": WORD, **LONG}))
-            await until(lambda: engine.metric(SAMPLED) > 0, TIMEOUT_S)
+            await until(is_held, TIMEOUT_S)
             assert engine.http.post("/pause", params={"mode": "keep"}).status_code == 200
             sampled, running = engine.metric(SAMPLED), engine.metric(RUNNING)
             leaves.cancel()

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +21,11 @@ from replaybuf_trainer.engine.sampler import Row
 from replaybuf_trainer.engine.worker import Worker
 from replaybuf_trainer.models.loading import load_model
 from tests.forked import ForkedProcess
-from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, oracle
+from tests.trainer.served import LONG, NAME, TIMEOUT_S, WORD, ServedEngine, in_background, oracle
 from tests.waiting import eventually
 
 TOLERANCE = 1e-4
 EOS = 2
-WORD = [70, 88, 79, 79, 68, 33]
-LONG = {"n": 24, "max_tokens": 160}
-"""With random weights 1 token in 98 ends a completion: of 24, some last longer than it takes to pause them."""
-
-
-def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Run a call in a separate thread."""
-    threads = ThreadPoolExecutor(1)
-    future = threads.submit(call, *args, **kwargs)
-    threads.shutdown(wait=False)
-    return future
-
-
-def in_the_middle(engine: ServedEngine) -> Future[list[dict[str, Any]]]:
-    """Request long completions; return when some of their tokens are sampled."""
-    before = engine.metric("vllm:generation_tokens_total")
-    asked = in_background(engine.complete, WORD, **LONG)
-    eventually(lambda: engine.metric("vllm:generation_tokens_total") > before + 24, TIMEOUT_S)
-    return asked
 
 
 def assert_sampled_by(model: Any, choice: dict[str, Any], start: int = 0) -> None:
@@ -232,7 +213,7 @@ def test_new_weights_sample_under_the_new_label(engine: ServedEngine, models: Pa
 
 def swapped_in_the_middle(engine: ServedEngine, folder: Path) -> list[dict[str, Any]]:
     """Load weights as version 3 while completions are frozen in the middle; return the choices that lasted."""
-    asked = in_the_middle(engine)
+    asked = engine.in_the_middle()
     assert engine.post("/pause?mode=keep").status_code == 200
     engine.reload(folder, 3)
     assert engine.post("/resume").status_code == 200
@@ -340,7 +321,7 @@ def test_an_unknown_call_is_answered_400(shared_engine: ServedEngine) -> None:
 
 def test_keep_freezes_completions_until_resume(engine: ServedEngine) -> None:
     """No token is sampled while paused; afterwards all completions end as if nothing had been."""
-    asked = in_the_middle(engine)
+    asked = engine.in_the_middle()
     engine.post("/pause?mode=keep")
     assert engine.http.get("/is_paused").json() == {"is_paused": True}
     frozen = engine.metric("vllm:generation_tokens_total")
@@ -355,7 +336,7 @@ def test_keep_freezes_completions_until_resume(engine: ServedEngine) -> None:
 
 def test_abort_returns_the_tokens_so_far(engine: ServedEngine) -> None:
     """Partial tokens under finish reason abort, right logprobs included."""
-    asked = in_the_middle(engine)
+    asked = engine.in_the_middle()
     engine.post("/pause?mode=abort")
     choices = asked.result(TIMEOUT_S)
     aborted = [choice for choice in choices if choice["finish_reason"] == "abort"]
@@ -367,7 +348,7 @@ def test_abort_returns_the_tokens_so_far(engine: ServedEngine) -> None:
 
 def test_wait_finishes_completions_before_the_pause(engine: ServedEngine) -> None:
     """The pause is answered once everything in flight is finished; nothing is aborted."""
-    asked = in_the_middle(engine)
+    asked = engine.in_the_middle()
     engine.post("/pause?mode=wait")
     assert engine.metric("vllm:num_requests_running") == 0
     assert {choice["finish_reason"] for choice in asked.result(TIMEOUT_S)} <= {"stop", "length"}

@@ -11,9 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replaybuf_trainer.folders import numbered_folders, whole_folder
 from replaybuf_trainer.models.loading import load_model
-from tests.trainer.served import oracle
-
-WORD = [70, 88, 79, 79, 68, 33]
+from tests.trainer.served import WORD, oracle
 
 
 class Failed(Exception):

@@ -25,6 +25,7 @@ from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient, ServeProcess
 from tests.forked import ForkedFunction
 from tests.trainer.scripted import STEPS, fill
+from tests.waiting import patience
 
 TIMEOUT_S = 60.0
 EXACT = ("loss", "grad_norm", "entropy", "ratio_mean", "learning_rate", "reward_mean")
@@ -122,7 +123,7 @@ def test_a_killed_trainer_resumes_with_the_same_curve(
     killed = options_of(run, tmp_path / "killed", models / "a", **fields)
     process = ForkedFunction(target=train_until_killed, args=(killed, function, number), trainer=True)
     process.start()
-    process.join(TIMEOUT_S)
+    process.join(TIMEOUT_S * patience())
     assert process.exitcode == -signal.SIGKILL
     written = {path.name for path in killed.checkpoint_dir.glob("step-*")}
     assert written in [{f"step-{step:06d}"} if step else set() for step in newest]

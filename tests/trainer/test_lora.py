@@ -21,8 +21,8 @@ from replaybuf.generator.engines import Sampling, VllmEngine, open_engine
 from replaybuf.generator.fleet import Fleet
 from replaybuf_trainer.engine import served_models
 from tests.trainer.adapter_folders import merged, write_adapter
-from tests.trainer.served import NAME, TIMEOUT_S, ServedEngine, served
-from tests.trainer.test_engine import WORD, assert_sampled_by, in_background
+from tests.trainer.served import NAME, TIMEOUT_S, WORD, ServedEngine, served
+from tests.trainer.test_engine import assert_sampled_by
 from tests.waiting import eventually, until
 
 
@@ -174,9 +174,7 @@ def test_every_adapter_has_a_version_of_its_own(engine: ServedEngine, adapters: 
 
 def held(engine: ServedEngine, name: str) -> Any:
     """Request long completions of a model, and freeze the engine in the middle of them."""
-    before = engine.metric("vllm:generation_tokens_total")
-    asked = in_background(engine.complete, WORD, n=24, max_tokens=160, seed=0, model=name)
-    eventually(lambda: engine.metric("vllm:generation_tokens_total") > before + 24, TIMEOUT_S)
+    asked = engine.in_the_middle(seed=0, model=name)
     assert engine.post("/pause?mode=keep").status_code == 200
     return asked
 

@@ -30,7 +30,7 @@ from tests.conftest import RunClient
 from tests.generator.doubles import make_prompt
 from tests.trainer.batches import group_of, rollouts
 from tests.trainer.served import served
-from tests.waiting import eventually
+from tests.waiting import eventually, patience
 
 TIMEOUT_S = 60.0
 STEPS, BEFORE = 4, 2
@@ -67,7 +67,7 @@ def training(
         steps = threads.submit(trainer.train)
         try:
             yield trainer
-            assert steps.result(TIMEOUT_S) == STEPS
+            assert steps.result(TIMEOUT_S * patience()) == STEPS
         finally:
             trainer.stop()
 
@@ -76,7 +76,7 @@ async def generate(run: RunClient, engine: str, model: Path, held: threading.Eve
     """Generate to the end of the run; return what was waited for when the engine was found out."""
     tokenizer = Tokenizer(model)
     prompts = [make_prompt(word, answer=word[::-1]) for word in ("abc", "abd", "bcd")]
-    async with AsyncClient(str(run.http.base_url), run.run) as client, asyncio.timeout(TIMEOUT_S):
+    async with AsyncClient(str(run.http.base_url), run.run) as client, asyncio.timeout(TIMEOUT_S * patience()):
         fleet = Fleet([VllmEngine(engine, timeout_s=TIMEOUT_S)])
         await fleet.prepare(TIMEOUT_S)
         scorer = Scorer(ExactMatch(), timeout_s=TIMEOUT_S)

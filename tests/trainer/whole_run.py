@@ -26,7 +26,7 @@ from replaybuf_trainer.publishers.reload import FolderLoader
 from tests.conftest import RunClient
 from tests.forked import ForkedProcess
 from tests.trainer.served import oracle
-from tests.waiting import eventually
+from tests.waiting import eventually, patience
 
 BOUND = 1e-3
 """In nats. Both sides compute in float32 and differ by rounding, 2e-6; another version differs by nats."""
@@ -117,7 +117,7 @@ def generating(
         yield process
     finally:
         process.kill()
-        process.communicate(END_TIMEOUT_S)
+        process.communicate(END_TIMEOUT_S * patience())
 
 
 def train(
@@ -170,7 +170,7 @@ def generated(
     assert run.put(**config).status_code == 201
     with generating(folder, run, engine, versions[0], on_publish, **options) as process:
         train(run, engines, versions, on_publish, sampling)
-        _, error = process.communicate(END_TIMEOUT_S)
+        _, error = process.communicate(END_TIMEOUT_S * patience())
         assert process.returncode == 0, error
     names = [entry["group_id"] for entry in run.get("groups", limit=500).json()["groups"]]
     assert run.state()["groups"]["stored"] == len(names) >= STEPS * GROUPS

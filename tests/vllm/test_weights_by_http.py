@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from replaybuf.generator.engines import Sample, Sampling, VllmEngine
-from tests.trainer.publishers.test_http import CopiedWeights, confirmed, publishing
+from tests.trainer.publishers.test_http import CopiedWeights, publishing
+from tests.trainer.served import confirmed
 from tests.trainer.weight_download.helper_process import helper_process
 from tests.trainer.whole_run import BOUND, FAR, largest_error, oracle_of
 

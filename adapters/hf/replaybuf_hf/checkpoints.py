@@ -13,7 +13,7 @@ import msgspec
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded, write_whole
 from replaybuf_trainer.folders import sync
 
 MARK = "replaybuf.json"
@@ -29,11 +29,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 def mark_complete(folder: Path, mark: Mark) -> None:
     """Mark a checkpoint whose files are all on disk."""
-    scratch = folder / f"{MARK}.new"
-    scratch.write_bytes(msgspec.json.encode(mark))
-    sync(scratch)
-    scratch.rename(folder / MARK)
-    sync(folder)
+    write_whole(folder / MARK, msgspec.json.encode(mark))
 
 
 def unmark(folder: Path) -> None:

@@ -24,6 +24,7 @@ from replaybuf_trainer.models.tiny import new_model
 from tests.conftest import RunClient
 from tests.ports import free_port
 from tests.trainer.scripted import fill_numbers
+from tests.waiting import patience
 
 STEPS = 6
 LINES = "lines.jsonl"
@@ -65,7 +66,7 @@ class Training:
     def wait(self) -> dict[int, str]:
         """Wait for the ranks; return the error of each that failed. If one failed, the others are killed."""
         for process in self.processes:
-            process.join(TIMEOUT_S)
+            process.join(TIMEOUT_S * patience())
         assert not self.kill(), "the training did not end"
         errors = {}
         for rank, process in enumerate(self.processes):

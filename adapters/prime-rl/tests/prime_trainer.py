@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.ticket_producer import Rows
+from tests.waiting import patience
 
 RANKS = 2
 TIMEOUT_S = 90.0
@@ -16,7 +17,7 @@ TIMEOUT_S = 90.0
 
 def eventually(condition: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
     """Wait for a condition of another process, which tells nobody."""
-    ends_s = time.monotonic() + TIMEOUT_S
+    ends_s = time.monotonic() + TIMEOUT_S * patience()
     while not condition():
         meanwhile()
         assert time.monotonic() < ends_s

@@ -19,6 +19,7 @@ from replaybuf_prime_rl import Sidecar, SidecarOptions
 from replaybuf_prime_rl.command import main
 from tests.conftest import RunClient, ServeProcess
 from tests.ticket_producer import WEIGHTED, producing, recorded_rows
+from tests.waiting import patience
 
 GROUPS, STEPS = 2, 5
 CONFIG: dict[str, Any] = {"batch": {"groups_per_batch": GROUPS, "seq_len": 16}, "max_steps": STEPS}
@@ -72,7 +73,7 @@ class SidecarProcess:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.join(TIMEOUT_S)
+        self.process.join(TIMEOUT_S * patience())
 
 
 def test_prime_rls_loader_gets_the_values_of_the_groups(fed: RunClient, prime_data: Any, tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_stop_ends_a_sidecar_whose_service_is_away(tmp_path: Path, caplog: pytes
         thread.start()
         eventually(lambda: "retrying" in caplog.text, lambda: None)
         sidecar.stop()
-        thread.join(TIMEOUT_S)
+        thread.join()
     assert not thread.is_alive()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from replaybuf.client.peers import Needed, check_size
 from replaybuf.errors import BatchOverdue, Invalid, RunFinished, WrongStep, counted
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded, write_whole
 from replaybuf_slime.settings import Settings, check_run
 
 logger = logging.getLogger(__name__)
@@ -81,12 +80,7 @@ class ReplaybufDataSource:
         self._session.ack(steps=steps_done)
         path = self._state_path(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        with scratch.open("w") as file:
-            file.write(json.dumps({"run": self.settings.run, "steps_done": steps_done}))
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.rename(path)
+        write_whole(path, json.dumps({"run": self.settings.run, "steps_done": steps_done}).encode())
         last = rollout_id == self.args.num_rollout - 1
         self._session.checkpoint(steps_done, written=last or not getattr(self.args, "async_save", False))
 

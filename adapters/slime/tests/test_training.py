@@ -17,6 +17,7 @@ from slime_loop import PHASES, manager_of, train
 from replaybuf.errors import Conflict, ReplaybufError
 from tests.conftest import RunClient, ServeProcess
 from tests.ticket_producer import WEIGHTED, Rows, producing, recorded_rows
+from tests.waiting import patience
 
 PROMPTS, SAMPLES, ROLLOUTS = 2, 2, 5
 CONFIG: dict[str, Any] = {
@@ -52,7 +53,7 @@ def start(source: Path, settings: dict[str, Any]) -> int | None:
     """Run a training in a process of its own; return its exit code."""
     process = FORKS.Process(target=train, args=(source, settings))
     process.start()
-    process.join(TIMEOUT_S)
+    process.join(TIMEOUT_S * patience())
     if process.exitcode is None:
         process.kill()
     return process.exitcode

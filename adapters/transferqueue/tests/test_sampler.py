@@ -18,6 +18,7 @@ from verl_training import PHASES, PROMPTS, SAMPLES, is_failing, tokens_of, train
 
 from replaybuf.client import Client
 from tests.conftest import RunClient, connect, own_service, run, service, shared_service
+from tests.waiting import patience
 
 __all__ = ["connect", "own_service", "run", "service", "shared_service"]
 
@@ -47,14 +48,20 @@ def queue(ray_cluster: None) -> Iterator[str]:
 
 def arguments(run: RunClient, address: str, folder: Path, **changes: Any) -> dict[str, Any]:
     sampler = {"url": str(run.http.base_url), "run": run.run, "keep_checkpoints": 100, "poll_s": 0.1}
-    return {"folder": str(folder), "ray": address, "steps": 4, "sampler": sampler, "timeout_s": TIMEOUT_S} | changes
+    return {
+        "folder": str(folder),
+        "ray": address,
+        "steps": 4,
+        "sampler": sampler,
+        "timeout_s": TIMEOUT_S * patience(),
+    } | changes
 
 
 def start(settings: dict[str, Any]) -> int | None:
     """Run a training in a process of its own; return its exit code."""
     process = FORKS.Process(target=train, args=(settings,))
     process.start()
-    process.join(TIMEOUT_S + 30)
+    process.join()
     if process.exitcode is None:
         process.kill()
     return process.exitcode

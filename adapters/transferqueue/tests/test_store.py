@@ -44,7 +44,7 @@ def test_a_put_waits_for_a_server_that_comes_back(valkey: Valkey, open_store: Op
     writer = threading.Thread(target=lambda: (put(store, 1, b"x"), done.set()))
     writer.start()
     valkey.start()
-    writer.join(20)
+    writer.join()
     assert done.is_set() and values_held(valkey) == 1
 
 

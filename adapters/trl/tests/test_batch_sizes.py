@@ -18,7 +18,7 @@ def change(run: RunClient, groups: int) -> int:
     return run.http.patch(run.path, json={"batch": {"groups_per_batch": groups}}).status_code
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("groups", [GROUPS // 2, 2 * GROUPS])
 def test_a_live_change_of_the_batches_is_refused(groups: int, run: RunClient, model: Path, tmp_path: Path) -> None:
     """TRL took the rollouts of one batch for those of two steps, or waited for ever for the rest of a step."""
@@ -31,7 +31,7 @@ def test_a_live_change_of_the_batches_is_refused(groups: int, run: RunClient, mo
     assert all(trainer.trained[step] == of_ledger(run, step, made) for step in range(STEPS))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("groups", [GROUPS // 2, 2 * GROUPS])
 def test_a_batch_of_another_size_ends_the_training_with_the_reason(
     groups: int, run: RunClient, model: Path, tmp_path: Path
@@ -46,7 +46,7 @@ def test_a_batch_of_another_size_ends_the_training_with_the_reason(
     assert run.state()["step"] == 0
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_after_the_way_out_of_the_error_the_training_goes_on(run: RunClient, model: Path, tmp_path: Path) -> None:
     made = fill(run)
     assert change(run, GROUPS // 2) == 200
@@ -66,7 +66,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", BATCHES)
 def test_rules_that_make_batches_of_any_size_are_found_at_the_batch(
     case: str, run: RunClient, model: Path, tmp_path: Path

@@ -70,7 +70,7 @@ def test_a_run_that_trl_cannot_train_is_refused(case: str, run: RunClient, model
     assert not list((tmp_path).glob("weights/*"))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_strategy_without_look_ahead_is_an_error(run: RunClient, model: Path, tmp_path: Path) -> None:
     fill(run, strategy={"name": "on-policy"})
     with pytest.raises(BatchOverdue, match="a strategy without look-ahead"):
@@ -78,7 +78,7 @@ def test_a_strategy_without_look_ahead_is_an_error(run: RunClient, model: Path, 
     assert run.state()["step"] == 0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 def test_a_live_change_to_a_strategy_without_look_ahead_is_an_error(
     run: RunClient, model: Path, tmp_path: Path
 ) -> None:

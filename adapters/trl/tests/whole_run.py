@@ -25,7 +25,7 @@ from tests.conftest import RunClient, ServeProcess
 from tests.ports import free_port
 from tests.trainer.engine_process import engine_process
 from tests.valkeys import Valkey
-from tests.waiting import eventually
+from tests.waiting import eventually, patience
 
 ROOT = Path(__file__).parents[3]
 RUN = "trl"
@@ -170,7 +170,7 @@ class WholeRun:
 
     def finish(self) -> None:
         """Wait for the end of the training."""
-        code = self.trainer.wait(TIMEOUT_S)
+        code = self.trainer.wait(TIMEOUT_S * patience())
         assert code == 0, self.log("train")
 
     # ------------------------------------------------------------------ what happened

@@ -27,7 +27,7 @@ from tests.cli.test_generate import generator, stored
 from tests.conftest import RunClient
 from tests.generator.environments.test_episodes import Speaking
 from tests.generator.qwen import write_qwen
-from tests.waiting import eventually
+from tests.waiting import eventually, patience
 
 SUMS = "verifiers:sums"
 TIMEOUT_S = 120.0
@@ -76,7 +76,7 @@ class Table:
         environment = multi_turn(rewards)
         assert environment is not None
         timeout_s = bound.get("timeout_s", TIMEOUT_S)
-        async with asyncio.timeout(TIMEOUT_S), engine.up():
+        async with asyncio.timeout(TIMEOUT_S * patience()), engine.up():
             fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)], max_staleness=1)
             episodes = Episodes(environment, self.tokenizer, max_turns=max_turns, timeout_s=timeout_s)
             try:
@@ -199,7 +199,7 @@ class PlayContract(OnProcess):
 
         async def main() -> list[str]:
             other = asyncio.create_task(table.plays(prompt, table.speaking(HANGS)))
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(TIMEOUT_S * patience()):
                 # Else it would begin, and hang, in the next process.
                 await asyncio.to_thread(eventually, lambda: TakeTurn in asked, TIMEOUT_S)
                 blocking = table.plays(prompt, table.speaking(f"block {sign}<|im_end|>"), timeout_s=self.bound_s)
@@ -222,7 +222,7 @@ class PlayContract(OnProcess):
 
         async def main() -> tuple[Sample, Scores]:
             engine = table.speaking("bac<|im_end|>")
-            async with asyncio.timeout(TIMEOUT_S), engine.up():
+            async with asyncio.timeout(TIMEOUT_S * patience()), engine.up():
                 fleet = Fleet([VllmEngine(engine.url, timeout_s=TIMEOUT_S)])
                 try:
                     episodes = Episodes(environment, table.tokenizer, max_turns=8, timeout_s=TIMEOUT_S)
@@ -256,7 +256,7 @@ class PlayContract(OnProcess):
             options = {"prompts": SUMS, "environment": "verifiers", "tokenizer": str(table.tokenizer.folder)}
             options |= {"max-tokens": "1000", "max-inflight-groups": "1"}
             async with (
-                asyncio.timeout(TIMEOUT_S),
+                asyncio.timeout(TIMEOUT_S * patience()),
                 engine.up(),
                 generator(tmp_path, str(run.http.base_url), run.run, engine.url, **options) as process,
             ):

@@ -18,6 +18,7 @@ from replaybuf_verifiers.process import PROCESS, PYTHON, WORKER
 from replaybuf_verifiers.worker.messages import ScoreReply
 from replaybuf_verifiers.worker.traces import split_reasoning
 from tests.generator.doubles import TIMEOUT_S, make_prompt
+from tests.waiting import patience
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_the_process_ends_with_its_generator_in_the_middle_of_a_score(python: Pa
         score = ScoreReply(taskset="backwards", task={"answer": "x"}, reply="block")
         process.stdin.write(framed(1, score))
         process.stdin.close()
-        assert process.wait(TIMEOUT_S) == 0
+        assert process.wait(TIMEOUT_S * patience()) == 0
 
 
 @pytest.mark.parametrize(

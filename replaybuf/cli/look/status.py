@@ -1,4 +1,4 @@
-"""The command `replaybuf status`: show what the runs of a service hold and what they wait for."""
+"""The commands `replaybuf status` and `replaybuf evals`: what runs hold and wait for, and their held-out results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from replaybuf.cli.fetch import READINESS, fetch, fetch_first
-from replaybuf.cli.service import ServiceOptions, print_json, printable
+from replaybuf.cli.service import (
+    DEFAULT_SERVICE,
+    RunName,
+    Service,
+    ServiceOptions,
+    client,
+    print_json,
+    print_table,
+    printable,
+)
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import counted
-from replaybuf.wire.answer.evaluations import Evaluation, Evaluations
+from replaybuf.wire.answer.evaluations import MOST_LISTED, Evaluation, Evaluations
 from replaybuf.wire.answer.run_status import (
     AdapterStatus,
     Buckets,
@@ -218,3 +227,19 @@ def _drop_ages(dropped: dict[str, DropAges]) -> str:
 def _pairs(values: dict[str, Any]) -> str:
     pairs = (f"{name}{':' if name.isdigit() else ''} {value}" for name, value in values.items())
     return ", ".join(pairs) or "none"
+
+
+def evals(run: RunName, /, options: Service = DEFAULT_SERVICE) -> None:
+    """List the results of a run on held-out prompts, newest first."""
+    with client(run, options) as service:
+        newest = service.list_evaluations(MOST_LISTED)[::-1]
+    if options.json:
+        print_json(newest)
+        return
+    columns = ("set", ">version", ">reward", ">± error", ">completions", ">failed")
+    print_table(columns, map(_row, newest))
+
+
+def _row(result: Evaluation) -> list[object]:
+    error = "-" if result.standard_error is None else f"{result.standard_error:.3f}"
+    return [result.set_name, result.version, f"{result.reward_mean:.3f}", error, result.rollouts, result.failed]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from replaybuf.wire.answer.overview import RunRow
 from replaybuf.wire.contract import WaitingAnswer
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def age(seconds: float | None) -> str:
@@ -45,3 +50,14 @@ def amount(waiting: WaitingAnswer) -> str:
     if waiting.need.groups:
         return f" {waiting.have.groups}/{waiting.need.groups}"
     return f" {count(waiting.have.tokens)}/{count(waiting.need.tokens)}" if waiting.need.tokens else ""
+
+
+def sparkline(values: Sequence[float], points: int) -> str:
+    """Return values as a row of bars from lowest to highest, each the mean of an equal share of the values."""
+    if not values:
+        return ""
+    points = min(points, len(values))
+    edges = [round(i * len(values) / points) for i in range(points + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+    lowest, span = min(means), max(means) - min(means)
+    return "".join(BARS[int((mean - lowest) / span * (len(BARS) - 1))] if span else BARS[0] for mean in means)

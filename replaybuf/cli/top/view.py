@@ -13,9 +13,8 @@ from rich.text import Text
 from replaybuf.cli.service import draw_bar, printable
 from replaybuf.cli.top.poller import Frame
 from replaybuf.cli.top.screen import Screen, attention
-from replaybuf.cli.top.texts import age, amount, count, since, waits
+from replaybuf.cli.top.texts import age, amount, count, since, sparkline, waits
 from replaybuf.errors import counted
-from replaybuf.launch.view import sparkline
 from replaybuf.wire.answer.overview import Flow, RunRow
 from replaybuf.wire.contract import REASONS, ProducerStatus
 

@@ -26,7 +26,7 @@ from replaybuf.generator.engines import Sample, Sampler, Sampling
 from replaybuf.generator.environments.contract import Episode, MultiTurnEnvironment, Score, Turn, score_of
 from replaybuf.generator.environments.process_rewards import by_turn
 from replaybuf.generator.environments.scoring import Scores, columns_of, episode_fault
-from replaybuf.generator.failure.lost_rollouts import Losses
+from replaybuf.generator.failures import Losses
 from replaybuf.generator.fleet.publication import continued, joined, pieces, remainder
 from replaybuf.generator.prompts import Encoder, Prompt
 from replaybuf.generator.threads import LoopThread, contained

@@ -17,7 +17,7 @@ import numpy as np
 
 from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, GroupAborted, counted
 from replaybuf.generator.engines import Load, Sample, Sampling, Server
-from replaybuf.generator.failure.lost_rollouts import Losses
+from replaybuf.generator.failures import Losses
 from replaybuf.generator.fleet.member import STALE, Member, ServerStatus, Shared, stale_fault
 from replaybuf.generator.fleet.publication import (
     SUPERSEDED,

@@ -12,7 +12,6 @@ and measures accuracy at the engine. The console of the service is open from the
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -34,8 +33,6 @@ from replaybuf.wire.answer.run_status import RunStatus
 
 EVALUATION_SHARES = (0.2, 0.4, 0.6, 0.8)
 """Shares of the steps after which accuracy is measured during the training."""
-CHECKED = re.compile(r"sampled accuracy ([\d.]+)")
-"""Accuracy in a line of the warm start."""
 
 
 class Demo(sessions.Session):
@@ -60,7 +57,6 @@ class Demo(sessions.Session):
     ) -> None:
         """Read the history of earlier sessions. `lock`: file descriptor; `program`: runs the children's commands."""
         super().__init__(plan, view, lock=lock)
-        self.progress.title = f"replaybuf demo · seed {request.seed}"
         self.progress.seed = request.seed
         self._folder = folder
         self._request = request
@@ -166,14 +162,11 @@ class Demo(sessions.Session):
         """Show the warm start, and record the session."""
         if self._warm_up is not None and (line := self._warm_up.last_line()):
             self.progress.note = line
-            if match := CHECKED.search(line):
-                self.progress.share = min(1.0, float(match[1]) / TARGET_ACCURACY)
         if time.monotonic() >= self._session_due_s:
             self._write_session(KILLED)
 
     def enter(self, phase: str, note: str = "") -> None:
         """Begin a phase, and record it."""
-        self.progress.share = 0.0 if phase == "warm start" else None
         super().enter(phase, note)
         self._write_session(KILLED)
 

@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -40,7 +39,7 @@ from replaybuf.launch.progress import GeneratorLine, LineReader, Progress
 from replaybuf.launch.session import Session
 from replaybuf.launch.supervisor import Program, Stop, Supervisor
 from replaybuf.launch.view import View
-from replaybuf.wire.files import STATE_BYTES, read_bounded
+from replaybuf.wire.files import STATE_BYTES, read_bounded, write_whole
 from replaybuf.wire.model.checkpoints import TrainerState
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
@@ -115,7 +114,7 @@ async def _train(training: Training, plan: StudyPlan, view: View, lock: int, pro
         ) from None
     if stop is None:
         costs = costs_of(session.progress, LineReader(folder.generator_metrics, GeneratorLine).new_lines())
-        _write(training.costs, costs)
+        write_whole(training.costs, msgspec.json.encode(costs) + b"\n")
     return stop
 
 
@@ -205,12 +204,6 @@ def read_costs(training: Training) -> Costs:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         detail = f"{training.costs} is broken: {error}; delete {training.folder.root} to train again"
         raise Invalid(detail, name="costs", value=str(training.costs)) from error
-
-
-def _write(path: Path, value: msgspec.Struct) -> None:
-    scratch = path.with_suffix(".part")
-    scratch.write_bytes(msgspec.json.encode(value) + b"\n")
-    scratch.replace(path)
 
 
 async def _supervised(

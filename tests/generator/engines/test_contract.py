@@ -203,23 +203,19 @@ def test_without_spans_the_older_of_sglangs_versions_is_stamped(monkeypatch: pyt
     assert made.metadata["weight_versions"] == {"before": 3, "after": 4}
 
 
-def test_sglang_gets_the_name_of_a_requested_adapter() -> None:
+async def test_sglang_gets_the_name_of_a_requested_adapter() -> None:
     class WithAdapter(Sglang):
         async def _models(self, request: Request) -> Response:
             cards = [{"id": "policy"}, {"id": "de", "parent": "policy", "max_model_len": None}]
             return JSONResponse({"data": cards})
 
     double = WithAdapter()
-
-    async def main() -> None:
-        async with double.up():
-            for model in ("policy", "de"):
-                engine = open_engine(double.address, timeout_s=10, model=model)
-                await engine.prepare()
-                await engine.generate(prompt_of(double), SAMPLING)
-                await engine.aclose()
-
-    asyncio.run(main())
+    async with double.up():
+        for model in ("policy", "de"):
+            engine = open_engine(double.address, timeout_s=10, model=model)
+            await engine.prepare()
+            await engine.generate(prompt_of(double), SAMPLING)
+            await engine.aclose()
     assert [body.get("lora_path") for body in double.bodies] == [None, "de"]
 
 
@@ -282,15 +278,11 @@ class _NoVersion(SglangWithoutSpans):
         return super().meta(completion) | {"weight_version": None}
 
 
-def test_the_engine_double_behaves_as_a_server_without_the_token_call() -> None:
+async def test_the_engine_double_behaves_as_a_server_without_the_token_call() -> None:
     """`EngineDouble` has the shapes of /v1/completions with version spans, like the tiny engine."""
-
-    async def main() -> None:
-        async with EngineDouble().up() as double:
-            engine = open_engine(double.url, timeout_s=10)
-            await engine.prepare()
-            made = await engine.generate(np.array([2, 0, 1], np.int32), SAMPLING)
-            assert made.metadata["engine"]["api"] == "/v1/completions"
-            await engine.aclose()
-
-    asyncio.run(main())
+    async with EngineDouble().up() as double:
+        engine = open_engine(double.url, timeout_s=10)
+        await engine.prepare()
+        made = await engine.generate(np.array([2, 0, 1], np.int32), SAMPLING)
+        assert made.metadata["engine"]["api"] == "/v1/completions"
+        await engine.aclose()

@@ -235,16 +235,13 @@ def test_a_server_that_hangs_is_a_timeout() -> None:
     assert caught.value.reason == "engine_timeout"
 
 
-def test_a_failed_connection_is_away() -> None:
-    async def main() -> None:
-        engine = VllmEngine("http://127.0.0.1:9", timeout_s=5)
-        with pytest.raises(EngineAway, match=r"engine http://127\.0\.0\.1:9/weight_info") as caught:
-            await engine.generate(PROMPT, SAMPLING)
-        assert caught.value.reason == "engine_away"
-        assert not await engine.healthy()
-        await engine.aclose()
-
-    asyncio.run(main())
+async def test_a_failed_connection_is_away() -> None:
+    engine = VllmEngine("http://127.0.0.1:9", timeout_s=5)
+    with pytest.raises(EngineAway, match=r"engine http://127\.0\.0\.1:9/weight_info") as caught:
+        await engine.generate(PROMPT, SAMPLING)
+    assert caught.value.reason == "engine_away"
+    assert not await engine.healthy()
+    await engine.aclose()
 
 
 def test_parallel_requests_use_separate_connections_which_are_reused() -> None:
@@ -291,7 +288,7 @@ def test_health_follows_the_server() -> None:
     assert with_engine(double, look) == (True, False)
 
 
-def test_the_proxy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_proxy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reached() -> bool:
         engine = VllmEngine("http://engine.example:8000", timeout_s=5)
         try:
@@ -299,15 +296,13 @@ def test_the_proxy_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         finally:
             await engine.aclose()
 
-    async def main() -> tuple[bool, list[str]]:
-        async with EngineDouble().up() as proxy:
-            monkeypatch.setenv("http_proxy", proxy.url)
-            through = await reached()
-            monkeypatch.setenv("no_proxy", "engine.example")
-            await reached()
-            return through, proxy.calls
-
-    assert asyncio.run(main()) == (True, ["health"])
+    async with EngineDouble().up() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        through = await reached()
+        monkeypatch.setenv("no_proxy", "engine.example")
+        await reached()
+        outcome = through, proxy.calls
+    assert outcome == (True, ["health"])
 
 
 @pytest.mark.parametrize("address", ["localhost:8000", "http://:8000", "http://engine:port", "http://[::1"])

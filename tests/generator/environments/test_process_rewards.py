@@ -109,14 +109,11 @@ def test_the_stretches_of_an_episode_are_its_turns(tmp_path: Path) -> None:
     assert scored.process_rewards == (((3, 0.25), (7, 0.75)),)
 
 
-def test_process_rewards_of_several_rewards_are_weighted() -> None:
-    async def main() -> None:
-        halves = Broken(lambda prompt, text: Score(1.0, process_rewards=((len(text) // 2, 1.0), (len(text), 0.0))))
-        whole = Broken(lambda prompt, text: Score(0.0))
-        scorer = Scorer([Reward("halves", halves, 2.0), Reward("whole", whole)], timeout_s=TIMEOUT_S)
-        assert (await scorer.score(make_prompt(), ["abcd", "ab"])).process_rewards == (
-            ((2, 2.0), (4, 0.0)),
-            ((1, 2.0), (2, 0.0)),
-        )
-
-    run(main())
+async def test_process_rewards_of_several_rewards_are_weighted() -> None:
+    halves = Broken(lambda prompt, text: Score(1.0, process_rewards=((len(text) // 2, 1.0), (len(text), 0.0))))
+    whole = Broken(lambda prompt, text: Score(0.0))
+    scorer = Scorer([Reward("halves", halves, 2.0), Reward("whole", whole)], timeout_s=TIMEOUT_S)
+    assert (await scorer.score(make_prompt(), ["abcd", "ab"])).process_rewards == (
+        ((2, 2.0), (4, 0.0)),
+        ((1, 2.0), (2, 0.0)),
+    )

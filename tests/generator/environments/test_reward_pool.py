@@ -122,20 +122,17 @@ def test_an_environment_that_does_not_build_is_an_error_at_start() -> None:
         pooled(main, environment=f"{HERE}:Broken")
 
 
-def test_a_worker_ends_with_its_generator_in_the_middle_of_a_score() -> None:
-    async def main() -> None:
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "replaybuf.generator.environments.reward_worker", f"{HERE}:scripted"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert worker.stdin is not None and worker.stdout is not None
-        await worker.stdout.readexactly(4)
-        job = Job(prompt_id="p", text="cab", token_ids=[2], answer=None, metadata={}, where="", completions=["hang"])
-        worker.stdin.write(framed(1, job))
-        await worker.stdin.drain()
-        worker.stdin.close()
-        async with asyncio.timeout(TIMEOUT_S):
-            assert await worker.wait() == 0
-
-    asyncio.run(main())
+async def test_a_worker_ends_with_its_generator_in_the_middle_of_a_score() -> None:
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "replaybuf.generator.environments.reward_worker", f"{HERE}:scripted"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert worker.stdin is not None and worker.stdout is not None
+    await worker.stdout.readexactly(4)
+    job = Job(prompt_id="p", text="cab", token_ids=[2], answer=None, metadata={}, where="", completions=["hang"])
+    worker.stdin.write(framed(1, job))
+    await worker.stdin.drain()
+    worker.stdin.close()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await worker.wait() == 0

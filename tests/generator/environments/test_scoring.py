@@ -66,7 +66,7 @@ def test_a_reward_that_raises_is_a_fault_with_its_error(error: BaseException) ->
 
 
 @pytest.mark.parametrize("error", RAISED, ids=repr)
-def test_a_coroutine_that_raises_costs_only_its_group(error: BaseException) -> None:
+async def test_a_coroutine_that_raises_costs_only_its_group(error: BaseException) -> None:
     """The loop that all coroutines share goes on, and the waiting task gets the error."""
 
     class Raising:
@@ -82,30 +82,23 @@ def test_a_coroutine_that_raises_costs_only_its_group(error: BaseException) -> N
             return Score(1.0)
 
     begun = asyncio.Event()
-
-    async def main() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            scorer = Scorer([Reward("raising", Raising())], timeout_s=TIMEOUT_S)
-            other = asyncio.create_task(scorer.score(PROMPT, ["other"]))
-            await asyncio.sleep(0)
-            for text in ("raise", "task", "raise"):
-                with pytest.raises(RewardFault, match="no parse") as caught:
-                    await scorer.score(PROMPT, [text, "x"])
-                assert caught.value.reason == "reward_raised"
-            assert (await other).rewards.tolist() == [1.0]
-
-    asyncio.run(main())
-
-
-def test_cancelled_scoring_is_not_a_fault() -> None:
-    async def main() -> None:
-        scoring = asyncio.create_task(Scorer(load_rewards(f"{HERE}:waited"), timeout_s=60.0).score(PROMPT, ["hang"]))
+    async with asyncio.timeout(TIMEOUT_S):
+        scorer = Scorer([Reward("raising", Raising())], timeout_s=TIMEOUT_S)
+        other = asyncio.create_task(scorer.score(PROMPT, ["other"]))
         await asyncio.sleep(0)
-        scoring.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await scoring
+        for text in ("raise", "task", "raise"):
+            with pytest.raises(RewardFault, match="no parse") as caught:
+                await scorer.score(PROMPT, [text, "x"])
+            assert caught.value.reason == "reward_raised"
+        assert (await other).rewards.tolist() == [1.0]
 
-    asyncio.run(main())
+
+async def test_cancelled_scoring_is_not_a_fault() -> None:
+    scoring = asyncio.create_task(Scorer(load_rewards(f"{HERE}:waited"), timeout_s=60.0).score(PROMPT, ["hang"]))
+    await asyncio.sleep(0)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -123,7 +116,7 @@ def test_completions_with_different_parts_are_a_fault() -> None:
     assert fault(Broken(lambda prompt, text: Score(0.0, {text: 1.0}))).reason == "reward_parts_differ"
 
 
-def test_a_hanging_reward_is_left_behind_after_the_time_limit() -> None:
+async def test_a_hanging_reward_is_left_behind_after_the_time_limit() -> None:
     released, ended = threading.Event(), threading.Event()
 
     def hang(prompt: Prompt, text: str) -> Score:
@@ -131,22 +124,19 @@ def test_a_hanging_reward_is_left_behind_after_the_time_limit() -> None:
         ended.set()
         return Score(0.0)
 
-    async def main() -> None:
-        scorer = Scorer(Broken(hang), timeout_s=0.05)
-        with pytest.raises(RewardFault, match=r"did not finish within 0\.05 s") as caught:
-            await scorer.score(PROMPT, ["x"])
-        assert caught.value.reason == "reward_timeout"
-        assert scorer.stuck == 1
-        released.set()
-        await asyncio.to_thread(ended.wait, TIMEOUT_S)
-        async with asyncio.timeout(TIMEOUT_S):
-            while scorer.stuck:  # noqa: ASYNC110 - the thread's last instructions have no event
-                await asyncio.sleep(0.001)
-
-    asyncio.run(main())
+    scorer = Scorer(Broken(hang), timeout_s=0.05)
+    with pytest.raises(RewardFault, match=r"did not finish within 0\.05 s") as caught:
+        await scorer.score(PROMPT, ["x"])
+    assert caught.value.reason == "reward_timeout"
+    assert scorer.stuck == 1
+    released.set()
+    await asyncio.to_thread(ended.wait, TIMEOUT_S)
+    async with asyncio.timeout(TIMEOUT_S):
+        while scorer.stuck:  # noqa: ASYNC110 - the thread's last instructions have no event
+            await asyncio.sleep(0.001)
 
 
-def test_no_scoring_starts_while_too_many_hang() -> None:
+async def test_no_scoring_starts_while_too_many_hang() -> None:
     """Each is a fault with a reason; scoring starts again after they ended."""
     released = threading.Event()
     begun: list[str] = []
@@ -156,36 +146,30 @@ def test_no_scoring_starts_while_too_many_hang() -> None:
         released.wait(TIMEOUT_S)
         return Score(0.0)
 
-    async def main() -> None:
-        scorer = Scorer(Broken(hang), timeout_s=0.01)
-        for _ in range(MAX_STUCK):
-            with pytest.raises(RewardFault):
-                await scorer.score(PROMPT, ["x"])
-        with pytest.raises(RewardFault, match="16 earlier scorings still hang") as caught:
-            await scorer.score(PROMPT, ["late"])
-        assert caught.value.reason == "reward_timeout" and "late" not in begun
-        released.set()
-        async with asyncio.timeout(TIMEOUT_S):
-            while scorer.stuck:  # noqa: ASYNC110 - the threads' last instructions have no event
-                await asyncio.sleep(0.001)
-        scorer = Scorer(Broken(hang), timeout_s=TIMEOUT_S)
-        assert (await scorer.score(PROMPT, ["x"])).rewards.tolist() == [0.0]
-
-    asyncio.run(main())
+    scorer = Scorer(Broken(hang), timeout_s=0.01)
+    for _ in range(MAX_STUCK):
+        with pytest.raises(RewardFault):
+            await scorer.score(PROMPT, ["x"])
+    with pytest.raises(RewardFault, match="16 earlier scorings still hang") as caught:
+        await scorer.score(PROMPT, ["late"])
+    assert caught.value.reason == "reward_timeout" and "late" not in begun
+    released.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        while scorer.stuck:  # noqa: ASYNC110 - the threads' last instructions have no event
+            await asyncio.sleep(0.001)
+    scorer = Scorer(Broken(hang), timeout_s=TIMEOUT_S)
+    assert (await scorer.score(PROMPT, ["x"])).rewards.tolist() == [0.0]
 
 
-def test_groups_are_scored_at_the_same_time() -> None:
+async def test_groups_are_scored_at_the_same_time() -> None:
     both = threading.Barrier(2)
 
     def meet(prompt: Prompt, text: str) -> Score:
         both.wait(TIMEOUT_S)
         return Score(1.0)
 
-    async def main() -> None:
-        scorer = Scorer(Broken(meet), timeout_s=TIMEOUT_S)
-        await asyncio.gather(scorer.score(PROMPT, ["x"]), scorer.score(PROMPT, ["y"]))
-
-    asyncio.run(main())
+    scorer = Scorer(Broken(meet), timeout_s=TIMEOUT_S)
+    await asyncio.gather(scorer.score(PROMPT, ["x"]), scorer.score(PROMPT, ["y"]))
 
 
 def test_rewards_are_added_by_weight_and_recorded_by_name() -> None:
@@ -208,16 +192,13 @@ def test_a_coroutine_that_raises_is_a_fault_with_its_error() -> None:
         score(load_rewards(f"{HERE}:waited"), "abc", "raise")
 
 
-def test_a_hanging_coroutine_is_cancelled_and_blocks_nothing() -> None:
-    async def main() -> None:
-        scorer = Scorer(load_rewards(f"{HERE}:length,{HERE}:waited"), timeout_s=0.1)
-        for _ in range(MAX_STUCK + 1):
-            with pytest.raises(RewardFault) as caught:
-                await scorer.score(PROMPT, ["hang"])
-            assert caught.value.reason == "reward_timeout"
-        assert scorer.stuck == 0
-
-    asyncio.run(main())
+async def test_a_hanging_coroutine_is_cancelled_and_blocks_nothing() -> None:
+    scorer = Scorer(load_rewards(f"{HERE}:length,{HERE}:waited"), timeout_s=0.1)
+    for _ in range(MAX_STUCK + 1):
+        with pytest.raises(RewardFault) as caught:
+            await scorer.score(PROMPT, ["hang"])
+        assert caught.value.reason == "reward_timeout"
+    assert scorer.stuck == 0
 
 
 def test_a_sum_that_is_not_finite_is_a_fault() -> None:

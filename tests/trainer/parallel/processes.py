@@ -19,6 +19,7 @@ from replaybuf_trainer.parallel.launch import open_ranks
 from replaybuf_trainer.trainer import Trainer
 from tests.forked import ForkedFunction
 from tests.ports import free_port
+from tests.waiting import patience
 
 TIMEOUT_S = 90.0
 
@@ -55,7 +56,7 @@ def _run(variables: dict[str, str], log: str, work: Callable[..., object], *argu
 def exit_codes(started: Sequence[Any]) -> list[int | None]:
     """Wait for the end of all processes; kill those that do not end."""
     for process in started:
-        process.join(TIMEOUT_S)
+        process.join(TIMEOUT_S * patience())
     codes = [process.exitcode for process in started]
     for process in started:
         process.kill()

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.reload import FolderLoader
 from tests.trainer.adapter_folders import merged, write_adapter
-from tests.trainer.publishers.test_engines import TIMEOUT_S, WORD, Asked, ScriptedEngine, scripted
-from tests.trainer.served import ServedEngine, oracle, served
+from tests.trainer.publishers.test_engines import TIMEOUT_S, Asked, ScriptedEngine, scripted, watching
+from tests.trainer.served import WORD, ServedEngine, oracle, served
 from tests.waiting import eventually
 
 __all__ = ["scripted"]
 PERIOD_S = 0.01
-
-
-@contextlib.contextmanager
-def publisher(*urls: str) -> Iterator[Engines]:
-    made = Engines(urls, timeout_s=TIMEOUT_S)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture
@@ -49,7 +38,7 @@ def check_sampled(engine: ServedEngine, name: str, base: Path, adapter: Path) ->
 def test_each_adapter_is_loaded_in_place_under_its_own_version(
     engine: ServedEngine, models: Path, folders: list[Path]
 ) -> None:
-    with publisher(engine.url) as made:
+    with watching(engine.url) as made:
         made.switch(FolderLoader(folders[0], "code"), 0, Asked())
         made.switch(FolderLoader(folders[1], "math"), 5, Asked())
         made.switch(FolderLoader(folders[2], "code"), 1, Asked())
@@ -61,7 +50,7 @@ def test_each_adapter_is_loaded_in_place_under_its_own_version(
 def test_a_restarted_engine_gets_all_adapters_again(models: Path, folders: list[Path]) -> None:
     with contextlib.ExitStack() as first:
         port = first.enter_context(served(models / "a")).port
-        with publisher(f"http://127.0.0.1:{port}") as made:
+        with watching(f"http://127.0.0.1:{port}") as made:
             made.switch(FolderLoader(folders[0], "code"), 3, Asked())
             made.switch(FolderLoader(folders[1], "math"), 4, Asked())
             made.watch(Asked(), PERIOD_S)
@@ -76,7 +65,7 @@ def test_a_removed_adapter_is_unloaded_and_loaded_again_when_it_returns(
     engine: ServedEngine, folders: list[Path]
 ) -> None:
     """A version that is published while it is away waits until then."""
-    with publisher(engine.url) as made:
+    with watching(engine.url) as made:
         made.switch(FolderLoader(folders[0], "code"), 0, Asked())
         made.switch(FolderLoader(folders[1], "math"), 0, Asked())
         made.retire(frozenset({"code"}))
@@ -93,7 +82,7 @@ def test_the_error_for_an_engine_without_lora_names_the_options_of_vllm(
     """And the engine is resumed."""
     scripted.answers["/v1/load_lora_adapter"] = [404]
     with (
-        publisher(scripted.url) as made,
+        watching(scripted.url) as made,
         pytest.raises(ServiceUnavailable, match=r"404.*start vLLM with --enable-lora"),
     ):
         made.switch(FolderLoader(tmp_path, "code"), 0, Asked())

@@ -18,15 +18,10 @@ from replaybuf.generator.fleet.publication import OnPublish
 from replaybuf_trainer.models.loading import load_model, save_model
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.reload import FolderLoader
-from tests.trainer.served import ServedEngine, oracle, served
+from tests.trainer.served import WORD, ServedEngine, confirmed, oracle, served
 from tests.waiting import eventually
 
-WORD = [70, 88, 79, 79, 68, 33]
 TIMEOUT_S = 20.0
-
-
-def confirmed() -> None:
-    """Confirm that the trainer has the run."""
 
 
 class Calls(BaseHTTPRequestHandler):
@@ -200,14 +195,9 @@ class Asked:
             raise self._faults.pop(0)
 
 
-@contextlib.contextmanager
-def watching(*urls: str) -> Iterator[Engines]:
-    """Yield a publisher, and close it at the end."""
-    made = Engines(urls, timeout_s=TIMEOUT_S)
-    try:
-        yield made
-    finally:
-        made.close()
+def watching(*urls: str) -> contextlib.closing[Engines]:
+    """Open a publisher, and close it at the end of the block."""
+    return contextlib.closing(Engines(urls, timeout_s=TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

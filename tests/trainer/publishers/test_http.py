@@ -27,11 +27,10 @@ from replaybuf_trainer.weight_download.manifest import MANIFEST
 from tests.conftest import RunClient
 from tests.forked import run_forked
 from tests.trainer.scripted import STEPS, fill
-from tests.trainer.served import ServedEngine, oracle, served
+from tests.trainer.served import WORD, ServedEngine, confirmed, oracle, served
 from tests.trainer.weight_download.helper_process import helper_process
 from tests.waiting import eventually
 
-WORD = [70, 88, 79, 79, 68, 33]
 TIMEOUT_S = 60.0
 SHARD_BYTES = 1 << 16
 
@@ -63,10 +62,6 @@ def publishing(weights_dir: Path, *engines: str, **setup: Any) -> Iterator[HttpP
         yield publisher
     finally:
         publisher.close()
-
-
-def confirmed() -> None:
-    """Confirm that the trainer has the run."""
 
 
 def check_samples_with(engine: ServedEngine, folder: Path, version: int) -> None:

@@ -16,8 +16,8 @@ from replaybuf_trainer.models.policy import WholeWeights
 from replaybuf_trainer.publishers.nccl import NcclOptions, NcclPublisher
 from replaybuf_trainer.publishers.publisher import PublisherSetup
 from replaybuf_trainer.weight_chunks import as_bytes, chunk_ends, from_bytes
-from tests.trainer.publishers.test_engines import TIMEOUT_S, WORD, ScriptedEngine, confirmed, scripted
-from tests.trainer.served import ServedEngine, oracle, served
+from tests.trainer.publishers.test_engines import TIMEOUT_S, ScriptedEngine, scripted
+from tests.trainer.served import WORD, ServedEngine, confirmed, oracle, served
 from tests.waiting import eventually
 
 __all__ = ["scripted"]

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from replaybuf.errors import Gone, Invalid, ServiceUnavailable, Unauthorized
+from replaybuf_trainer.faults import Superseded, WrongDigest
 from replaybuf_trainer.weight_download import download
-from replaybuf_trainer.weight_download.faults import Superseded, WrongDigest
 from replaybuf_trainer.weight_download.local_weights import LocalWeights
 from replaybuf_trainer.weight_download.manifest import (
     LARGEST_SHARD_BYTES,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
+from replaybuf.client.exports.reader import ExportReader
+from replaybuf.client.exports.steps import RecordedSteps, stored_batches
+from replaybuf.errors import Invalid, counted
 from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf.wire.config import Cost
-from replaybuf.wire.contract import WaitingAnswer
+from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch, read_tensors
 
@@ -24,8 +29,8 @@ class Source(Protocol):
         """Yield the bodies of one rank after `step` batches."""
 
 
-class OfflineFeed:
-    """The batches of a source. Acks, publications and checkpoints are not reported to anybody."""
+class OfflineFeed(Feed):
+    """The batches of a source; nobody gets reports."""
 
     def __init__(self, source: Source, ranks: Ranks | None = None) -> None:
         self._source = source
@@ -41,9 +46,6 @@ class OfflineFeed:
         """Begin after `step` batches; the cost is that of the recorded layout."""
         self._step = step
 
-    def settle(self, step: int) -> None:
-        """Do nothing."""
-
     @contextlib.contextmanager
     def batches(self) -> Iterator[Iterator[TensorBatch]]:
         """Open the batches; they end with the source and with `stop`."""
@@ -55,26 +57,49 @@ class OfflineFeed:
                 return
             yield read_tensors(body)
 
-    def ack(self, metrics: Mapping[str, float | None] | None = None) -> None:
-        """Do nothing."""
-
-    def publish(self, version: int, weights_uri: str | None, adapter: str = "") -> None:
-        """Do nothing."""
-
-    def confirm(self) -> None:
-        """Do nothing: no other trainer can have the run."""
-
-    def save(self, step: int) -> None:
-        """Do nothing."""
-
-    def waiting(self) -> WaitingAnswer | None:
-        """Return None: a source never waits for a producer."""
-        return None
-
-    def take_waits(self) -> dict[str, float]:
-        """Return no waits."""
-        return {}
-
     def stop(self) -> None:
         """End the batches."""
         self._stopping.set()
+
+
+logger = logging.getLogger(__name__)
+
+
+class ExportedBatches:
+    """The batches of a folder of `replaybuf export`, each once.
+
+    Recorded steps come in their order. Steps with a group whose rollouts were freed before the export are left out. An
+    export without any step has its groups cut into batches as the configuration says. Raises `Invalid` for a folder
+    that is not an export or has no batch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = ExportReader(folder)
+        self._recorded = RecordedSteps(self._reader)
+        manifest, recorded = self._reader.manifest, self._recorded
+        if not recorded.steps and not (manifest.rows["rollouts"] and not manifest.steps):
+            raise Invalid(f"{folder} has no batch to train on: {self._lack()}", name="from_export", value=str(folder))
+        if recorded.missing:
+            logger.warning(
+                "left out: %d of %s: %s", len(recorded.missing), counted(len(manifest.steps), "step"), self._lack()
+            )
+
+    def facts(self) -> RunFacts:
+        """Return the facts of the exported run."""
+        return self._reader.config(RunFacts)
+
+    def bodies(self, step: int, dp_rank: int = 0, dp_world_size: int = 1) -> Iterator[memoryview]:
+        """Yield the bodies of one rank; `step`: number of batches to skip."""
+        if self._recorded.steps:
+            return (self._recorded.body(exported, dp_rank, dp_world_size) for exported in self._recorded.steps[step:])
+        return stored_batches(self._reader, dp_rank, dp_world_size, skip=step)
+
+    def _lack(self) -> str:
+        missing = self._recorded.missing
+        if not missing:
+            return "it holds no rollouts"
+        step, group_id = next(iter(missing.items()))
+        return (
+            f"the rollouts of group {group_id!r} of step {step} are not in the export, because a checkpoint had freed "
+            "them; keep the bytes of a run by a cursor, or export it earlier"
+        )

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from replaybuf.client.client import Client
 from replaybuf.errors import Invalid
-from replaybuf_trainer.feeds.exported import ExportedBatches
 from replaybuf_trainer.feeds.fake import FakeBatches, read_shapes
 from replaybuf_trainer.feeds.feed import Feed
-from replaybuf_trainer.feeds.offline import OfflineFeed
+from replaybuf_trainer.feeds.offline import ExportedBatches, OfflineFeed
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.losses import load_objective
 from replaybuf_trainer.options import TrainOptions

@@ -12,6 +12,7 @@ from replaybuf.client.session import TrainerSession
 from replaybuf.wire.answer.run_status import RunFacts
 from replaybuf.wire.config import Cost
 from replaybuf.wire.contract import BodyOptions, WaitingAnswer
+from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
@@ -19,7 +20,7 @@ from replaybuf_trainer.reading import TensorBatch, TensorReader
 logger = logging.getLogger(__name__)
 
 
-class ServiceFeed:
+class ServiceFeed(Feed):
     """A run of the service, by the session of `replaybuf.client`; any other trainer can make the same calls.
 
     Every rank reads its own part of a batch; only the first one changes the run.

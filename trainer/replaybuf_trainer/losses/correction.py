@@ -11,8 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import torch
 
-from replaybuf_trainer.losses.tokens import LossTokens
-from replaybuf_trainer.losses.values import NonNegative, Positive, Share
+from replaybuf_trainer.losses.tokens import LossTokens, NonNegative, Positive, Share
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 LARGEST_LOG = 20.0

@@ -12,11 +12,9 @@ from typing import ClassVar, Literal
 import msgspec
 import torch
 
-from replaybuf_trainer.losses.covariances import by_covariance, covariances
 from replaybuf_trainer.losses.normalisation import Normalisation
 from replaybuf_trainer.losses.surrogates import PolicyTerm, clipped_surrogate, weighted_score
-from replaybuf_trainer.losses.tokens import LossTokens
-from replaybuf_trainer.losses.values import NonNegative, Positive, Share
+from replaybuf_trainer.losses.tokens import LossTokens, NonNegative, Positive, Share
 
 
 class PolicyLoss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,3 +195,22 @@ BUILT_IN: dict[str, type[PolicyLoss]] = {
     "truncated-ratio": TruncatedRatio,
 }
 """The losses that `--loss` knows without plug-ins."""
+
+
+@torch.no_grad()
+def covariances(tokens: LossTokens) -> torch.Tensor:
+    """Return (log pi - its mean) (A - its mean) of each token, [k]; the means are over the k tokens.
+
+    Cui et al. 2025, arXiv:2505.22617, section 4. Tokens with a high value make the entropy fall.
+    """
+    return (tokens.logprobs - tokens.logprobs.mean()) * (tokens.advantages - tokens.advantages.mean())
+
+
+def by_covariance(values: torch.Tensor, share: float, allowed: torch.Tensor | None = None) -> torch.Tensor:
+    """Select the ceil(share k) allowed tokens with the highest values; return bool [k]."""
+    count = math.ceil(share * len(values))
+    if allowed is not None:
+        values = values.masked_fill(~allowed, -torch.inf)
+    chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    chosen[values.topk(count).indices] = True
+    return chosen if allowed is None else chosen & allowed

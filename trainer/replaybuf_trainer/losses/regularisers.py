@@ -8,8 +8,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from replaybuf_trainer.losses.tokens import LossTokens
-from replaybuf_trainer.losses.values import NonNegative, Share
+from replaybuf_trainer.losses.tokens import LossTokens, NonNegative, Share
 
 
 class ReferencePenalty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

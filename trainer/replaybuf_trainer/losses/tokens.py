@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import torch
+from msgspec import Meta
 
 from replaybuf.errors import Invalid
 
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
+Positive: TypeAlias = Annotated[float, Meta(gt=0)]
 Row: TypeAlias = Mapping[str, torch.Tensor]
 """One micro-batch, see `replaybuf_trainer.reading.TensorBatch`: L tokens of n rollouts."""
 

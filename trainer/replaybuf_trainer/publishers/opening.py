@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -55,18 +56,10 @@ def open_publisher(options: TrainOptions, needed_versions: NeededVersions = no_v
 
     Raises `Invalid` for an unknown publisher, unknown options and values out of bounds.
     """
+    names = {field.name for field in dataclasses.fields(PublisherSetup)} - {"needed_versions"}
     setup = PublisherSetup(
-        weights_dir=options.weights_dir,
-        engines=options.engines,
-        engine_timeout_s=options.engine_timeout_s,
-        on_publish=options.on_publish,
-        publish_host=options.publish_host,
-        publish_port=options.publish_port,
-        publish_token=options.publish_token,
-        publish_tls_cert=options.publish_tls_cert,
-        publish_tls_key=options.publish_tls_key,
-        publish_tls_ca=options.publish_tls_ca,
         needed_versions=needed_versions if options.keeps_checkpoints else no_versions,
+        **{name: getattr(options, name) for name in names},
     )
     without_engines = "none" if options.offline else "folder"
     name = options.publisher or ("reload" if options.engines else without_engines)

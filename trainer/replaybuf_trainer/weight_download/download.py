@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf_trainer.weight_download.faults import Superseded, WrongDigest
+from replaybuf_trainer.faults import Superseded, WrongDigest
 from replaybuf_trainer.weight_download.manifest import PIECE_BYTES, Manifest, sha256_of, shard_ranges
 from replaybuf_trainer.weight_download.sources import Source
 

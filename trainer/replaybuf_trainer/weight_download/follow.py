@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from replaybuf.client.client import Client
 from replaybuf.errors import ReplaybufError, ServiceUnavailable
 from replaybuf.wire.contract import Policy
+from replaybuf_trainer.faults import Superseded
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.publishers.reload import FolderLoader
-from replaybuf_trainer.weight_download.faults import Superseded
 from replaybuf_trainer.weight_download.staging import Staging
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from replaybuf.errors import Malformed, ReplaybufError, TooLarge
 from replaybuf.wire.decoding import prepared
-from replaybuf_trainer.weight_download.faults import DiskFault, EngineAway
+from replaybuf_trainer.faults import DiskFault, EngineAway
 from replaybuf_trainer.weight_download.listening import check_token, problem
 from replaybuf_trainer.weight_download.local_weights import LocalWeights
 from replaybuf_trainer.weight_download.staging import Staging

@@ -12,7 +12,6 @@ downloaded. The SHA-256 of the manifest itself identifies the weights; a publish
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from msgspec import Meta
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.decoding import prepared
+from replaybuf.wire.files import write_whole
 
 MANIFEST = "weights-manifest.json"
 SHARD_BYTES = 64 << 20
@@ -81,12 +81,7 @@ def write_manifest(folder: Path, version: int, shard_bytes: int = SHARD_BYTES) -
         files = [_describe(folder, name, shard_bytes, threads) for name in names if name != MANIFEST]
     content = msgspec.json.encode(Manifest(version, shard_bytes, files))
     decode_manifest(content, str(folder))
-    scratch = folder / f".{MANIFEST}"
-    with scratch.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(folder / MANIFEST)
+    write_whole(folder / MANIFEST, content)
     return digest_of(content)
 
 
