@@ -33,6 +33,10 @@ from replaybuf.kernel.state.return_reasons import is_failure, is_forgiven
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LOST_ROLLOUTS = "lost_rollouts"
+"""Key in the metadata of a partial group: number of lost rollouts by reason."""
 FAULTS_IN_A_ROW = 64
 """After as many counted failures, something is broken that waiting does not repair."""
 FIRST_PAUSE_S = 0.5
@@ -91,14 +95,6 @@ async def report_failure(url: str, run: str, token: str | None, producer: str, e
     except (ReplaybufError, TimeoutError) as fault:
         why = str(fault) or f"no answer within {LAST_S:g} s"
         logger.warning("the service did not take the traceback of %s: %s", producer, why)
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-LOST_ROLLOUTS = "lost_rollouts"
-"""Key in the metadata of a partial group: number of lost rollouts by reason."""
 
 
 class Losses:
