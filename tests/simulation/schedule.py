@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx  # noqa: F401 - imported in a schedule, it would keep the clock of that world, and so all that it had
 import msgspec
 
 from replaybuf.backup import target
