@@ -64,36 +64,6 @@ def test_with_look_ahead_the_step_after_the_next_can_be_fetched(run: RunClient) 
     assert [run.batch(step, epoch).status_code for step in (1, 0, 2)] == [200, 200, 409]
 
 
-def test_on_policy_waits_for_the_publication_of_its_version(run: RunClient) -> None:
-    """Step 1 trains version 1: it needs version 1 to be published, and groups of it."""
-    run.put(batch={"groups_per_batch": 1}, strategy=ON_POLICY)
-    epoch = run.attach()
-    run.append(group("a"), group("left over"))
-    run.batch(0, epoch)
-    run.ack(0, epoch)
-    assert run.batch(1, epoch).json()["reason"] == "awaiting_publication"
-    run.publish(1, epoch)
-    answer = run.batch(1, epoch).json()
-    assert answer["reason"] == "all_stale"
-    assert run.state()["groups"]["evicted"] == {"too_stale": 1}
-
-
-def test_too_few_groups_reports_have_and_need(run: RunClient) -> None:
-    """Have and need are counted in groups where the batch is."""
-    run.put(batch={"groups_per_batch": 3})
-    epoch = run.attach()
-    run.append(group("a", tokens=6))
-    answer = run.batch(0, epoch).json()
-    assert answer == {
-        "status": "waiting",
-        "reason": "too_few_groups",
-        "have": {"groups": 1, "tokens": 12},
-        "need": {"groups": 3, "tokens": 0},
-        "blocked_on": "producers",
-        "retry_after_s": 0.5,
-    }
-
-
 def test_a_token_budget_waits_with_too_few_tokens(run: RunClient) -> None:
     """A token budget is filled as far as whole groups allow, and never exceeded."""
     run.put(batch={"tokens_per_batch": 25})
@@ -103,15 +73,6 @@ def test_a_token_budget_waits_with_too_few_tokens(run: RunClient) -> None:
     run.append(group("b", tokens=5), group("c", tokens=6))
     meta = read_batch(run.batch(0, epoch).content).meta
     assert (meta.group_ids, meta.batch_tokens) == (["a", "c"], 24)
-
-
-def test_a_producer_that_asked_for_tickets_changes_no_producers_to_no_groups(run: RunClient) -> None:
-    """The reason tells a dead fleet from a slow one."""
-    run.put(batch={"groups_per_batch": 1})
-    epoch = run.attach()
-    assert run.batch(0, epoch).json()["reason"] == "no_producers"
-    run.post("tickets", producer="p", count=1)
-    assert run.batch(0, epoch).json()["reason"] == "no_groups"
 
 
 def test_a_long_poll_is_answered_when_the_last_group_arrives(run: RunClient) -> None:
