@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Generic, Self, TypeVar
+from typing import IO, Any, Generic, Protocol, Self, TypeVar
 
 import httpx
 import pytest
@@ -369,6 +369,24 @@ def own_service(tmp_path: Path) -> Iterator[ServeProcess]:
     server = ServeProcess(tmp_path / "data").start()
     yield server
     server.end()
+
+
+class Starter(Protocol):
+    """Starts a server that ends with the test."""
+
+    def __call__(self, server: S, /) -> S: ...
+
+
+@pytest.fixture
+def started() -> Iterator[Starter]:
+    """Start any servers of a test and end them, with their Valkey, after it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(server: S) -> S:
+            stack.callback(server.end)
+            return server.start()
+
+        yield start
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from replaybuf.wire.batch import read_batch
-from tests.conftest import RunClient, ServeProcess, group, lasting
+from tests.conftest import RunClient, ServeProcess, Starter, group, lasting
 from tests.forked import run_forked
 from tests.waiting import eventually
 
@@ -147,18 +147,17 @@ def test_two_services_on_one_data_folder_are_refused(own_service: ServeProcess) 
     assert f"process {own_service.pid}" in second.stderr
 
 
-def test_two_services_with_one_redis_do_not_share_a_data_folder(own_service: ServeProcess, tmp_path: Path) -> None:
+def test_two_services_with_one_redis_do_not_share_a_data_folder(
+    own_service: ServeProcess, tmp_path: Path, started: Starter
+) -> None:
     """Each would write over the acknowledged ends of the other, and a loss could go unnoticed."""
     redis_url, folder = f"unix://{own_service.valkey_socket}", tmp_path / "shared"
     folder.mkdir()
-    first = ServeProcess(folder, "--redis-url", redis_url).start()
-    try:
-        options = ["--redis-url", redis_url, "--data-dir", str(folder)]
-        second = run_forked("replaybuf", ["serve", "--port", "0", *options])
-        assert second.returncode == 1
-        assert f"process {first.pid}" in second.stderr and "--data-dir" in second.stderr
-    finally:
-        first.end()
+    first = started(ServeProcess(folder, "--redis-url", redis_url))
+    options = ["--redis-url", redis_url, "--data-dir", str(folder)]
+    second = run_forked("replaybuf", ["serve", "--port", "0", *options])
+    assert second.returncode == 1
+    assert f"process {first.pid}" in second.stderr and "--data-dir" in second.stderr
 
 
 def test_payloads_freed_by_a_checkpoint_are_deleted(own_service: ServeProcess, connect: Connect) -> None:
