@@ -188,7 +188,7 @@ def test_a_broken_reply_to_any_command_only_delays(world: World, run: RunClient,
         batch = read_batch(response.content)
         held += batch.meta.group_ids
         assert until_answered(lambda step=step: run.ack(step, epoch)).status_code == 200  # type: ignore[misc]
-    assert world.proxy.happened(5)
+    assert world.proxy.happened(30)
     world.wait_until_ready()  # it may have happened to a command of the background
     assert sorted(held) == sorted([*(f"p{ticket['prompt_index']}" for ticket in tickets), "g0", "g1"])
     state = run.state()

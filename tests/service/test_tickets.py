@@ -60,21 +60,17 @@ def test_a_ticket_of_the_next_prompt_is_rejected_before_it_is_issued(run: RunCli
     assert run.append(group(None, ticket=made_up))[0]["reason"] == "unknown_ticket"
 
 
-@pytest.mark.parametrize(
-    "made_up",
-    ["t0-1-1-2", "t0-1-2-2", "t1-1-1-1", "t0-0-1-3", "t0-0-2-2", "t0-0-3-1", "t1-0-1-1"],
-)
-def test_a_made_up_ticket_of_an_issued_prompt_is_rejected(run: RunClient, made_up: str) -> None:
-    """Prompt 0 had the tickets t0-0-1-1 and t0-0-1-2, prompt 1 had t0-1-1-1: no other text was issued."""
+def test_a_made_up_ticket_of_an_issued_prompt_is_rejected(run: RunClient) -> None:
+    """Prompt 0 had two tickets: another text was never issued. The others are in tests/kernel/test_tickets.py."""
     run.put(batch={"groups_per_batch": 1})
     first, second = take(run, 2)
     give_back(run, first, "shutdown")
     (again,) = take(run, 1)
     assert (first, second, again) == ("t0-0-1-1", "t0-1-1-1", "t0-0-1-2")
-    refused = run.append(group(None, ticket=made_up))[0]
+    refused = run.append(group(None, ticket="t0-0-1-3"))[0]
     assert (refused["status"], refused["reason"]) == ("rejected", "unknown_ticket")
     assert run.append(group(None, ticket=first))[0]["status"] == "stored", "an older ticket is still good"
-    assert run.append(group(None, ticket=made_up))[0]["status"] == ("duplicate" if "-0-" in made_up else "rejected")
+    assert run.append(group(None, ticket="t0-0-1-3"))[0]["status"] == "duplicate"
 
 
 def test_a_returned_ticket_is_issued_again_until_its_prompt_has_failed(run: RunClient) -> None:
@@ -202,7 +198,7 @@ def test_a_waiting_producer_is_woken_by_a_batch_that_makes_room(tmp_path: Path) 
         poll.start()
         run.state()
         run.batch(2, epoch)
-        poll.join(10)
+        poll.join(60)
         assert len(got) == 1 and len(got[0]) == 1
         run.http.close()
     finally:
