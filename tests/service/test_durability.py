@@ -60,10 +60,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
     ("config", "options", "level", "met_by", "warning"),
     [
         ({}, (), "strict", "appendfsync always", None),
-        ({"appendfsync": "everysec"}, (), "strict", "WAITAOF 1 0", None),
         ({"appendfsync": "everysec"}, ("--durability", "relaxed"), "relaxed", "appendfsync everysec", None),
         ({"appendonly": "no"}, (), "relaxed", "appendonly no", "set appendonly yes"),
-        ({"maxmemory_policy": "allkeys-lru"}, (), "relaxed", "appendfsync always", "set maxmemory-policy noeviction"),
     ],
 )
 def test_the_durability_level_is_reported_everywhere(
@@ -77,7 +75,10 @@ def test_the_durability_level_is_reported_everywhere(
     warning: str | None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`/readyz` (always 200), run state, metric, `status`, and a warning in the log where it is less than wanted."""
+    """`/readyz` (always 200), run state, metric, `status`, and a warning in the log where it is less than wanted.
+
+    The level of all settings is in tests/store/test_durability.py.
+    """
     with Valkey(tmp_path / "v", **config) as server:
         service = serve("--redis-url", server.url, *options)
         answer = ready(service)

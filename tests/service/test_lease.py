@@ -79,6 +79,7 @@ def led_here(server: EmbeddedServer, work: Callable[[Store, Leadership, list[Run
             for name in (f"lease-{next(_names)}" for _ in range(3)):
                 token = (await store.runs.take_lease(name, servers.holder, HELD_S)).token
                 runs.append(await Run.create(name, store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1))))
+                runs[-1].lease = LeaseTimer(Clock())
             await work(store, Leadership(store, servers, "here"), runs)
         finally:
             await store.close()
