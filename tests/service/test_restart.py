@@ -158,15 +158,3 @@ def test_two_services_with_one_redis_do_not_share_a_data_folder(
     second = run_forked("replaybuf", ["serve", "--port", "0", *options])
     assert second.returncode == 1
     assert f"process {first.pid}" in second.stderr and "--data-dir" in second.stderr
-
-
-def test_payloads_freed_by_a_checkpoint_are_deleted(own_service: ServeProcess, connect: Connect) -> None:
-    """The bytes of retired groups leave Redis; the group is still known by name."""
-    run = connect(own_service.url, "r")
-    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 3}})
-    run.append(group("a"), group("b"))
-    epoch = run.attach()
-    run.train(epoch, range(1))
-    run.post("checkpoints", epoch=epoch, step=1)
-    eventually(lambda: run.get("groups/a").json()["rollouts"] is None, RECOVERED_WITHIN_S)
-    assert run.get("groups/b").json()["rollouts"] is not None
