@@ -193,6 +193,16 @@ class ClockedServe(ServeProcess):
         scratch.rename(self._clock)
 
 
+class LastingServe(ServeProcess):
+    """A service that keeps its runs, and gets none from others, however long a busy machine lets it stand still."""
+
+    module = "tests.soon_steady"
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        super().__init__(data_dir, *options)
+        self.environment |= {"STEADY_S": "1e9", "LEASE_S": "600"}
+
+
 JSON = {"content-type": "application/json"}
 """Header of a body that a test writes itself."""
 
