@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Generic, Self, TypeVar
+from typing import IO, Any, Generic, Protocol, Self, TypeVar
 
 import httpx
 import pytest
@@ -204,6 +204,16 @@ class ClockedServe(ServeProcess):
         scratch.rename(self._clock)
 
 
+class LastingServe(ServeProcess):
+    """A service that keeps its runs, and gets none from others, however long a busy machine lets it stand still."""
+
+    module = "tests.soon_steady"
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        super().__init__(data_dir, *options)
+        self.environment |= {"STEADY_S": "1e9", "LEASE_S": "600"}
+
+
 JSON = {"content-type": "application/json"}
 """Header of a body that a test writes itself."""
 
@@ -380,6 +390,24 @@ def own_service(tmp_path: Path) -> Iterator[ServeProcess]:
     server = ServeProcess(tmp_path / "data").start()
     yield server
     server.end()
+
+
+class Starter(Protocol):
+    """Starts a server that ends with the test."""
+
+    def __call__(self, server: S, /) -> S: ...
+
+
+@pytest.fixture
+def started() -> Iterator[Starter]:
+    """Start any servers of a test and end them, with their Valkey, after it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(server: S) -> S:
+            stack.callback(server.end)
+            return server.start()
+
+        yield start
 
 
 @pytest.fixture(scope="session")

@@ -196,7 +196,8 @@ def test_a_request_without_a_whole_reply_is_an_error(
     connect_to: Connect, answers: tuple[bytes, ...], error: type[NoReply]
 ) -> None:
     """The client converts them to `ServiceUnavailable`. The connection is not reused."""
-    with Scripted(answers, (OK,)) as server, connect_to(server, timeout_s=0.5) as peer:
+    timeout_s = 1.0 if error is LateReply else 30.0  # only the silent server is to be too late
+    with Scripted(answers, (OK,)) as server, connect_to(server, timeout_s=timeout_s) as peer:
         with pytest.raises(NoReply) as raised:
             peer.send("GET")
         assert type(raised.value) is error

@@ -118,6 +118,10 @@ def test_a_strategy_sees_read_only_columns_of_the_rows() -> None:
         assert len(column) == 2
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 1
+        with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+            column.flags.writeable = True
+        with pytest.raises(AttributeError, match=f"Groups are read-only; '{name}' cannot be set"):
+            setattr(seen, name, column)
 
 
 @given(st.lists(st.integers(0, 11), max_size=8))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from hypothesis import given
+from hypothesis import example, given
 
 from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.lab.simulate.virtual import VirtualRun
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.ledger import AttachRecord, BatchRecord
 from tests.builders import entries
 
 BATCHES = st.builds(
@@ -57,6 +57,7 @@ def finish(run: VirtualRun, outcomes: list[str]) -> list[BatchRecord]:
     raise AssertionError(f"the run does not end: {outcome}")
 
 
+@example(BatchSpec(groups_per_batch=2), StrategySpec("replay", {"max_uses": 2, "order": "fifo"}), 1, ["stored"])
 @given(BATCHES, STRATEGIES, st.integers(1, 20), st.lists(st.sampled_from(["stored", "stored", "failed"]), min_size=1))
 def test_a_finite_supply_ends_with_every_group_used_or_evicted(
     batch: BatchSpec, strategy: StrategySpec, prompts: int, outcomes: list[str]
@@ -70,7 +71,9 @@ def test_a_finite_supply_ends_with_every_group_used_or_evicted(
     assert run.state.pool.live.totals().groups == 0
     used = {group.number for record in batches for group in record.groups}
     assert totals.stored == len(used) + totals.evicted.total()
-    assert all(bool(record.short) == (record.fill is not None) for record in batches)
+    for record in batches:
+        assert bool(record.short) == (record.fill is not None)
+        assert not record.short or any(group.times_sampled == 1 for group in record.groups), "only used groups"
     if batch.tail == "drop":
         assert not any(record.short for record in batches)
     elif strategy.name == "one-step-off-policy":
@@ -102,3 +105,52 @@ def test_a_batch_is_short_only_after_the_time_out_and_with_enough_groups(
         run.ack(0.0)
         run.publish()
         asked_s = None
+
+
+def waiting_run(groups: int, strategy: StrategySpec | None = None) -> VirtualRun:
+    """Build a run of two groups per batch and a time-out of 30 s, with so many groups."""
+    batch = BatchSpec(groups_per_batch=2, timeout_s=30.0)
+    run = VirtualRun(RunConfig(batch=batch, strategy=strategy or StrategySpec("one-step-off-policy")), 1)
+    run.append(entries(*({"prompt_index": number, "tokens": 10} for number in range(groups))))
+    return run
+
+
+def ask(run: VirtualRun, step: int) -> float | None:
+    """Ask for a batch that is not there; return the time until it may be short."""
+    assert isinstance(run.batch(step), WaitingAnswer)
+    return run.left_s(step)
+
+
+def test_a_prefetch_does_not_count_as_waiting() -> None:
+    run = waiting_run(3)
+    assert isinstance(run.batch(0), BatchRecord)
+    assert ask(run, 1) is None
+    run.now_s += 60.0
+    assert ask(run, 1) is None
+    run.ack(0.0)
+    assert ask(run, 1) == 30.0
+    run.now_s += 30.0
+    assert isinstance(run.batch(1), BatchRecord)
+
+
+def test_a_wait_for_the_trainer_itself_does_not_count() -> None:
+    """On-policy: step 1 needs version 1, which the trainer publishes late."""
+    run = waiting_run(2, StrategySpec("on-policy"))
+    assert isinstance(run.batch(0), BatchRecord)
+    run.ack(0.0)
+    assert ask(run, 1) is None
+    run.now_s += 60.0
+    run.publish()
+    run.append(entries({"prompt_index": 2, "tokens": 10, "policy_version": 1, "policy_version_max": 1}))
+    assert ask(run, 1) == 30.0
+
+
+def test_a_new_trainer_starts_a_new_wait() -> None:
+    run = waiting_run(1)
+    assert ask(run, 0) == 30.0
+    run.now_s += 29.0
+    assert ask(run, 0) == 1.0
+    run.state.apply(
+        run.state.entries + 1, AttachRecord(epoch=2, step=0, dp_world_size=1, seq_len=64, pad_to_multiple_of=1)
+    )
+    assert ask(run, 0) == 30.0

@@ -15,7 +15,7 @@ from replaybuf.errors import LedgerGap, ReplaybufError
 from replaybuf.kernel.decide.records import decide_attach, decide_policy
 from replaybuf.kernel.state.history import add_rewind, lost_version_since
 from replaybuf.kernel.state.pool import COUNTED_LATE
-from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable
+from replaybuf.kernel.state.queries import find_group_state
 from replaybuf.kernel.state.run_state import FEEDBACK_STEPS, RunState
 from replaybuf.kernel.state.snapshot import encode_snapshot, restore, take
 from replaybuf.wire.contract import AttachRequest
@@ -35,7 +35,6 @@ from replaybuf.wire.ledger import (
     TrimRecord,
 )
 from tests.builders import batch_entry, batch_record, config_record, entries
-from tests.kernel.listing import list_numbers
 
 PLACES = ("live", "in_batches", "retired", "evicted", "dead_lettered")
 OnResume = Literal["redeliver", "resample"]
@@ -90,21 +89,6 @@ class Run:
         return [place if reason is None else f"{place}: {reason}" for place, reason in states]
 
 
-def test_a_rewind_evicts_groups_of_lost_versions_unless_a_current_batch_holds_them() -> None:
-    """A rewind to step 1 loses version 2: its groups leave the buffer, except those of a redelivered batch."""
-    run = Run()
-    run.store(0, 1)
-    run.train(1)
-    run.train(2)
-    run.store(1, 2, 2)
-    run.batch(4)
-    run.rewind(1, "redeliver")
-    assert run.places() == ["in_batches", "in_batches", "live", "in_batches", "evicted: lost_lineage"]
-    assert run.state.published == {"": 1} and run.state.weights_uri == {"": None}
-    assert (run.state.step, run.state.next_step) == (1, 3)
-    assert [batch.acked for batch in run.state.batches.values()] == [True, False, False]
-
-
 def test_the_weights_of_a_version_are_announced_again_after_a_rewind() -> None:
     """A rewind forgets where they are: the trainer that resumes writes them again. A repetition changes nothing."""
     run = Run()
@@ -124,112 +108,6 @@ def test_the_weights_of_a_version_are_announced_again_after_a_rewind() -> None:
     assert run.state.weights_uri == {"": "again"} and announce("again") is None
 
 
-def test_a_group_of_a_lost_version_never_comes_back_from_a_batch_voided_later() -> None:
-    """Version 2 is trained again after the rewind; groups of the lost version 2 must not count as its groups."""
-    run = Run()
-    run.store(0, 1)
-    run.train(1)
-    run.train(2)
-    run.store(2)
-    run.batch(3)
-    run.rewind(1, "redeliver")
-    run.apply(AckRecord(step=1, epoch=2))
-    run.rewind(2, "resample")
-    assert run.places() == ["in_batches", "in_batches", "evicted: lost_lineage"]
-    assert run.state.totals.evicted == {"lost_lineage": 1}
-
-
-def test_a_group_of_a_lost_version_never_comes_back_from_an_eviction_after_the_step() -> None:
-    """A rewind that keeps the batches keeps the eviction too, but not for work of a lost version."""
-    run = Run()
-    run.store(0, 1)
-    run.train(1)
-    run.train(2)
-    run.store(2)
-    run.evict(3, reason="overlong")
-    run.rewind(1, "redeliver")
-    assert run.places()[2] == "evicted: lost_lineage"
-    run.apply(AckRecord(step=1, epoch=2))
-    run.rewind(2, "resample")
-    assert run.places() == ["in_batches", "in_batches", "evicted: lost_lineage"]
-
-
-def test_groups_stored_after_a_rewind_are_not_of_a_lost_version() -> None:
-    """A restart folds the whole index stream before the ledger, so `until` must bound what a rewind evicts."""
-    state = RunState()
-    values = entries({"policy_version_max": 1}, {"policy_version_max": 1})
-    state.store(np.array([1, 2]), values)
-    state.apply(1, config_record())
-    state.apply(2, RewindRecord(step=0, generation=1, on_resume="resample", version=0, until=1))
-    assert [find_group_state(state, number)[0] for number in (1, 2)] == ["evicted", "live"]
-
-
-def test_resample_undoes_uses_and_evictions_recorded_after_the_step() -> None:
-    """An eviction recorded at the step itself stays: no batch from there on may use the group."""
-    run = Run()
-    run.store(0, 0, 0, 0)
-    run.train(1)
-    run.evict(2, reason="overlong")
-    run.train(3)
-    run.evict(4)
-    run.rewind(1, "resample")
-    assert run.places() == ["in_batches", "evicted: overlong", "live", "live"]
-    assert run.state.index["times_sampled"].tolist() == [1, 0, 0, 0]
-    assert +run.state.totals.evicted == {"overlong": 1}
-    assert (run.state.step, run.state.next_step, list(run.state.batches)) == (1, 1, [0])
-
-
-def test_redeliver_keeps_batches_uses_and_evictions() -> None:
-    run = Run()
-    run.store(0, 0, 0)
-    run.train(1)
-    run.train(2)
-    run.evict(3)
-    run.rewind(1, "redeliver")
-    assert run.places() == ["in_batches", "in_batches", "evicted: too_stale"]
-    assert (run.state.step, run.state.next_step) == (1, 2)
-    assert not run.state.batches[1].acked
-
-
-def test_voiding_a_use_restores_the_step_of_the_use_before_even_of_a_freed_batch() -> None:
-    """`last_step` -1 means never used; a group used in step 0 must not look fresh after step 1 is voided."""
-    run = Run(max_uses=None)
-    run.store(0, 0)
-    run.train(1)
-    run.train(1, 2)
-    run.checkpoint(1)
-    run.rewind(1, "resample")
-    assert run.state.index["times_sampled"].tolist() == [1, 0]
-    assert run.state.index["last_step"].tolist() == [0, -1]
-
-
-def test_a_checkpoint_frees_exactly_what_no_resume_needs() -> None:
-    """A resume at step 1 or later needs neither the batch of step 0 nor groups evicted before step 1."""
-    run = Run()
-    run.store(0, 0, 0, 0, 0)
-    run.evict(1)
-    run.train(2)
-    run.evict(3)
-    run.train(4)
-    run.evict(5)
-    assert sorted(run.checkpoint(1)) == [1, 2, 3]
-    assert run.places() == ["evicted: too_stale", "retired", "evicted: too_stale", "in_batches", "evicted: too_stale"]
-    assert (run.state.oldest_step, list(run.state.batches)) == (1, [1])
-    assert sorted(run.checkpoint(2)) == [4, 5]
-    assert run.state.totals.retired == 2 and run.state.totals.evicted == {"too_stale": 3}
-
-
-def test_older_checkpoints_stay_resumable_as_long_as_they_are_kept() -> None:
-    run = Run()
-    run.store(0, 0, 0)
-    for number in (1, 2, 3):
-        run.train(number)
-    assert run.checkpoint(1, keep=2) == [1]
-    assert run.checkpoint(3, keep=2) == []
-    assert run.state.checkpoints == [1, 3]
-    assert sorted(run.checkpoint(3, keep=1)) == [2, 3]
-
-
 def test_a_rewind_forgets_checkpoints_of_steps_that_are_trained_again() -> None:
     """They hold weights of the lost history, and would free what the new one needs."""
     run = Run()
@@ -243,86 +121,6 @@ def test_a_rewind_forgets_checkpoints_of_steps_that_are_trained_again() -> None:
     run.apply(AckRecord(step=1, epoch=2))
     run.checkpoint(2, keep=2)
     assert run.state.checkpoints == [1, 2]
-
-
-def test_a_live_group_is_never_freed_by_a_checkpoint() -> None:
-    run = Run(max_uses=2)
-    run.store(0, 0)
-    run.train(1)
-    assert run.checkpoint(1) == []
-    assert run.places() == ["live", "live"]
-
-
-def test_a_used_group_that_is_evicted_stays_for_redelivery_and_is_retired_by_a_checkpoint() -> None:
-    run = Run(max_uses=2)
-    run.store(0)
-    run.train(1)
-    run.evict(1)
-    assert run.places() == ["in_batches"] and not +run.state.totals.evicted
-    assert run.checkpoint(1) == [1]
-    assert run.places() == ["retired"]
-
-
-def test_a_dead_letter_in_a_batch_that_may_be_asked_for_again_is_not_purged() -> None:
-    """The group broke at its second use; a resume may need the batch of its first use until a checkpoint."""
-    run = Run(max_uses=2)
-    run.store(0, 0)
-    run.train(1)
-    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1, 2]}))
-    assert list_purgeable(run.state) == [2]
-    run.checkpoint(1)
-    assert list_purgeable(run.state) == [1, 2]
-
-
-def test_no_rewind_restores_an_evicted_group_that_broke_in_its_batch() -> None:
-    """Undoing the eviction must not make the broken group live again."""
-    run = Run(max_uses=2)
-    run.store(0, 0)
-    run.train(1, 2)
-    run.evict(1)
-    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1, 2]}))
-    assert run.places() == ["dead_lettered: bad_checksum"] * 2
-    run.rewind(0, "resample")
-    assert run.places() == ["dead_lettered: bad_checksum"] * 2
-    assert run.state.totals.dead_lettered == {"bad_checksum": 2} and not +run.state.totals.evicted
-
-
-def test_a_purged_dead_letter_is_still_reported_as_dead_lettered() -> None:
-    run = Run()
-    run.store(0, 0)
-    run.apply(DeadLetterRecord(numbers={"bad_checksum": [1]}))
-    assert run.apply(PurgeRecord(numbers=[1])) == [1]
-    assert run.places() == ["dead_lettered: bad_checksum", "live"]
-    assert run.state.totals.dead_lettered == {"bad_checksum": 1}
-    assert list_numbers(run.state, "dead_lettered", 0, 9) == [1]
-    assert list_numbers(run.state, "retired", 0, 9) == []
-
-
-def test_the_entry_of_a_batch_depends_on_the_requested_generation() -> None:
-    """Step 1 was made in generation 0, kept in 1, voided by 2 and made again."""
-    run = Run()
-    run.store(0, 0, 0)
-    first = run.train(1)
-    voided = run.train(2)
-    run.rewind(1, "redeliver")
-    run.rewind(1, "resample")
-    assert find_batch_entry(run.state, 1) is None
-    again = run.train(3)
-    assert find_batch_entry(run.state, 1) == again
-    assert [find_batch_entry(run.state, 1, generation) for generation in range(4)] == [voided, voided, again, None]
-    assert [find_batch_entry(run.state, 0, generation) for generation in range(4)] == [first, first, first, None]
-    assert find_batch_entry(run.state, 2) is None
-
-
-def test_a_freed_batch_keeps_its_entry_and_a_freed_voided_one_loses_it() -> None:
-    run = Run()
-    run.store(0, 0)
-    run.train(1)
-    run.rewind(0, "resample")
-    again = run.train(2)
-    run.checkpoint(1)
-    assert find_batch_entry(run.state, 0) == find_batch_entry(run.state, 0, 1) == again
-    assert find_batch_entry(run.state, 0, 0) is None
 
 
 def test_a_gap_in_the_ledger_is_an_error() -> None:
@@ -448,12 +246,6 @@ def test_the_trainer_that_attached_last_holds_the_run() -> None:
     assert run.state.attachment is not None and run.state.attachment.dp_world_size == 4
 
 
-def test_failed_prompts_are_kept() -> None:
-    run = Run()
-    run.apply(TicketRecord(adapter="", prompt_index=4, outcome="failed", attempts=3, reason="expired"))
-    assert list(run.state.failed.prompts) == [("", 4)]
-
-
 def test_the_newest_failures_keep_their_reason_until_a_late_group_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """All prompts stay failed; a long reason is cut."""
     monkeypatch.setattr("replaybuf.kernel.state.failed_prompts.MAX_FAILURES", 2)
@@ -465,35 +257,6 @@ def test_the_newest_failures_keep_their_reason_until_a_late_group_is_stored(monk
     assert len(run.state.failed.prompts) == 3
     run.state.store(np.array([1]), entries({"prompt_index": 1}))
     assert [failed.prompt_index for failed in run.state.failed.newest.values()] == [2]
-
-
-def test_a_late_group_undoes_the_failure_of_its_prompt_in_either_order_of_the_streams() -> None:
-    """A prompt never counts both as failed and as stored."""
-    failures = [
-        TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason="expired") for index in (4, 5)
-    ]
-    late = entries({"prompt_index": 4}, {})
-    before, after = Run(), Run()
-    for record in failures:
-        after.apply(record)
-    assert set(after.state.failed.prompts) == {("", 4), ("", 5)}
-    for run in (before, after):
-        run.state.store(np.array([1, 2]), late)
-    for record in failures:
-        before.apply(record)
-    assert list(before.state.failed.prompts) == list(after.state.failed.prompts) == [("", 5)]
-
-
-def test_a_lower_max_uses_uses_groups_up_and_a_higher_one_makes_them_live_again() -> None:
-    """An evicted group stays evicted."""
-    run = Run(max_uses=None)
-    run.store(0, 0, 0)
-    run.train(1, 2)
-    run.evict(2)
-    run.apply(config_record(1))
-    assert run.places() == ["in_batches", "in_batches", "live"]
-    run.apply(config_record(2))
-    assert run.places() == ["live", "in_batches", "live"]
 
 
 def test_an_invalid_index_entry_is_not_in_the_cached_sums_of_live_groups() -> None:

@@ -315,14 +315,26 @@ TestTicketBookAgainstAModel.settings = settings(
 # ---------------------------------------------------------------------- single decisions
 
 
-def test_a_prompt_fails_after_its_last_attempt() -> None:
-    book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
-    first = book.issue("", 1, 0, 0.0).issued[0]
-    assert book.give_back(first, "engine_error").failed == []
-    second = book.issue("", 1, 0, 0.0).issued[0]
-    assert (second.prompt_index, second.attempt) == (0, 2)
-    assert book.give_back(second, "engine_error").failed == [second]
-    assert book.used_up("") and book.issue("", 1, 0, 0.0).issued == []
+def test_a_book_may_have_issued_only_what_it_issued() -> None:
+    """Prompt 0 came back, then failed once; prompt 1 failed twice; prompt 2 has its first ticket, prompt 3 none."""
+    book = TicketBook(ttl_s=10, max_attempts=3, supplies={})
+    tickets = book.issue("", 3, 4, 0.0).issued
+    for prompt, reasons in enumerate((("shutdown", "engine_error"), ("engine_error", "engine_error"))):
+        newest = tickets[prompt]
+        for reason in reasons:
+            book.give_back(newest, reason)
+            (newest,) = book.issue("", 1, 4, 0.0).issued
+            tickets.append(newest)
+    issued = ["t4-0-1-1", "t4-0-1-2", "t4-0-2-3", "t4-1-1-1", "t4-1-2-2", "t4-1-3-3", "t4-2-1-1"]
+    assert sorted(map(str, tickets)) == issued
+    assert all(map(book.may_have_issued, tickets))
+    for made_up in (
+        *("t4-3-1-1", "t4-0-1-3", "t4-0-2-4", "t4-0-3-3", "t4-0-3-2", "t5-0-1-1", "t3-0-2-3", "t4-1-1-2"),
+        *("t4-2-1-2", "t4-2-2-1", "t5-2-1-1", "other/t4-0-1-1", "t4-0-1-1-1"),
+    ):
+        assert not book.may_have_issued(parse_ticket(made_up)), made_up
+    book.complete([("", 2)])  # nothing is kept of it but its index
+    assert book.may_have_issued(parse_ticket("t4-2-1-1")) and not book.may_have_issued(parse_ticket("t4-2-4-1"))
 
 
 @pytest.mark.parametrize("reason", sorted(FORGIVEN_REASONS))
@@ -344,13 +356,6 @@ def test_a_return_for_any_other_reason_is_a_failed_attempt(reason: str) -> None:
     book = TicketBook(ttl_s=10, max_attempts=1, supplies={})
     (ticket,) = book.issue("", 1, 0, 0.0).issued
     assert book.give_back(ticket, reason).failed == [ticket]
-
-
-def test_a_ticket_expires_at_its_deadline() -> None:
-    book = TicketBook(ttl_s=10, max_attempts=2, supplies={})
-    book.issue("", 1, 0, 5.0)
-    assert not book.expire(14.5)
-    assert book.expire(15.0).counts == {"expired": 1}
 
 
 def test_the_oldest_deadline_of_each_adapter_is_the_same_after_a_restart() -> None:
@@ -376,24 +381,6 @@ def test_storage_replaces_a_ticket_that_it_has_a_newer_one_of_and_leaves_the_dea
     book.restore([(str(kept), 1.0), (str(newer), 5.0)], {}, 5.0)
     assert (book.holds(kept), book.holds(replaced), book.holds(newer)) == (True, False, True)
     assert book.oldest_deadline_s("") == 10.0
-
-
-def test_a_group_of_an_expired_ticket_completes_the_ticket_that_replaced_it() -> None:
-    """Guarantee 9: one stored group per prompt index, from any attempt."""
-    book = TicketBook(ttl_s=10, max_attempts=3, supplies={})
-    book.issue("", 1, 0, 0.0)
-    book.expire(10.0)
-    again = book.issue("", 1, 0, 10.0).issued[0]
-    assert book.complete([again.prompt]).drop == [again]
-    assert not book.pending_prompts()
-
-
-def test_a_supply_is_not_used_up_while_a_prompt_is_due_again() -> None:
-    book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
-    ticket = book.issue("", 5, 0, 0.0).issued[0]
-    assert book.used_up("")
-    book.give_back(ticket, "engine_error")
-    assert not book.used_up("")
 
 
 def test_an_empty_change_is_false() -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from replaybuf.wire.batch import read_batch
-from tests.conftest import RunClient, ServeProcess, group
-from tests.service.test_restart import same_state
+from tests.conftest import RunClient, group
 
 TWO = {"code": {"groups_per_batch": 1}, "math": {"groups_per_batch": 4}}
 
@@ -133,93 +129,6 @@ def test_tickets_are_admitted_by_the_adapters_own_window_and_supply(run: RunClie
     assert stored == [{"group_id": "code/p0", "status": "stored"}]
     assert run.state()["adapters"]["code"]["tickets_out"] == 0
     assert run.state()["adapters"]["math"]["tickets_out"] == 8
-
-
-def test_the_run_ends_when_the_supplies_of_all_adapters_have(run: RunClient) -> None:
-    put(run, adapters={name: {"groups_per_batch": 1, "prompts": 1} for name in ("code", "math")})
-    epoch = run.attach()
-    for step, adapter in enumerate(("code", "math")):
-        ticket = run.post("tickets", producer="p", count=1, adapter=adapter).json()["tickets"][0]["ticket"]
-        run.append(group(None, adapter=adapter, ticket=ticket))
-        assert groups_by_adapter(served(run, step, epoch)) == [(adapter, 1)]
-        assert run.ack(step, epoch).status_code == 200
-        run.post("policy", epoch=epoch, version=1, adapter=adapter)
-    assert run.batch(2, epoch).status_code == 410
-    assert run.state()["state"] == "finished"
-
-
-@pytest.mark.parametrize("on_resume", ["redeliver", "resample"])
-def test_a_rewind_restores_progress_turn_and_versions_of_each_adapter(run: RunClient, on_resume: str) -> None:
-    put(run, strategy={"options": {"max_staleness": 3}})
-    add(run, "math", range(8))
-    add(run, "code", range(6))
-    epoch = run.attach()
-    before, records = [], []
-    for step in range(4):
-        before.append(run.state()["adapters"])
-        records.append(served(run, step, epoch))
-        assert run.ack(step, epoch).status_code == 200
-        for adapter, own in records[-1]["adapters_completed"].items():
-            assert run.post("policy", epoch=epoch, version=own + 1, adapter=adapter).status_code == 200
-    lost = before[3]["code"]["published_version"]
-    add(run, "code", range(10, 11), version=lost)
-    epoch = run.attach(resume_step=1, on_resume=on_resume)
-    state = run.state()["adapters"]
-    for name in TWO:
-        assert state[name]["step"] == before[1][name]["step"]
-        assert state[name]["published_version"] == before[1][name]["published_version"]
-    assert state["code"]["groups"]["evicted"] == {"lost_lineage": 1}
-    if on_resume == "resample":
-        assert [state[name]["progress"] for name in TWO] == [before[1][name]["progress"] for name in TWO]
-    conserved(run)
-    for step in (1, 2, 3):
-        again = served(run, step, epoch)
-        assert run.ack(step, epoch).status_code == 200
-        assert [entry["group_id"] for entry in again["groups"]] == [e["group_id"] for e in records[step]["groups"]]
-        assert again["adapters"] == records[step]["adapters"]
-    conserved(run)
-
-
-def test_a_killed_service_goes_on_with_the_same_turn_and_bytes(
-    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
-) -> None:
-    """kill -9 between two parts of one own batch; then after a checkpoint."""
-    run = connect(own_service.url, "r")
-    put(run, strategy={"options": {"max_staleness": 3}})
-    add(run, "math", range(8))
-    add(run, "code", range(6))
-    epoch = run.attach()
-    served(run, 0, epoch)
-    body, before = run.batch(0, epoch).content, run.state()
-    own_service.kill()
-    own_service.start()
-    run = connect(own_service.url, "r")
-    assert same_state(before, run.state())
-    assert run.batch(0, epoch).content == body
-    assert groups_by_adapter(served(run, 1, epoch)) == [("math", 2), ("code", 1)]
-    for step in (0, 1):
-        assert run.ack(step, epoch).status_code == 200
-    assert run.post("checkpoints", epoch=epoch, step=2).status_code == 200
-    before = run.state()
-    own_service.kill()
-    own_service.start()
-    run = connect(own_service.url, "r")
-    assert same_state(before, run.state())
-    assert groups_by_adapter(served(run, 2, epoch)) == [("math", 3)]  # behind code, which was served last
-    conserved(run)
-
-
-def test_an_adapter_without_groups_does_not_delay_the_others(run: RunClient) -> None:
-    put(run, strategy={"options": {"max_staleness": 9}})
-    add(run, "code", range(5))
-    add(run, "math", range(3))
-    epoch = run.attach()
-    for step in range(5):
-        record = served(run, step, epoch)
-        assert groups_by_adapter(record)[0] == ("code", 1) or record["adapters"]["math"]["groups"] == 2
-        run.ack(step, epoch)
-        run.post("policy", epoch=epoch, version=record["adapters_completed"].get("code", 0) + 1, adapter="code")
-    conserved(run)
 
 
 def test_metrics_have_a_label_for_the_adapter(run: RunClient) -> None:

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -223,8 +222,10 @@ def test_a_plug_in_that_hangs_costs_its_group_the_time_limit_and_nobody_else_any
     assert reasons(append(run, proven("c", "good"))) == ["stored"]
     assert run.state()["groups"]["rejected"] == {"admission_timeout": 1}
     metrics = run.http.get("/metrics").text
-    assert 'replaybuf_admission_seconds_bucket{admission="word",run="hangs",le="2.5"} 2.0' in metrics
-    assert 'replaybuf_admission_seconds_count{admission="word",run="hangs"} 3.0' in metrics
+    named = 'replaybuf_admission_seconds_{}{{admission="word",run="hangs"{}}} '
+    assert named.format("count", "") + "3.0" in metrics
+    sums = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith(named.format("sum", ""))]
+    assert float(*sums) >= 5.0, "the group that hangs took its time limit"
 
 
 @pytest.mark.parametrize(
@@ -390,10 +391,9 @@ def test_a_full_queue_is_answered_at_once(server: EmbeddedServer, monkeypatch: p
         await until(lambda: run.admission_plugins._turn.locked())
         waiting = [asyncio.create_task(send(run, wire(name, b"good"))) for name in "ab"]
         await until(lambda: run.admission_plugins.waiting == 2)
-        began_s = time.monotonic()
         with pytest.raises(NoRoom, match="2 requests wait") as caught:
             await send(run, wire("c", b"good"))
-        assert caught.value.retry_after_s and time.monotonic() - began_s < spec.timeout_s
+        assert caught.value.retry_after_s and not hanging.done()
         assert run.admission_plugins.deferred == 1
         assert await hanging == ["admission_timeout"]
         assert [await call for call in waiting] == [["stored"], ["stored"]]

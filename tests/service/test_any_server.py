@@ -17,7 +17,7 @@ from replaybuf.errors import NoRoom, NotLeader
 from replaybuf.store import EmbeddedServer
 from replaybuf.wire.contract import Ticket, WaitingAnswer
 from tests.builders import group
-from tests.conftest import ServeProcess
+from tests.conftest import LastingServe, ServeProcess
 from tests.ticket_producer import numbered_group
 from tests.waiting import eventually
 
@@ -25,16 +25,6 @@ WITHIN_S = 30.0
 CONFIG: dict[str, Any] = {"batch": {"groups_per_batch": 4, "tokens_per_batch": None, "seq_len": 64}}
 LIVE_TOKENS = 2_000
 APPENDED_AT_ONCE = 8
-
-
-class NeverSteady(ServeProcess):
-    """A server that gets no run from others: on a busy machine a test takes longer than until it is trusted."""
-
-    module = "tests.soon_steady"
-
-    def __init__(self, data_dir: Path, *options: str) -> None:
-        super().__init__(data_dir, *options)
-        self.environment["STEADY_S"] = "1e9"
 
 
 class Sides:
@@ -84,7 +74,7 @@ def pair(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> It
     with ExitStack() as stack:
         servers: list[ServeProcess] = []
         for name in ("first", "second"):
-            started = NeverSteady(folder / name, "--redis-url", server.url)
+            started = LastingServe(folder / name, "--redis-url", server.url)
             stack.callback(started.end)
             servers.append(started.start())
         sides = Sides(servers, "known", CONFIG)

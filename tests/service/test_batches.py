@@ -41,77 +41,12 @@ def test_the_same_request_gets_the_same_bytes(run: RunClient) -> None:
     assert run.state()["groups"]["live"] == 1
 
 
-def test_without_look_ahead_the_step_after_the_next_is_awaiting_ack(run: RunClient) -> None:
-    """On-policy answers 202 for it and 409 for anything further."""
-    run.put(batch={"groups_per_batch": 1}, strategy=ON_POLICY)
-    epoch = run.attach()
-    run.append(group("a"), group("b"))
-    assert run.batch(0, epoch).status_code == 200
-    waiting = run.batch(1, epoch)
-    assert (waiting.status_code, waiting.json()["reason"], waiting.json()["blocked_on"]) == (
-        202,
-        "awaiting_ack",
-        "trainer",
-    )
-    assert run.batch(2, epoch).status_code == 409
-
-
 def test_with_look_ahead_the_step_after_the_next_can_be_fetched(run: RunClient) -> None:
     """One-step off-policy serves a prefetch; the one after it is refused."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     run.append(group("a"), group("b"), group("c"))
     assert [run.batch(step, epoch).status_code for step in (1, 0, 2)] == [200, 200, 409]
-
-
-def test_on_policy_waits_for_the_publication_of_its_version(run: RunClient) -> None:
-    """Step 1 trains version 1: it needs version 1 to be published, and groups of it."""
-    run.put(batch={"groups_per_batch": 1}, strategy=ON_POLICY)
-    epoch = run.attach()
-    run.append(group("a"), group("left over"))
-    run.batch(0, epoch)
-    run.ack(0, epoch)
-    assert run.batch(1, epoch).json()["reason"] == "awaiting_publication"
-    run.publish(1, epoch)
-    answer = run.batch(1, epoch).json()
-    assert answer["reason"] == "all_stale"
-    assert run.state()["groups"]["evicted"] == {"too_stale": 1}
-
-
-def test_too_few_groups_reports_have_and_need(run: RunClient) -> None:
-    """Have and need are counted in groups where the batch is."""
-    run.put(batch={"groups_per_batch": 3})
-    epoch = run.attach()
-    run.append(group("a", tokens=6))
-    answer = run.batch(0, epoch).json()
-    assert answer == {
-        "status": "waiting",
-        "reason": "too_few_groups",
-        "have": {"groups": 1, "tokens": 12},
-        "need": {"groups": 3, "tokens": 0},
-        "blocked_on": "producers",
-        "retry_after_s": 0.5,
-    }
-
-
-def test_a_token_budget_waits_with_too_few_tokens(run: RunClient) -> None:
-    """A token budget is filled as far as whole groups allow, and never exceeded."""
-    run.put(batch={"tokens_per_batch": 25})
-    epoch = run.attach()
-    run.append(group("a", tokens=6))
-    assert run.batch(0, epoch).json()["reason"] == "too_few_tokens"
-    run.append(group("b", tokens=5), group("c", tokens=6))
-    meta = read_batch(run.batch(0, epoch).content).meta
-    assert (meta.group_ids, meta.batch_tokens) == (["a", "c"], 24)
-
-
-def test_a_producer_that_asked_for_tickets_changes_no_producers_to_no_groups(run: RunClient) -> None:
-    """The reason tells a dead fleet from a slow one."""
-    run.put(batch={"groups_per_batch": 1})
-    epoch = run.attach()
-    assert run.batch(0, epoch).json()["reason"] == "no_producers"
-    run.post("tickets", producer="p", count=1)
-    assert run.batch(0, epoch).json()["reason"] == "no_groups"
 
 
 def test_a_long_poll_is_answered_when_the_last_group_arrives(run: RunClient) -> None:
@@ -217,16 +152,6 @@ def test_the_record_names_the_groups_of_a_step(run: RunClient) -> None:
     assert (record["micro_batches"], record["dp_world_size"], record["padding_fraction"]) == (1, 1, 0.0)
     assert (record["filler_micro_batches"], record["adapter_tokens"]) == (0, {"": 10})
     assert run.get("batches/2/record").status_code == 404
-
-
-def test_micro_batches_without_rollouts_are_counted(run: RunClient) -> None:
-    """Two rollouts over five ranks."""
-    run.put(batch={"groups_per_batch": 1, "seq_len": 16})
-    epoch = run.attach(dp_world_size=5)
-    run.append(group("a"))
-    run.batch(0, epoch)
-    record = run.get("batches/0/record").json()
-    assert (record["micro_batches"], record["filler_micro_batches"]) == (1, 3)
 
 
 def test_ranks_are_balanced_by_the_cost_the_trainer_attached_with(run: RunClient) -> None:

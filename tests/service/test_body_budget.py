@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replaybuf.errors import ServiceUnavailable, TooLarge
 from replaybuf.service.http.body.body_budget import SMALL_BYTES, BodyBudget
 from replaybuf.service.traffic import Traffic
-from tests.conftest import JSON, ServeProcess, group
+from tests.conftest import JSON, ServeProcess, Starter, group
 from tests.waiting import eventually
 
 MIB = 1 << 20
@@ -153,26 +153,23 @@ def test_one_address_and_one_run_have_at_most_half_of_the_room() -> None:
     run(main())
 
 
-def test_slow_bodies_that_declare_much_leave_room_for_others(tmp_path: Path) -> None:
+def test_slow_bodies_that_declare_much_leave_room_for_others(tmp_path: Path, started: Starter) -> None:
     """40 of them declare twice the budget together; another run stores a group of 200 kB at once."""
-    server = ServeProcess(tmp_path / "data", "--body-budget-bytes", str(256 * MIB)).start()
-    try:
-        host, port = server.url.removeprefix("http://").split(":")
-        with httpx.Client(base_url=server.url, timeout=20) as http, contextlib.ExitStack() as slow:
-            for name in ("a", "b"):
-                http.put(f"/v1/runs/{name}", json={"batch": {"groups_per_batch": 1}})
-            for _ in range(40):
-                half = slow.enter_context(socket.create_connection((host, int(port))))
-                half.sendall(
-                    b"POST /v1/runs/a/groups HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: 60000000\r\n\r\n{"
-                )
-            eventually(lambda: held_bytes(http) >= 40 * (MIB - SMALL_BYTES), 20)
-            assert held_bytes(http) <= 41 * MIB
-            large = {"groups": [group("a", metadata={"x": "y" * 200_000})]}
-            assert http.post("/v1/runs/b/groups", json=large).status_code == 200
-    finally:
-        server.end()
+    server = started(ServeProcess(tmp_path / "data", "--body-budget-bytes", str(256 * MIB)))
+    host, port = server.url.removeprefix("http://").split(":")
+    with httpx.Client(base_url=server.url, timeout=20) as http, contextlib.ExitStack() as slow:
+        for name in ("a", "b"):
+            http.put(f"/v1/runs/{name}", json={"batch": {"groups_per_batch": 1}})
+        for _ in range(40):
+            half = slow.enter_context(socket.create_connection((host, int(port))))
+            half.sendall(
+                b"POST /v1/runs/a/groups HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 60000000\r\n\r\n{"
+            )
+        eventually(lambda: held_bytes(http) >= 40 * (MIB - SMALL_BYTES), 20)
+        assert held_bytes(http) <= 41 * MIB
+        large = {"groups": [group("a", metadata={"x": "y" * 200_000})]}
+        assert http.post("/v1/runs/b/groups", json=large).status_code == 200
 
 
 @pytest.fixture(scope="module")

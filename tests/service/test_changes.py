@@ -6,8 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.conftest import RunClient, ServeProcess, group
-from tests.service.test_live_change import patch
+from tests.conftest import RunClient, group
 
 
 def change(run: RunClient, revision: int, **changes: Any) -> httpx.Response:
@@ -41,25 +40,3 @@ def test_a_change_without_effect_keeps_the_revision(run: RunClient) -> None:
     run.append(group("a"))
     run.train(run.attach(), range(1))
     assert change(run, seen, strategy={"options": {"max_staleness": 1}}).json()["revision"] == seen
-
-
-def test_the_history_lists_changes_and_rewinds_and_keeps_them(own_service: ServeProcess) -> None:
-    """With the step at which each happened; the same after kill -9."""
-    run = RunClient(own_service.url, "changed")
-    run.put(batch={"groups_per_batch": 1})
-    epoch = run.attach()
-    for step in range(2):
-        run.append(group(f"g{step}", step))
-        run.train(epoch, range(step, step + 1))
-    patch(run, strategy={"options": {"max_staleness": 3}})
-    run.attach(1)
-    before = run.get("history").json()["changes"]
-    lines = [(change["step"], change["lines"]) for change in before]
-    assert lines == [(2, ["strategy.options.max_staleness: 1 → 3"]), (1, ["rewind to step 1 (redeliver)"])]
-    run.http.close()
-    own_service.kill()
-    own_service.start()
-    again = RunClient(own_service.url, "changed")
-    assert again.get("history").json()["changes"] == before
-    assert again.state()["revision"] == before[0]["entry"]
-    again.http.close()

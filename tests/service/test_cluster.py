@@ -147,6 +147,12 @@ def test_a_failover_of_a_primary_loses_nothing(
     eventually(lambda: readiness(server)[0], WITHIN_S, lambda status: status == 200)
 
 
+def redirections(node: Valkey) -> int:
+    """Return how often a node has answered that a key is elsewhere, or partly."""
+    errors = node.client.info("errorstats")
+    return sum(errors.get(f"errorstat_{name}", {}).get("count", 0) for name in ("ASK", "TRYAGAIN", "MOVED"))
+
+
 @pytest.mark.parametrize("part", ["control", "payloads"])
 def test_a_slot_moves_to_another_node_under_load(
     part: str, cluster: ValkeyCluster, server: ServeProcess, connect: Callable[[str, str], RunClient]
@@ -160,8 +166,9 @@ def test_a_slot_moves_to_another_node_under_load(
     key = keys.counts(run.run) if part == "control" else keys.written(run.run, keys.bucket_of("g3"))
     source = cluster.owner(key)
     target = next(node for node in cluster.primaries() if node is not source)
+    redirected = redirections(source)
     cluster.begin_move(key, target)
-    time.sleep(0.2)  # the load meets a slot that is on its way
+    eventually(lambda: redirections(source) > redirected, WITHIN_S)  # the load has met a slot that is on its way
     cluster.end_move(key, source, target)
     acknowledged = len(appender.acknowledged)
     eventually(lambda: len(appender.acknowledged) > acknowledged + 70, WITHIN_S)

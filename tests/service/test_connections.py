@@ -25,7 +25,7 @@ from replaybuf.service.http.guard.connection_table import ConnectionLimits, Conn
 from replaybuf.service.http.guard.gates import READ_AT_ONCE
 from replaybuf.service.options import ServeOptions
 from replaybuf.service.traffic import Traffic
-from tests.conftest import ServeProcess
+from tests.conftest import ServeProcess, Starter
 from tests.service.test_server import metric
 from tests.waiting import until
 
@@ -427,28 +427,25 @@ def peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_a_service_under_attack_keeps_its_memory_and_answers(tmp_path: Path) -> None:
+def test_a_service_under_attack_keeps_its_memory_and_answers(tmp_path: Path, started: Starter) -> None:
     """64 MiB of header, of short lines and of a trailer, then more half heads than there may be connections."""
-    server = ServeProcess(tmp_path / "data", "--max-connections", "40").start()
-    try:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        before = peak_bytes(server.pid)
-        attacks = [ENDLESS[kind] for kind in ("one header", "short lines", "a trailer")]
-        for start, repeated in attacks:
-            with socket.create_connection((host, int(port)), timeout=60) as raw, contextlib.suppress(ConnectionError):
-                raw.sendall(start.replace(b"Host: x", b"Host: localhost"))
-                for _ in range(64):
-                    raw.sendall(repeated * (1024 * KIB // len(repeated)))
-        assert peak_bytes(server.pid) < before + (32 << 20)
-        with contextlib.ExitStack() as held:
-            for _ in range(80):
-                held.enter_context(socket.create_connection((host, int(port)), timeout=60)).sendall(HEAD)
-            text = httpx.get(f"{server.url}/metrics", timeout=60).text
-        assert metric(text, "replaybuf_connections") <= 40
-        assert metric(text, "replaybuf_requests_refused_total", reason="too_many_connections") >= 41
-        assert metric(text, "replaybuf_requests_refused_total", reason="head_too_large") >= 3
-    finally:
-        server.end()
+    server = started(ServeProcess(tmp_path / "data", "--max-connections", "40"))
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    before = peak_bytes(server.pid)
+    attacks = [ENDLESS[kind] for kind in ("one header", "short lines", "a trailer")]
+    for start, repeated in attacks:
+        with socket.create_connection((host, int(port)), timeout=60) as raw, contextlib.suppress(ConnectionError):
+            raw.sendall(start.replace(b"Host: x", b"Host: localhost"))
+            for _ in range(64):
+                raw.sendall(repeated * (1024 * KIB // len(repeated)))
+    assert peak_bytes(server.pid) < before + (32 << 20)
+    with contextlib.ExitStack() as held:
+        for _ in range(80):
+            held.enter_context(socket.create_connection((host, int(port)), timeout=60)).sendall(HEAD)
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    assert metric(text, "replaybuf_connections") <= 40
+    assert metric(text, "replaybuf_requests_refused_total", reason="too_many_connections") >= 41
+    assert metric(text, "replaybuf_requests_refused_total", reason="head_too_large") >= 3
 
 
 # ---------------------------------------------------------------------- bursts

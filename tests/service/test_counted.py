@@ -76,22 +76,3 @@ def test_histograms_and_coverage_survive_a_kill(
     run = connect(own_service.start().url, "counted")
     assert counted(run) == reported
     assert {name: samples(run, f"replaybuf_{name}") for name in metrics} == exposed
-
-
-def test_a_resample_undoes_drops_and_uses_in_the_histograms(run: RunClient) -> None:
-    """The evicted group may be used again; both uses stay counted."""
-    run.put(batch={"groups_per_batch": 1, "seq_len": 64}, strategy={"name": "on-policy"})
-    ticket = run.post("tickets", producer="p", count=1).json()["tickets"][0]["ticket"]
-    run.append(group(None, ticket=ticket, tokens=20), group("stale", tokens=40))
-    epoch = run.attach()
-    run.train(epoch, range(1))
-    assert run.batch(1, epoch).status_code == 202
-    before = counted(run)
-    assert before["histograms"]["dropped"]["too_stale"]["age_versions"] == {"count": 1, "sum": 1, "buckets": [[1, 1]]}
-    assert (before["coverage"]["trained"], before["coverage"]["pending"]) == (1, 0)
-    run.attach(0, on_resume="resample")
-    after = counted(run)
-    assert after["histograms"]["dropped"] == {} and after["groups"]["evicted"] == {}
-    assert after["histograms"]["rollout_tokens"]["dropped"] == {"count": 0, "sum": 0, "buckets": []}
-    assert (after["coverage"]["trained"], after["coverage"]["pending"]) == (0, 1)
-    assert after["histograms"]["times_sampled"] == before["histograms"]["times_sampled"] == {"1": 1}

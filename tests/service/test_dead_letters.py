@@ -80,22 +80,6 @@ def test_dead_letters_come_in_pages_and_both_clients_read_and_purge_them(
     assert (refused.status_code, refused.json()["name"]) == (422, "limit")
 
 
-def test_a_flipped_bit_in_redis_is_found_by_its_checksum(
-    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
-) -> None:
-    """The checksum of the frame tells."""
-    run = connect(own_service.url, "r")
-    run.put(batch={"groups_per_batch": 1})
-    epoch = run.attach()
-    run.append(group("bad"))
-    with redis.Redis(unix_socket_path=own_service.valkey_socket) as client:
-        (key,) = client.keys("rb:p:{*:bad}:*")
-        last = 8 * client.strlen(key) - 1
-        client.setbit(key, last, 1 - client.getbit(key, last))
-    assert run.batch(0, epoch).json()["reason"] == "no_producers"
-    assert run.get("dead-letters").json()["dead_letters"][0]["reason"] == "bad_checksum"
-
-
 def batch_with_a_broken_group(
     own_service: ServeProcess, connect: Callable[[str, str], RunClient]
 ) -> tuple[RunClient, int]:

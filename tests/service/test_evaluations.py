@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from replaybuf.service.run.evaluations import MOST_SETS
-from tests.conftest import JSON, RunClient, ServeProcess
+from tests.conftest import JSON, RunClient, ServeProcess, Starter
 
 
 def result(version: int = 0, **changes: Any) -> dict[str, Any]:
@@ -48,29 +48,26 @@ def evaluation_samples(text: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
-def test_metrics_have_the_newest_result_of_each_set_also_after_a_restart(tmp_path: Path) -> None:
+def test_metrics_have_the_newest_result_of_each_set_also_after_a_restart(tmp_path: Path, started: Starter) -> None:
     """The newest held-out result has no standard error, so that of the older one is gone."""
-    server = ServeProcess(tmp_path / "data").start()
-    try:
-        run = RunClient(server.url, "r")
-        run.put(batch={"groups_per_batch": 1})
-        run.reach_version(2)
-        for body in (result(1, standard_error=0.125), result(0, name="other"), result(2, reward_mean=0.75)):
-            assert post(run, body).status_code == 200
-        held_out, other = (f'{{run="r",set="{name}"}}' for name in ("held-out", "other"))
-        expected = {
-            f"replaybuf_evaluation_reward_mean{held_out}": 0.75,
-            f"replaybuf_evaluation_version{held_out}": 2.0,
-            f"replaybuf_evaluation_reward_mean{other}": 0.5,
-            f"replaybuf_evaluation_version{other}": 0.0,
-        }
-        assert evaluation_samples(run.http.get("/metrics").text) == expected
-        run.http.close()
-        server.kill()
-        server.start()
-        assert evaluation_samples(httpx.get(f"{server.url}/metrics").text) == expected
-    finally:
-        server.end()
+    server = started(ServeProcess(tmp_path / "data"))
+    run = RunClient(server.url, "r")
+    run.put(batch={"groups_per_batch": 1})
+    run.reach_version(2)
+    for body in (result(1, standard_error=0.125), result(0, name="other"), result(2, reward_mean=0.75)):
+        assert post(run, body).status_code == 200
+    held_out, other = (f'{{run="r",set="{name}"}}' for name in ("held-out", "other"))
+    expected = {
+        f"replaybuf_evaluation_reward_mean{held_out}": 0.75,
+        f"replaybuf_evaluation_version{held_out}": 2.0,
+        f"replaybuf_evaluation_reward_mean{other}": 0.5,
+        f"replaybuf_evaluation_version{other}": 0.0,
+    }
+    assert evaluation_samples(run.http.get("/metrics").text) == expected
+    run.http.close()
+    server.kill()
+    server.start()
+    assert evaluation_samples(httpx.get(f"{server.url}/metrics").text) == expected
 
 
 def test_sets_beyond_the_bound_leave_the_metrics_oldest_result_first(run: RunClient) -> None:
@@ -87,16 +84,9 @@ def test_sets_beyond_the_bound_leave_the_metrics_oldest_result_first(run: RunCli
     ("changes", "name"),
     [
         ({"name": ""}, "name"),
-        ({"name": "x" * 257}, "name"),
-        ({"producer": "a\nb"}, "producer"),
-        ({"versions": [0] * 257}, "versions"),
-        ({"parts": {"x" * 257: 1.0}}, "parts key"),
-        ({"parts": {str(n): 1.0 for n in range(65)}}, "parts"),
         ({"adapter": "math"}, "adapter"),
-        ({"version": -1}, "version"),
         ({"version": 1}, "version"),
         ({"versions": [0, 1]}, "version"),
-        ({"rollouts": 0}, "rollouts"),
         ({"reward_mean": math.nan}, "reward_mean"),
         ({"standard_error": math.inf}, "standard_error"),
         ({"parts": {"length": math.nan}}, "parts.length"),
@@ -105,6 +95,7 @@ def test_sets_beyond_the_bound_leave_the_metrics_oldest_result_first(run: RunCli
 def test_what_no_evaluation_comes_to_is_refused_with_its_name(
     run: RunClient, changes: dict[str, Any], name: str
 ) -> None:
+    """The bounds of all fields are in test_bounds.py."""
     run.put(batch={"groups_per_batch": 1})
     answer = post(run, result() | changes)
     assert (answer.status_code, answer.json()["name"]) == (422, name)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from replaybuf.wire.config import BatchSpec, StrategySpec
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.group import group_from_json
 from tests.builders import arriving, rollout, wire_group
-from tests.conftest import ClockedServe, RunClient, ServeProcess, group
+from tests.conftest import ClockedServe, RunClient, group
 from tests.led_run import on_a_run
 from tests.service.test_heartbeats import SOON_S, pass_time
 from tests.service.test_resume import conserved
@@ -83,55 +82,6 @@ def test_a_batch_waits_for_its_slot_and_says_which(run: RunClient) -> None:
     assert waits["detail"] == "slots of this batch that wait for a ticket: 1; the first is prompt_index 1"
     eventually(lambda: run.state()["waiting"]["detail"] == waits["detail"], 30.0)
     deliver(run, tickets[1])
-    run.train(epoch, range(2))
-    assert [indexes(run, step) for step in range(2)] == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_a_waiting_trainer_gets_its_batch_when_a_prompt_fails_for_good(run: RunClient) -> None:
-    """The next index moves up, and the long poll is answered."""
-    epoch, tickets = start(run, 6, tickets={"max_attempts": 1})
-    deliver(run, *(tickets[index] for index in (5, 4, 2, 3, 0)))
-    assert run.batch(0, epoch).status_code == 202
-    trainer = RunClient(str(run.http.base_url), run.run)
-    with trainer.http, concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(trainer.batch, 0, epoch, wait_ms=20_000)
-        answer = run.http.delete(f"{run.path}/tickets/{tickets[1]}", params={"reason": "engine_error"})
-        assert answer.status_code == 200, answer.text
-        assert waiting.result().status_code == 200
-    assert indexes(run, 0) == [0, 2, 3]
-    assert run.state()["tickets"]["failed"] == 1
-
-
-def test_a_dropped_group_leaves_its_slot(run: RunClient) -> None:
-    """A filter drops prompt 0 on arrival: prompt 3 moves up, and admission replaces the group."""
-    epoch, tickets = start(run, 6, filters=[{"name": "overlong", "options": {"max_tokens": 20}}])
-    deliver(run, tickets[0], tokens=30)
-    deliver(run, *(tickets[index] for index in (2, 3)))
-    assert run.batch(0, epoch).status_code == 202
-    deliver(run, tickets[1])
-    run.train(epoch, range(1))
-    assert indexes(run, 0) == [1, 2, 3]
-    assert conserved(run) == {"live": 0, "in_batches": 3, "retired": 0, "evicted": 1}
-
-
-def test_a_killed_service_waits_for_the_same_slot(
-    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
-) -> None:
-    """The tickets are read again before anything is decided."""
-    run = connect(own_service.url, "slots")
-    epoch, tickets = start(run, 6)
-    deliver(run, *(tickets[index] for index in (5, 4, 2, 3, 0)))
-    for _ in range(2):
-        own_service.kill()
-        own_service.start()
-        run.http.base_url = own_service.url
-        assert "prompt_index 1" in run.batch(0, epoch).json()["detail"]
-    deliver(run, tickets[1])
-    body = run.batch(0, epoch).content
-    own_service.kill()
-    own_service.start()
-    run.http.base_url = own_service.url
-    assert run.batch(0, epoch).content == body
     run.train(epoch, range(2))
     assert [indexes(run, step) for step in range(2)] == [[0, 1, 2], [3, 4, 5]]
 
@@ -240,17 +190,3 @@ def test_a_book_whose_last_write_failed_is_read_again_before_a_batch(server: Emb
         assert not run.side_state.uncertain
 
     on_a_run(server, work, batch=BatchSpec(groups_per_batch=3), strategy=StrategySpec(**exact()))
-
-
-def test_a_smaller_window_does_not_stop_a_batch_that_waits_for_a_retry(run: RunClient) -> None:
-    """Eleven groups fill a window of four batches; the ticket of slot 0 comes back, and m goes from 3 to 1."""
-    epoch, tickets = start(run, 12, strategy=exact(max_staleness=3))
-    deliver(run, *(tickets[index] for index in range(1, 12)))
-    assert run.http.delete(f"{run.path}/tickets/{tickets[0]}", params={"reason": "shutdown"}).status_code == 200
-    assert run.http.patch(run.path, json={"strategy": exact(max_staleness=1)}).status_code == 200
-    assert run.batch(0, epoch).json()["have"]["groups"] == 2
-    again = take(run, 4)
-    assert list(again) == [0]
-    deliver(run, again[0])
-    assert run.batch(0, epoch).status_code == 200
-    assert indexes(run, 0) == [0, 1, 2]

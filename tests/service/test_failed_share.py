@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, group
 from tests.service.test_tickets import give_back, take
 
 
@@ -96,44 +95,3 @@ def test_a_finished_run_answers_why(run: RunClient) -> None:
     over = run.batch(0, epoch)
     assert over.status_code == 410 and "failed_share: 6 of the last 21 prompts failed" in over.json()["detail"]
     assert run.http.delete(run.path).status_code == 204
-
-
-def test_a_killed_service_still_knows_the_share(
-    own_service: ServeProcess, connect: Callable[[str, str], RunClient]
-) -> None:
-    """kill -9 below the share, above it, and after the resume."""
-    run = connect(own_service.url, "r")
-    put(run, "pause")
-
-    def restart() -> dict[str, Any]:
-        before = run.state()
-        own_service.kill()
-        own_service.start()
-        run.http.base_url = own_service.url
-        after = run.state()
-        assert after["failed_prompts"] == before["failed_prompts"] and after["state"] == before["state"]
-        return after
-
-    end_prompts(run, 15, 5)
-    assert restart()["state"] == "running"
-    end_prompts(run, 0, 2)
-    assert restart()["state"] == "paused"
-    assert run.http.patch(run.path, json={"state": "running"}).status_code == 200
-    assert restart()["failed_prompts"]["ended"] == 0
-    assert len(ledger(run)) == 3
-
-
-@pytest.mark.parametrize(
-    ("tickets", "name"),
-    [
-        ({"max_failed_share": -0.1}, "tickets.max_failed_share"),
-        ({"max_failed_share": 1}, "tickets.max_failed_share"),
-        ({"max_failed_share": "a lot"}, "tickets.max_failed_share"),
-        ({"max_failed_share": 0.5, "on_failed_share": "stop"}, "tickets.on_failed_share"),
-        ({"on_failed_share": "finish"}, "tickets.on_failed_share"),
-    ],
-)
-def test_a_rule_that_cannot_be_meant_is_rejected(run: RunClient, tickets: dict[str, Any], name: str) -> None:
-    answer = run.put(batch={"groups_per_batch": 2}, tickets=tickets)
-    assert answer.status_code in (400, 422) and name in answer.text, answer.text
-    assert run.http.get(run.path).status_code == 404

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,9 +11,6 @@ import pytest
 from replaybuf.client import Client
 from replaybuf.errors import Conflict
 from tests.conftest import RunClient, ServeProcess
-from tests.service.test_standby import pair, start_pair, start_valkey, valkey
-
-__all__ = ["pair", "start_pair", "start_valkey", "valkey"]
 
 MORE = {"groups_per_batch": 4}
 
@@ -85,20 +81,6 @@ def test_a_restarted_service_knows_it(own_run: RunClient, own_service: ServeProc
         assert change(again, **MORE).status_code == 409
         again.attach()
         assert change(again, **MORE).status_code == 200
-
-
-def test_a_standby_that_takes_over_knows_it(pair: tuple[ServeProcess, ServeProcess], tmp_path: Path) -> None:
-    first, second = pair
-    run = RunClient(first.url, "fixed")
-    with run.http:
-        run.put(batch={"groups_per_batch": 2})
-        run.attach(fixed=True)
-    first.kill()
-    with Client(second.url, "fixed", retry_for_s=60.0) as client:
-        with pytest.raises(Conflict, match="fixed"):
-            client.patch_run({"batch": MORE})
-        client.attach()
-        assert client.patch_run({"batch": MORE}).config["batch"]["groups_per_batch"] == 4
 
 
 def test_a_client_asks_for_it(run: RunClient, service: ServeProcess) -> None:

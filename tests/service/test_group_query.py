@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -35,16 +36,18 @@ def ids(run: RunClient, **query: Any) -> list[str]:
     return [entry["group_id"] for entry in reply.json()["groups"]]
 
 
-@pytest.fixture
-def filled(run: RunClient) -> RunClient:
+@pytest.fixture(scope="module")
+def filled(service: ServeProcess) -> Iterator[RunClient]:
     """A run that trained step 0 with `a` and published version 1; `b` to `e` are live."""
+    run = RunClient(service.url, "queried")
     run.put(batch={"groups_per_batch": 1}, strategy={"name": "one-step-off-policy", "options": {"max_staleness": 9}})
     run.append(rewarded("a", 0.7, metadata={"source": "math"}))
     epoch = run.attach()
     run.train(epoch, range(1))
     run.append(rewarded("b", 0.1, metadata={"env": "code"}), rewarded("c", 0.7, 1), rewarded("d", 0.3, 1))
     run.append(rewarded("e", 0.9, prompt_id="twice", metadata={"source": "math", "env": "code"}))
-    return run
+    yield run
+    run.http.close()
 
 
 @pytest.mark.parametrize(

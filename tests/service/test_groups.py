@@ -253,19 +253,6 @@ def test_a_group_with_a_ticket_may_exceed_a_limit_when_the_next_batch_needs_it(r
     assert run.append(big[0])[0]["status"] == "duplicate"
 
 
-def test_groups_before_the_first_group_over_a_limit_are_stored(run: RunClient) -> None:
-    """The answer is 429. The same request stores the rest after a batch has freed memory."""
-    run.put(batch={"groups_per_batch": 1})
-    epoch = run.attach()
-    tickets = [ticket["ticket"] for ticket in run.post("tickets", producer="p", count=2).json()["tickets"]]
-    run.http.patch(run.path, json={"limits": {"max_tokens_live": 20}})
-    both = [group(None, ticket=tickets[0]), group(None, ticket=tickets[1], tokens=12)]
-    assert run.http.post(f"{run.path}/groups", json={"groups": both}).status_code == 429
-    assert run.state()["groups"]["stored"] == 1
-    run.batch(0, epoch)
-    assert [result["status"] for result in run.append(*both)] == ["duplicate", "stored"]
-
-
 @pytest.mark.parametrize("bound", ["max_tokens_live", "max_bytes_live"])
 def test_a_partly_stored_request_can_be_retried(run: RunClient, bound: str) -> None:
     """Also without tickets. Stored groups do not count against the limit again."""

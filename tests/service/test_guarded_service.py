@@ -30,7 +30,7 @@ from replaybuf.wire import contract
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from tests import builders
 from tests.cli.test_main import replaybuf
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, ServeProcess, Starter, group
 from tests.service.test_server import metric
 from tests.waiting import eventually
 
@@ -81,7 +81,7 @@ def _close_clients(guarded: Guarded) -> Iterator[None]:
 
 
 def test_a_token_above_its_rate_is_answered_429_and_told_when(guarded: Guarded) -> None:
-    guarded.add("slow", "reader", max_calls_per_s=0.5)
+    guarded.add("slow", "reader", max_calls_per_s=0.01)
     guarded.reload()
     client = guarded.client("x", "slow")
     answers = [client.http.get("/v1/runs") for _ in range(3)]
@@ -362,24 +362,21 @@ def test_a_handshake_takes_no_longer_than_a_head_may(tmp_path: Path, authority: 
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc and prlimit")
-def test_a_service_without_a_free_descriptor_goes_on_when_there_is_one(tmp_path: Path) -> None:
+def test_a_service_without_a_free_descriptor_goes_on_when_there_is_one(tmp_path: Path, started: Starter) -> None:
     """Meanwhile what it saves beside Redis fails again and again, also after the line that the log has once."""
-    server = ServeProcess(tmp_path / "data").start()
-    try:
-        with Client(server.url, "r", timeout_s=TIMEOUT_S) as client:
-            client.put_run(CONFIG)
-            before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, before[1]))
-            client.append([builders.group()])
-            eventually(lambda: "cannot be saved" in server.log(), TIMEOUT_S)
-            over_s = time.monotonic() + 3 * WATCH_PERIOD_S
-            eventually(lambda: client.get_run().groups.stored == 1 and time.monotonic() > over_s, TIMEOUT_S)
-            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
-        server.kill()
-        with Client(server.start().url, "r", timeout_s=TIMEOUT_S) as client:
-            assert client.get_run().groups.stored == 1
-    finally:
-        server.end()
+    server = started(ServeProcess(tmp_path / "data"))
+    with Client(server.url, "r", timeout_s=TIMEOUT_S) as client:
+        client.put_run(CONFIG)
+        before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+        client.append([builders.group()])
+        eventually(lambda: "cannot be saved" in server.log(), TIMEOUT_S)
+        over_s = time.monotonic() + 3 * WATCH_PERIOD_S
+        eventually(lambda: client.get_run().groups.stored == 1 and time.monotonic() > over_s, TIMEOUT_S)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
+    server.kill()
+    with Client(server.start().url, "r", timeout_s=TIMEOUT_S) as client:
+        assert client.get_run().groups.stored == 1
 
 
 def test_a_service_with_tls_serves_our_client_and_renews_its_certificate(tmp_path: Path, authority: trustme.CA) -> None:

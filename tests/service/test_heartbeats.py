@@ -86,35 +86,22 @@ def test_a_heartbeat_is_answered_with_version_and_state(run: RunClient) -> None:
     [
         ("p" * 257, {}, 422),
         ("a%07b", {}, 422),
-        ("p", {"in_flight": -1}, 422),
-        ("p", {"held_back_by": "x" * 257}, 422),
         ("p", {"in_fligth": 1}, 400),
         ("p", {"engines": ["http://one"]}, 400),
-        ("p", {"engines": "2"}, 400),
         ("p", {"engines": True}, 400),
         ("p", {"engines": 1.5}, 400),
-        ("p", {"engines": -1}, 422),
-        ("p", {"engines": 2**63}, 422),
         ("p", {"engines": 10**400}, 422),
-        ("p", {"held_back_by": 7}, 400),
         ("p", {"held_back_by": ["engine_away"]}, 400),
-        ("p", {"held_back_by": "engine\x00away"}, 422),
-        ("p", {"held_back_by": "x" * 100_000}, 422),
         ("p", [], 400),
-        ("p", {"failure": {"reason": "r", "traceback": "x" * 4097}}, 422),
-        ("p", {"failure": {"reason": "r", "traceback": "ö" * 2049}}, 422),
         ("p", {"failure": {"reason": "r", "traceback": "a\x1b[31m"}}, 422),
         ("p", {"failure": {"reason": "r", "traceback": "a\u202eb"}}, 422),
-        ("p", {"failure": {"reason": "two\nlines", "traceback": ""}}, 422),
-        ("p", {"failure": {"reason": "r" * 257, "traceback": ""}}, 422),
-        ("p", {"failure": {"reason": "r", "traceback": "", "prompt_index": -1}}, 422),
         ("p", {"failure": {"reason": "r", "traceback": "", "prompt_idx": 1}}, 400),
         ("p", {"failure": {"reason": "r"}}, 400),
         ("p", {"failure": "it broke"}, 400),
     ],
 )
 def test_an_invalid_heartbeat_is_rejected(run: RunClient, producer: str, body: Any, status: int) -> None:
-    """One clear answer, and nobody becomes known by it."""
+    """One clear answer, and nobody becomes known by it. The bounds of all fields are in test_bounds.py."""
     run.put(batch={"groups_per_batch": 2})
     answer = run.http.put(f"{run.path}/producers/{producer}", json=body)
     assert answer.status_code == status, answer.text

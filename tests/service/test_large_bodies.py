@@ -21,6 +21,7 @@ from replaybuf.wire.frame import MEDIA_TYPE, encode_frame
 from replaybuf.wire.group import group_from_json
 from tests.builders import rollout, wire_group
 from tests.conftest import JSON, RunClient, ServeProcess, group
+from tests.waiting import eventually
 
 MIB = 1 << 20
 BODY_BYTES = 16 * MIB
@@ -326,9 +327,7 @@ def test_frames_are_stored_while_the_rest_of_the_body_is_on_its_way(loaded: Load
     def parts() -> Iterator[bytes]:
         yield b"".join(frame(f"first-{number}") for number in range(100))
         with contextlib.closing(httpx.Client(base_url=loaded.http.base_url)) as other:
-            deadline_s = time.monotonic() + 30
-            while other.get(f"{loaded.path}/groups/first-0").status_code == 404:
-                assert time.monotonic() < deadline_s
+            eventually(lambda: other.get(f"{loaded.path}/groups/first-0").status_code != 404, 30.0)
         yield frame("last")
 
     answer = loaded.http.post(f"{loaded.path}/groups", content=parts(), headers={"content-type": MEDIA_TYPE})

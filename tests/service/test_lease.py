@@ -15,6 +15,8 @@ from replaybuf.store import EmbeddedServer, HeldLease, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig
 from replaybuf.wire.config_patch import ConfigPatch
 
+HELD_S = 60.0
+"""Leases of a test, which end in none, however slow the machine is."""
 _names = itertools.count()
 
 
@@ -75,8 +77,9 @@ def led_here(server: EmbeddedServer, work: Callable[[Store, Leadership, list[Run
         try:
             servers, runs = LivingServers(store, "here"), []
             for name in (f"lease-{next(_names)}" for _ in range(3)):
-                token = (await store.runs.take_lease(name, servers.holder, LEASE_S)).token
+                token = (await store.runs.take_lease(name, servers.holder, HELD_S)).token
                 runs.append(await Run.create(name, store, str(token), RunConfig(batch=BatchSpec(groups_per_batch=1))))
+                runs[-1].lease = LeaseTimer(Clock())
             await work(store, Leadership(store, servers, "here"), runs)
         finally:
             await store.close()
@@ -112,7 +115,7 @@ def test_a_lease_that_is_as_expected_is_renewed_and_not_read(server: EmbeddedSer
         kept, lost, grown = runs
         holder = leadership._holder
         expected = [HeldLease.expect(holder, run.state.entries, run.state.stored) for run in runs]
-        await store.runs.take_lease(lost.name, "2@there", LEASE_S, force=True)
+        await store.runs.take_lease(lost.name, "2@there", HELD_S, force=True)
         await grown.patch(ConfigPatch(state="paused"))
         names = [run.name for run in runs]
         first, second, third = await store.runs.hold_leases(names, holder, LEASE_S, expected)
@@ -131,7 +134,7 @@ def test_renew_follows_a_lost_lease_and_returns_a_free_one(server: EmbeddedServe
 
     async def work(store: Store, leadership: Leadership, runs: list[Run]) -> None:
         kept, lost, freed = runs
-        await store.runs.take_lease(lost.name, "2@there", LEASE_S, force=True)
+        await store.runs.take_lease(lost.name, "2@there", HELD_S, force=True)
         await store.runs.release_lease(freed.name, leadership._holder)
         assert await leadership.renew(runs) == [freed]
         assert (kept.journal.leading, lost.journal.leading) == (True, False)
@@ -152,9 +155,9 @@ def test_a_server_that_another_one_led_for_meanwhile_takes_over_from_it(server: 
         stalled = runs[0]
         between = await Run.load(stalled.name, store)
         assert between is not None
-        await between.lead(str((await store.runs.take_lease(stalled.name, "2@there", LEASE_S, force=True)).token))
+        await between.lead(str((await store.runs.take_lease(stalled.name, "2@there", HELD_S, force=True)).token))
         await between.patch(ConfigPatch(state="paused"))
-        assert await store.runs.hand_over(stalled.name, between.journal.token, leadership._holder, LEASE_S)
+        assert await store.runs.hand_over(stalled.name, between.journal.token, leadership._holder, HELD_S)
         assert stalled.journal.leading
         assert await leadership.renew([stalled]) == [stalled]
         await leadership.seek(stalled)

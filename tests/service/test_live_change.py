@@ -165,20 +165,6 @@ def test_from_replay_to_single_use_and_back_with_half_used_groups_and_a_batch_ah
     assert [record["max_uses"] for record in records] == [3, 1, 3]
 
 
-def test_max_uses_below_an_unacked_batch_is_rejected_and_a_higher_one_revives_groups(
-    run: RunClient,
-) -> None:
-    epoch = begin(run, replay(max_uses=2, max_staleness=9))
-    run.train(epoch, range(1))
-    assert uses(run.batch(1, epoch)) == {"g0": 2, "g1": 2}
-    refused(run, 409, "max_uses", strategy=replay(max_uses=1, max_staleness=9))
-    run.ack(1, epoch)
-    assert run.state()["groups"]["live"] == 0
-    assert patch(run, strategy={"options": {"max_uses": 3, "max_staleness": 9}}).json()["strategy"]["name"] == "replay"
-    assert run.state()["groups"]["live"] == 2
-    assert uses(run.batch(2, epoch)) == {"g0": 3, "g1": 3}
-
-
 def test_max_staleness_below_an_unacked_batch_is_rejected_and_a_lower_one_evicts(
     run: RunClient,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,9 +67,9 @@ def test_older_versions_are_counted_together() -> None:
     assert count_versions(index["policy_version"][:0], index["state"][:0]) == []
 
 
-def test_the_history_survives_a_restart(own_service: ServeProcess) -> None:
-    """The same columns from the ledger, after kill -9."""
-    run = RunClient(own_service.url, "kept")
+def test_the_history_survives_a_restart(own_service: ServeProcess, connect: Callable[[str, str], RunClient]) -> None:
+    """The same columns, and the same changes and rewinds with their steps, from the ledger after kill -9."""
+    run = connect(own_service.url, "kept")
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
     for step in range(5):
@@ -76,28 +77,24 @@ def test_the_history_survives_a_restart(own_service: ServeProcess) -> None:
         assert run.batch(step, epoch).status_code == 200
         assert run.ack(step, epoch, metrics={"loss": step / 10}).status_code == 200
         run.publish(step + 1, epoch)
+    assert run.http.patch(run.path, json={"strategy": {"options": {"max_staleness": 3}}}).status_code == 200
+    run.attach(4)
     before = run.get("history").json()
-    run.http.close()
     own_service.kill()
-    own_service.start()
-    again = RunClient(own_service.url, "kept")
+    again = connect(own_service.start().url, "kept")
     after = again.get("history").json()
-    again.http.close()
-    kept = ("columns", "dropped", "metrics", "first_step", "last_step")
+    kept = ("columns", "dropped", "metrics", "first_step", "last_step", "changes")
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    lines = [(change["step"], change["lines"]) for change in after["changes"]]
+    assert lines == [(5, ["strategy.options.max_staleness: 1 → 3"]), (4, ["rewind to step 4 (redeliver)"])]
+    assert again.state()["revision"] == after["changes"][0]["entry"]
     assert after["metrics"] == {"loss": [0.0, 0.1, 0.2, 0.3, 0.4]}
     assert after["columns"]["step"] == [0, 1, 2, 3, 4]
     assert after["columns"]["reward_mean"] == [0.5] * 5
     assert after["columns"]["tokens_in"] == [10.0] * 5
 
 
-@pytest.mark.parametrize(
-    ("query", "steps", "sizes"),
-    [({}, [0, 1, 2, 3], [1] * 4), ({"from_step": 1, "to_step": 2}, [1, 2], [1, 1]), ({"points": 2}, [0, 2], [2, 2])],
-)
-def test_a_range_and_a_number_of_points_bound_the_history(
-    run: RunClient, query: dict[str, int], steps: list[int], sizes: list[int]
-) -> None:
+def test_a_range_and_a_number_of_points_bound_the_history(run: RunClient) -> None:
     """All steps, two of them, and pairs."""
     run.put(batch={"groups_per_batch": 1})
     epoch = run.attach()
@@ -105,11 +102,16 @@ def test_a_range_and_a_number_of_points_bound_the_history(
     run.train(epoch, range(2))
     run.append(*(group(f"h{number}", 2) for number in range(2)))
     run.train(epoch, range(2, 4))
-    history = run.get("history", **query).json()
-    columns = history["columns"]
-    assert (columns["step"], columns["steps"]) == (steps, sizes)
-    assert {len(column) for column in (*columns.values(), *history["dropped"].values())} == {len(steps)}
-    assert (history["first_step"], history["last_step"]) == (0, 3)
+    for query, steps, sizes in (
+        ({}, [0, 1, 2, 3], [1] * 4),
+        ({"from_step": 1, "to_step": 2}, [1, 2], [1, 1]),
+        ({"points": 2}, [0, 2], [2, 2]),
+    ):
+        history = run.get("history", **query).json()
+        columns = history["columns"]
+        assert (columns["step"], columns["steps"]) == (steps, sizes)
+        assert {len(column) for column in (*columns.values(), *history["dropped"].values())} == {len(steps)}
+        assert (history["first_step"], history["last_step"]) == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import NumberDataPoint
 
 from tests.cli.test_main import replaybuf
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, ServeProcess, Starter, group
 from tests.metric_push.receiver import Receiver, points
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -39,24 +39,23 @@ def names(text: bytes) -> set[bytes]:
     return {line.rpartition(b" ")[0] for line in text.splitlines()}
 
 
-def test_a_pushgateway_has_all_metrics_up_to_the_end_of_the_service(tmp_path: Path, receiver: Receiver) -> None:
+def test_a_pushgateway_has_all_metrics_up_to_the_end_of_the_service(
+    tmp_path: Path, receiver: Receiver, started: Starter
+) -> None:
     """What a scrape would have had; the last push comes after the last call."""
     options = ("--push-metrics", f"http://{receiver.address}", "--push-metrics-every-s", "0.2")
-    server = ServeProcess(tmp_path / "data", *options).start()
-    try:
-        run = RunClient(server.url, "r")
-        run.put(batch={"groups_per_batch": 1})
-        run.append(group("a"))
-        eventually(lambda: stored(receiver) == 1, TIMEOUT_S)
-        assert receiver.came[-1].path.startswith("/metrics/job/replaybuf/instance/")
-        assert receiver.came[-1].path.endswith(f"%3A{server.url.rpartition(':')[2]}")
-        scraped = names(run.http.get("/metrics").content)
-        eventually(lambda: scraped <= names(receiver.came[-1].body), TIMEOUT_S)
-        run.append(group("b"))
-        run.http.close()
-        assert server.stop() == 0
-    finally:
-        server.end()
+    server = started(ServeProcess(tmp_path / "data", *options))
+    run = RunClient(server.url, "r")
+    run.put(batch={"groups_per_batch": 1})
+    run.append(group("a"))
+    eventually(lambda: stored(receiver) == 1, TIMEOUT_S)
+    assert receiver.came[-1].path.startswith("/metrics/job/replaybuf/instance/")
+    assert receiver.came[-1].path.endswith(f"%3A{server.url.rpartition(':')[2]}")
+    scraped = names(run.http.get("/metrics").content)
+    eventually(lambda: scraped <= names(receiver.came[-1].body), TIMEOUT_S)
+    run.append(group("b"))
+    run.http.close()
+    assert server.stop() == 0
     assert stored(receiver) == 2
 
 

@@ -40,26 +40,6 @@ def test_groups_are_used_as_often_as_allowed_and_no_more(run: RunClient) -> None
     assert run.get("groups/g0").json()["times_sampled"] == 3
 
 
-def test_blocks_come_again_before_groups_that_arrived_later(run: RunClient) -> None:
-    """a a b b: two batches of the first two groups, then two of the next, though all four are there from the start."""
-    epoch = replay(run, 4, max_uses=2, order="blocks")
-    trained = [sorted(read_batch(body).meta.group_ids) for body in run.train(epoch, range(4))]
-    assert trained == [["g0", "g1"], ["g0", "g1"], ["g2", "g3"], ["g2", "g3"]]
-
-
-def test_a_resample_gives_uses_back_and_a_redelivery_keeps_them(run: RunClient) -> None:
-    epoch = replay(run, 2, max_uses=2)
-    bodies = run.train(epoch, range(2))
-    assert run.state()["groups"]["live"] == 0
-    epoch = run.attach(resume_step=1)
-    assert run.batch(1, epoch).content == bodies[1]
-    assert run.state()["groups"]["live"] == 0
-    epoch = run.attach(resume_step=1, on_resume="resample")
-    assert run.state()["groups"]["live"] == 2
-    again = read_batch(run.batch(1, epoch).content)
-    assert set(again.micro_batches[0].times_sampled.tolist()) == {2}
-
-
 def test_prioritized_batches_bring_importance_weights(run: RunClient) -> None:
     """By what the learner said of each group; the rarest draw weighs 1, the others less."""
     epoch = replay(run, 2, max_uses=None, order="prioritized", priority="feedback", exponent=1.0, importance=1.0)
@@ -72,14 +52,6 @@ def test_prioritized_batches_bring_importance_weights(run: RunClient) -> None:
     named = [batch.meta.group_ids[position] for position in micro.group_index.tolist()]
     weights = dict(zip(named, micro.sampling_weights.tolist(), strict=True))
     assert np.isclose(weights["g0"], 1.0) and np.isclose(weights["g1"], 0.25)
-
-
-def test_a_batch_waits_for_its_share_of_fresh_groups(run: RunClient) -> None:
-    epoch = replay(run, 2, max_uses=10, fresh_fraction=0.5)
-    run.train(epoch, range(1))
-    assert run.batch(1, epoch).status_code == 202
-    run.append(group("new"))
-    assert "new" in read_batch(run.batch(1, epoch).content).meta.group_ids
 
 
 @pytest.mark.parametrize("order", ["uniform", "prioritized"])
@@ -95,10 +67,3 @@ def test_the_same_appends_and_configuration_give_the_same_batches_whatever_the_r
         run.append(*(group(f"g{n}") for n in range(20)))
         chosen.append([read_batch(body).meta.group_ids for body in run.train(run.attach(), range(4))])
     assert chosen[0] == chosen[1] != chosen[2]
-
-
-def test_options_that_contradict_each_other_or_the_run_are_refused(run: RunClient) -> None:
-    for options in ({"max_uses": 1, "cooldown": 2}, {"max_uses": 2, "samples_per_insert": 3.0}, {"fresh_fraction": 2}):
-        answer = run.put(batch={"groups_per_batch": 2}, strategy={"name": "replay", "options": options})
-        assert answer.status_code == 422, answer.text
-        assert next(iter(options)) in answer.json()["detail"]

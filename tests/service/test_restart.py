@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from replaybuf.wire.batch import read_batch
-from tests.conftest import RunClient, ServeProcess, group, lasting
+from tests.conftest import RunClient, ServeProcess, Starter, group, lasting
 from tests.forked import run_forked
 from tests.waiting import eventually
 
@@ -147,27 +147,14 @@ def test_two_services_on_one_data_folder_are_refused(own_service: ServeProcess) 
     assert f"process {own_service.pid}" in second.stderr
 
 
-def test_two_services_with_one_redis_do_not_share_a_data_folder(own_service: ServeProcess, tmp_path: Path) -> None:
+def test_two_services_with_one_redis_do_not_share_a_data_folder(
+    own_service: ServeProcess, tmp_path: Path, started: Starter
+) -> None:
     """Each would write over the acknowledged ends of the other, and a loss could go unnoticed."""
     redis_url, folder = f"unix://{own_service.valkey_socket}", tmp_path / "shared"
     folder.mkdir()
-    first = ServeProcess(folder, "--redis-url", redis_url).start()
-    try:
-        options = ["--redis-url", redis_url, "--data-dir", str(folder)]
-        second = run_forked("replaybuf", ["serve", "--port", "0", *options])
-        assert second.returncode == 1
-        assert f"process {first.pid}" in second.stderr and "--data-dir" in second.stderr
-    finally:
-        first.end()
-
-
-def test_payloads_freed_by_a_checkpoint_are_deleted(own_service: ServeProcess, connect: Connect) -> None:
-    """The bytes of retired groups leave Redis; the group is still known by name."""
-    run = connect(own_service.url, "r")
-    run.put(batch={"groups_per_batch": 1}, strategy={"options": {"max_staleness": 3}})
-    run.append(group("a"), group("b"))
-    epoch = run.attach()
-    run.train(epoch, range(1))
-    run.post("checkpoints", epoch=epoch, step=1)
-    eventually(lambda: run.get("groups/a").json()["rollouts"] is None, RECOVERED_WITHIN_S)
-    assert run.get("groups/b").json()["rollouts"] is not None
+    first = started(ServeProcess(folder, "--redis-url", redis_url))
+    options = ["--redis-url", redis_url, "--data-dir", str(folder)]
+    second = run_forked("replaybuf", ["serve", "--port", "0", *options])
+    assert second.returncode == 1
+    assert f"process {first.pid}" in second.stderr and "--data-dir" in second.stderr

@@ -149,17 +149,6 @@ def test_a_checkpoint_beyond_the_acked_steps_is_refused(run: RunClient) -> None:
     assert (response.status_code, response.json()["bound"]) == (409, [0, 1])
 
 
-def test_evictions_after_the_step_are_undone_by_a_resample(run: RunClient) -> None:
-    """A group that became too stale at step 5 may be sampled again from step 1 on."""
-    run.put(batch={"groups_per_batch": 1})
-    run.append(*(group(f"g{n}") for n in range(4)))
-    epoch = run.attach()
-    run.train(epoch, range(2))
-    assert run.state()["groups"]["evicted"] == {"too_stale": 2}
-    run.attach(resume_step=1, on_resume="resample")
-    assert conserved(run) == {"live": 3, "in_batches": 1, "retired": 0, "evicted": 0}
-
-
 @pytest.mark.parametrize(
     ("body", "name"),
     [
@@ -198,18 +187,6 @@ def test_with_truncation_a_seq_len_below_a_prompt_to_redeliver_is_rejected(run: 
     assert run.state()["epoch"] == epoch
     epoch = run.attach(resume_step=0, seq_len=3)
     assert read_batch(run.batch(0, epoch).content).meta.tokens == 2 * 3
-
-
-def test_a_rewind_of_a_finished_run_resumes_it(run: RunClient) -> None:
-    """What max_steps ended goes on from the step the trainer resumes at."""
-    epoch = ready(run, max_steps=2)
-    bodies = run.train(epoch, range(1))
-    assert run.batch(1, epoch).status_code == 200
-    run.ack(1, epoch)
-    assert run.state()["state"] == "finished"
-    epoch = run.attach(resume_step=0)
-    assert run.state()["state"] == "running"
-    assert run.batch(0, epoch).content == bodies[0]
 
 
 def test_a_resume_at_the_next_step_chooses_a_prefetched_batch_anew(run: RunClient) -> None:

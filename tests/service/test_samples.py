@@ -18,7 +18,7 @@ from replaybuf.store import reader_data as stored_samples
 from replaybuf.wire.answer.samples import StepSamples, encode_samples
 from replaybuf.wire.config import BatchSpec, HistorySpec
 from replaybuf.wire.contract import AttachRequest
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, ServeProcess, Starter, group
 from tests.generator.qwen import write_qwen
 from tests.led_run import append, on_a_run, train
 from tests.waiting import eventually
@@ -102,27 +102,24 @@ def test_a_run_may_keep_no_samples(run: RunClient) -> None:
     assert run.get("samples").json() == nothing
 
 
-def test_texts_are_searched_and_cut(tmp_path: Path, connect: Callable[[str, str], RunClient]) -> None:
+def test_texts_are_searched_and_cut(tmp_path: Path, connect: Callable[[str, str], RunClient], started: Starter) -> None:
     """With a tokenizer samples are text: the start and the end of a long one."""
-    server = ServeProcess(tmp_path / "data", "--tokenizer", str(write_qwen(tmp_path / "model"))).start()
-    try:
-        run = connect(server.url, "r")
-        run.put(batch={"groups_per_batch": 1, "tokens_per_batch": None, "seq_len": 8192})
-        epoch = run.attach()
-        ids = [*b"ab"] * 3000
-        long = {"prompt_ids": [*b"xy"], "completion_ids": ids, "inference_logprobs": [-0.5] * len(ids), "reward": 1.0}
-        assert run.append(group("long") | {"rollouts": [long]})[0]["status"] == "stored"
-        run.train(epoch, range(1))
-        (sample,) = samples_of(run, 1)
-        assert [type(piece) for piece in sample["completion"]] == [str, str]
-        assert sample["completion_tokens"] == 6000
-        assert sum(map(len, sample["completion"])) <= 8192
-        letters = sample["completion"][0][:2]
-        assert run.get("samples", contains=letters.swapcase()).json()["samples"] == [sample]
-        assert run.get("samples", contains="<script>").json()["samples"] == []
-        assert run.get("samples", contains="\u202egnp.exe").status_code == 422
-    finally:
-        server.end()
+    server = started(ServeProcess(tmp_path / "data", "--tokenizer", str(write_qwen(tmp_path / "model"))))
+    run = connect(server.url, "r")
+    run.put(batch={"groups_per_batch": 1, "tokens_per_batch": None, "seq_len": 8192})
+    epoch = run.attach()
+    ids = [*b"ab"] * 3000
+    long = {"prompt_ids": [*b"xy"], "completion_ids": ids, "inference_logprobs": [-0.5] * len(ids), "reward": 1.0}
+    assert run.append(group("long") | {"rollouts": [long]})[0]["status"] == "stored"
+    run.train(epoch, range(1))
+    (sample,) = samples_of(run, 1)
+    assert [type(piece) for piece in sample["completion"]] == [str, str]
+    assert sample["completion_tokens"] == 6000
+    assert sum(map(len, sample["completion"])) <= 8192
+    letters = sample["completion"][0][:2]
+    assert run.get("samples", contains=letters.swapcase()).json()["samples"] == [sample]
+    assert run.get("samples", contains="<script>").json()["samples"] == []
+    assert run.get("samples", contains="\u202egnp.exe").status_code == 422
 
 
 def test_a_rewind_hides_samples_of_undone_steps_until_the_new_batch_replaces_them(server: EmbeddedServer) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from replaybuf.wire.batch import read_batch
-from tests.conftest import ClockedServe, RunClient, ServeProcess, group
+from tests.conftest import ClockedServe, RunClient, group
 from tests.service.test_resume import conserved
 
 TWO = {"groups_per_batch": 2, "tokens_per_batch": None, "seq_len": 64}
@@ -72,22 +72,6 @@ def test_a_dropped_tail_is_evicted_and_counted(run: RunClient) -> None:
     assert run.state()["groups"]["evicted"] == {"tail": 1}
 
 
-def test_a_token_budget_has_a_tail_too(run: RunClient) -> None:
-    """Groups of 10 tokens, 25 per batch: two and one."""
-    epoch = finite(run, batch={"tokens_per_batch": 25, "seq_len": 64})
-    run.train(epoch, range(2))
-    assert (record(run, 1)["short"], record(run, 1)["fill"]) == ("tail", 0.4)
-    assert run.batch(2, epoch).status_code == 410
-
-
-def test_groups_that_are_too_stale_for_the_tail_are_evicted_as_ever(run: RunClient) -> None:
-    epoch = finite(run, prompts=2, strategy={"name": "on-policy"})
-    run.append(group("without a ticket"))
-    run.train(epoch, range(1))
-    assert run.batch(1, epoch).status_code == 410
-    assert run.state()["groups"]["evicted"] == {"too_stale": 1}
-
-
 def test_a_tail_gives_every_rank_the_same_number_of_micro_batches(run: RunClient) -> None:
     """Two rollouts of one row each for four ranks: two ranks get an empty micro-batch."""
     run.put(batch=TWO | {"seq_len": 8}, tickets={"prompts": 1}, strategy=DEEP)
@@ -97,22 +81,6 @@ def test_a_tail_gives_every_rank_the_same_number_of_micro_batches(run: RunClient
     assert [len(body.micro_batches) for body in bodies] == [1, 1, 1, 1]
     assert sorted(body.meta.rollouts for body in bodies) == [0, 0, 1, 1]
     assert record(run, 0)["filler_micro_batches"] == 2
-
-
-def test_groups_of_replay_are_trained_once_more_only_with_a_new_one(run: RunClient) -> None:
-    """Every group serves at least one batch; used ones alone make no short batch."""
-    epoch = finite(
-        run,
-        strategy={"name": "replay", "options": {"max_uses": 3, "max_staleness": 50, "order": "fifo", "look_ahead": 1}},
-    )
-    step = 0
-    while run.batch(step, epoch).status_code == 200:
-        assert run.ack(step, epoch).status_code == 200
-        run.publish(step + 1, epoch)
-        step += 1
-    assert run.batch(step, epoch).status_code == 410
-    assert all("short" not in record(run, before) for before in range(step - 1))
-    assert conserved(run) == {"live": 0, "in_batches": 3, "retired": 0, "evicted": 0}
 
 
 @pytest.mark.parametrize("tail", ["train", "drop"])
@@ -130,35 +98,6 @@ def test_a_rewind_to_before_the_tail_resumes_the_run(run: RunClient, tail: str, 
     assert [len(record(run, step)["groups"]) for step in range(steps)] == [2, 2, 1][:steps]
     assert run.batch(steps, epoch).status_code == 410
     assert conserved(run) == before
-
-
-@pytest.mark.parametrize("tail", ["train", "drop"])
-def test_a_killed_service_ends_the_run_with_the_same_tail(
-    own_service: ServeProcess, connect: Callable[[str, str], RunClient], tail: str
-) -> None:
-    run = connect(own_service.url, "tail")
-
-    def restart() -> None:
-        own_service.kill()
-        own_service.start()
-        run.http.base_url = own_service.url
-
-    epoch = finite(run, batch=TWO | {"tail": tail})
-    restart()
-    run.train(epoch, range(1))
-    restart()
-    if tail == "train":
-        body = run.batch(1, epoch).content
-        restart()
-        assert run.batch(1, epoch).content == body
-        assert run.batch(2, epoch).json()["reason"] == "awaiting_ack"
-        assert run.ack(1, epoch).status_code == 200
-        restart()
-    ended = run.batch(2 if tail == "train" else 1, epoch, wait_ms=5000)
-    assert ended.status_code == 410
-    restart()
-    assert run.state()["state"] == "finished"
-    assert conserved(run)["live"] == 0
 
 
 def test_each_adapter_has_its_own_tail(run: RunClient) -> None:
@@ -223,54 +162,6 @@ def test_a_batch_is_short_after_the_trainer_has_waited_for_the_time_out(
     assert (record(timed, 0)["short"], record(timed, 0)["fill"]) == ("timeout", 0.25)
     timed.ack(0, epoch)
     assert timed.batch(1, epoch).status_code == 202
-
-
-def test_a_time_out_waits_for_min_groups(clocked: ClockedServe, timed: RunClient) -> None:
-    epoch = waiting_for(timed, "a", min_groups=3)
-    assert timed.batch(0, epoch).status_code == 202
-    clocked.put_forward(TIMEOUT_S)
-    waits = timed.batch(0, epoch)
-    assert (waits.status_code, waits.json()["timeout_in_s"]) == (202, 0)
-    timed.append(group("b"))
-    assert timed.batch(0, epoch).status_code == 202
-    timed.append(group("c"))
-    assert timed.batch(0, epoch).status_code == 200
-    assert len(record(timed, 0)["groups"]) == 3
-
-
-def test_a_prefetch_does_not_count_as_waiting(clocked: ClockedServe, timed: RunClient) -> None:
-    epoch = waiting_for(timed, *"abcde")
-    assert timed.batch(0, epoch).status_code == 200
-    assert "timeout_in_s" not in timed.batch(1, epoch).json()
-    clocked.put_forward(2 * TIMEOUT_S)
-    assert timed.batch(1, epoch).status_code == 202
-    timed.ack(0, epoch)
-    assert timed.batch(1, epoch).json()["timeout_in_s"] > TIMEOUT_S / 2
-    clocked.put_forward(TIMEOUT_S)
-    assert timed.batch(1, epoch).status_code == 200
-
-
-def test_a_wait_for_the_trainer_itself_does_not_count(clocked: ClockedServe, timed: RunClient) -> None:
-    """On-policy: step 1 needs version 1, which the trainer publishes late."""
-    batch = TWO | {"timeout_s": TIMEOUT_S}
-    assert timed.put(batch=batch, strategy={"name": "on-policy"}).status_code == 201
-    epoch = timed.attach()
-    timed.append(group("a"), group("b"))
-    assert timed.batch(0, epoch).status_code == 200
-    timed.ack(0, epoch)
-    assert timed.batch(1, epoch).json()["reason"] == "awaiting_publication"
-    clocked.put_forward(2 * TIMEOUT_S)
-    timed.publish(1, epoch)
-    timed.append(group("c", 1))
-    assert timed.batch(1, epoch).json()["timeout_in_s"] > TIMEOUT_S / 2
-
-
-def test_a_new_trainer_starts_a_new_wait(clocked: ClockedServe, timed: RunClient) -> None:
-    epoch = waiting_for(timed, "a")
-    assert timed.batch(0, epoch).status_code == 202
-    clocked.put_forward(TIMEOUT_S)
-    epoch = timed.attach()
-    assert timed.batch(0, epoch).json()["timeout_in_s"] > TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("timeout_s", [0.3, 1e-3, 1e-9])

@@ -21,7 +21,7 @@ from replaybuf.client.direct import DirectBodies
 from replaybuf.store.spill_folder import MARK
 from replaybuf.wire.batch import read_batch
 from replaybuf.wire.spill import MAGIC
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, ServeProcess, Starter, group
 from tests.service.test_restart import valkey_of
 from tests.valkeys import Valkey
 from tests.waiting import eventually
@@ -107,16 +107,15 @@ def trained(service: ServeProcess, folder: Path | None) -> tuple[RunClient, list
     return run, run.train(epoch, range(GROUPS // 5))
 
 
-def test_a_buffer_ten_times_its_memory_trains_to_the_same_bytes(own_service: ServeProcess, tmp_path: Path) -> None:
+def test_a_buffer_ten_times_its_memory_trains_to_the_same_bytes(
+    own_service: ServeProcess, tmp_path: Path, started: Starter
+) -> None:
     """As the same run without spill does, step by step. Deleting the run deletes its folder."""
     folder = tmp_path / "spill"
     run, spilled = trained(own_service, folder)
-    other = ServeProcess(tmp_path / "other").start()
-    try:
-        plain_run, plain = trained(other, None)
-        plain_run.http.close()
-    finally:
-        other.end()
+    other = started(ServeProcess(tmp_path / "other"))
+    plain_run, plain = trained(other, None)
+    plain_run.http.close()
     assert spilled == plain
     assert run.http.patch(run.path, json={"state": "finished"}).status_code == 200
     assert run.http.delete(run.path).status_code == 204

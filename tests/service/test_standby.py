@@ -17,7 +17,7 @@ import redis
 
 from replaybuf.service.run.lease import LEASE_S
 from replaybuf.store import EmbeddedServer
-from tests.conftest import RunClient, ServeProcess, group, lasting
+from tests.conftest import LastingServe, RunClient, ServeProcess, group, lasting
 from tests.valkeys import Valkey
 from tests.waiting import eventually
 
@@ -38,9 +38,11 @@ def start_valkey(folder: Path) -> Iterator[EmbeddedServer]:
 
 
 @contextlib.contextmanager
-def start_pair(folder: Path, url: str) -> Iterator[tuple[ServeProcess, ServeProcess]]:
+def start_pair(
+    folder: Path, url: str, kind: type[ServeProcess] = ServeProcess
+) -> Iterator[tuple[ServeProcess, ServeProcess]]:
     """Run two servers on one Redis."""
-    servers = [ServeProcess(folder / name, "--redis-url", url, "--no-balance").start() for name in ("first", "second")]
+    servers = [kind(folder / name, "--redis-url", url, "--no-balance").start() for name in ("first", "second")]
     try:
         yield servers[0], servers[1]
     finally:
@@ -66,7 +68,7 @@ def pair(valkey: EmbeddedServer, tmp_path: Path) -> Iterator[tuple[ServeProcess,
 def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServeProcess, ServeProcess]]:
     """Two servers for tests that stop neither; each test creates its own run on the first, its leader."""
     folder = tmp_path_factory.mktemp("pair")
-    with start_valkey(folder) as embedded, start_pair(folder, embedded.url) as servers:
+    with start_valkey(folder) as embedded, start_pair(folder, embedded.url, LastingServe) as servers:
         yield servers
 
 

@@ -60,21 +60,17 @@ def test_a_ticket_of_the_next_prompt_is_rejected_before_it_is_issued(run: RunCli
     assert run.append(group(None, ticket=made_up))[0]["reason"] == "unknown_ticket"
 
 
-@pytest.mark.parametrize(
-    "made_up",
-    ["t0-1-1-2", "t0-1-2-2", "t1-1-1-1", "t0-0-1-3", "t0-0-2-2", "t0-0-3-1", "t1-0-1-1"],
-)
-def test_a_made_up_ticket_of_an_issued_prompt_is_rejected(run: RunClient, made_up: str) -> None:
-    """Prompt 0 had the tickets t0-0-1-1 and t0-0-1-2, prompt 1 had t0-1-1-1: no other text was issued."""
+def test_a_made_up_ticket_of_an_issued_prompt_is_rejected(run: RunClient) -> None:
+    """Prompt 0 had two tickets: another text was never issued. The others are in tests/kernel/test_tickets.py."""
     run.put(batch={"groups_per_batch": 1})
     first, second = take(run, 2)
     give_back(run, first, "shutdown")
     (again,) = take(run, 1)
     assert (first, second, again) == ("t0-0-1-1", "t0-1-1-1", "t0-0-1-2")
-    refused = run.append(group(None, ticket=made_up))[0]
+    refused = run.append(group(None, ticket="t0-0-1-3"))[0]
     assert (refused["status"], refused["reason"]) == ("rejected", "unknown_ticket")
     assert run.append(group(None, ticket=first))[0]["status"] == "stored", "an older ticket is still good"
-    assert run.append(group(None, ticket=made_up))[0]["status"] == ("duplicate" if "-0-" in made_up else "rejected")
+    assert run.append(group(None, ticket="t0-0-1-3"))[0]["status"] == "duplicate"
 
 
 def test_a_returned_ticket_is_issued_again_until_its_prompt_has_failed(run: RunClient) -> None:
@@ -164,45 +160,19 @@ def test_tickets_and_their_counts_survive_a_killed_service(
     assert ticket["ticket"] != out
 
 
-def test_capacity_counts_live_groups_and_tickets_and_a_dead_producer_frees_its_share(run: RunClient) -> None:
+def test_capacity_counts_live_groups_and_tickets_and_a_dead_producer_frees_its_share(
+    clocked: ClockedServe, connect: Callable[[str, str], RunClient]
+) -> None:
     """With room for three: one group live, two tickets with a producer that dies; its share comes back by expiry."""
-    run.put(batch={"groups_per_batch": 3}, tickets={"ttl_s": 0.6}, strategy={"name": "on-policy"})
+    run = connect(clocked.url, "expiring")
+    run.put(batch={"groups_per_batch": 3}, tickets={"ttl_s": 600}, strategy={"name": "on-policy"})
     assert run.append(group("live"))[0]["status"] == "stored"
     assert len(take(run, 5)) == 2
     denied = run.post("tickets", producer="other", count=1).json()["waiting"]
     assert (denied["reason"], denied["have"]["groups"]) == ("rate_limited", 3)
-    assert len(take(run, 5, wait_ms=10000)) == 2
+    clocked.put_forward(600.0)
+    assert len(take(run, 5, wait_ms=20_000)) == 2
     assert run.state()["tickets"]["expired"] == 2
-
-
-def test_on_policy_grants_what_the_current_version_needs_and_tops_up(run: RunClient) -> None:
-    """Nothing more is granted until the next version is published."""
-    run.put(batch={"groups_per_batch": 2}, strategy={"name": "on-policy"})
-    epoch = run.attach()
-    tickets = take(run, 10)
-    assert len(tickets) == 2
-    run.append(*(group(None, ticket=ticket) for ticket in tickets))
-    run.batch(0, epoch)
-    assert take(run, 10) == []
-    run.ack(0, epoch)
-    assert take(run, 10) == []
-    run.publish(1, epoch)
-    assert len(take(run, 10)) == 2
-
-
-def test_a_waiting_producer_is_woken_by_the_publication(run: RunClient) -> None:
-    """Long-polls for tickets end with what became possible."""
-    run.put(batch={"groups_per_batch": 1}, strategy={"name": "on-policy"})
-    epoch = run.attach()
-    run.append(group(None, ticket=take(run, 1)[0]))
-    run.batch(0, epoch)
-    run.ack(0, epoch)
-    got: list[list[str]] = []
-    poll = threading.Thread(target=lambda: got.append(take(run, 1, wait_ms=20000)))
-    poll.start()
-    run.publish(1, epoch)
-    poll.join()
-    assert len(got[0]) == 1
 
 
 def test_a_waiting_producer_is_woken_by_a_batch_that_makes_room(tmp_path: Path) -> None:
@@ -228,21 +198,11 @@ def test_a_waiting_producer_is_woken_by_a_batch_that_makes_room(tmp_path: Path) 
         poll.start()
         run.state()
         run.batch(2, epoch)
-        poll.join(10)
+        poll.join(60)
         assert len(got) == 1 and len(got[0]) == 1
         run.http.close()
     finally:
         server.end()
-
-
-def test_capacity_in_tokens_follows_the_measured_group_size(run: RunClient) -> None:
-    """With 10 tokens per group and 40 per batch, on-policy grants what fills the batch."""
-    run.put(batch={"tokens_per_batch": 40, "seq_len": 10}, group_size=2, strategy={"name": "on-policy"})
-    tickets = take(run, 100)
-    while tickets:
-        run.append(*(group(None, ticket=ticket) for ticket in tickets))
-        tickets = take(run, 100)
-    assert run.state()["tokens"]["live"] == 40
 
 
 @pytest.mark.parametrize(

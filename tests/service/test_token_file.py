@@ -7,7 +7,6 @@ import os
 import signal
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from replaybuf.errors import Forbidden, Invalid, NotFound, Unauthorized
 from replaybuf.service.http.guard.auth import Tokens
 from replaybuf.service.http.guard.token_file import new_token, read_tokens, read_uses, revoke_token, write_uses
 from tests.conftest import ServeProcess
+from tests.waiting import eventually
 
 READER = frozenset({"reader"})
 Run = Callable[..., str]
@@ -188,26 +188,18 @@ def status(server: ServeProcess, token: str, path: str = "/v1/runs") -> int:
     return httpx.get(f"{server.url}{path}", headers={"authorization": f"Bearer {token}"}).status_code
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_running_service_reads_tokens_again_on_sighup(guarded: tuple[ServeProcess, str], path: Path) -> None:
     """A rotation without a restart: the new token works, the old one stops, and the last uses are written."""
     server, old = guarded
     new = new_token("reader", "second", path, runs=["only-this"])
     assert (status(server, old), status(server, new)) == (200, 401)
     os.kill(server.pid, signal.SIGHUP)
-    wait_for(lambda: status(server, new) == 200)
+    eventually(lambda: status(server, new) == 200, 60.0)
     assert (status(server, new, "/v1/runs/only-this"), status(server, new, "/v1/runs/other")) == (404, 403)
     revoke_token("first", path)
     assert status(server, old) == 200, "it is still known"
     os.kill(server.pid, signal.SIGHUP)
-    wait_for(lambda: status(server, old) == 401)
+    eventually(lambda: status(server, old) == 401, 60.0)
     assert server.stop() == 0
     (left,) = read_tokens(path)
     assert read_uses(path).keys() == {left.sha256}

@@ -132,13 +132,13 @@ def test_a_silent_redis_costs_one_timeout_not_one_per_caller(
 
     async def work(store: Store) -> None:
         getattr(proxy, fault)()
-        started_s = time.monotonic()
+        before = proxy.connections
         for _ in range(100):
             with pytest.raises(ServiceUnavailable):
                 await store.counters.read("r")
-        assert time.monotonic() - started_s < 50 * SHORT_TIMEOUT_S
+        assert proxy.connections - before < 50, "a call that ran into its timeout opened a connection"
         proxy.heal()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     assert await store.counters.read("silent") == {}
@@ -170,7 +170,7 @@ def test_a_blocking_read_ends_in_time_if_redis_is_silent(proxy: FaultyProxy) -> 
     async def work(store: Store) -> None:
         proxy.swallow()
         with pytest.raises(ServiceUnavailable):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await store.streams.wait_for_entries({"r": Ends(entry=0, group=0)}, 0.1)
 
     with_store(proxy, work, SHORT_TIMEOUT_S)

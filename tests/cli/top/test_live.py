@@ -20,7 +20,7 @@ import pytest
 
 from tests.cli.test_runs import Terminal as Command
 from tests.cli.test_runs import terminal as terminal
-from tests.conftest import RunClient, ServeProcess, group
+from tests.conftest import RunClient, ServeProcess, Starter, group
 
 Connect = Callable[[str, str], RunClient]
 SHOWN_WITHIN_S = 60.0
@@ -126,24 +126,21 @@ def test_keys_open_a_run_and_end_the_view(
 
 
 def test_a_service_that_goes_away_is_named_until_it_is_back(
-    tmp_path: Path, connect: Connect, watch: Callable[..., Terminal]
+    tmp_path: Path, connect: Connect, watch: Callable[..., Terminal], started: Starter
 ) -> None:
     """kill -9 of the service: the last state stays with its age; after the start the view goes on."""
     socket = tmp_path / "s.sock"
-    server = ServeProcess(tmp_path / "data", "--uds", str(socket)).start()
-    try:
-        train(connect(server.url, "alpha"))
-        screen = watch("--url", f"unix:{socket}", columns=60)
-        screen.until("alpha")
-        server.kill()
-        screen.until("no answer from")
-        screen.until("shown is the state of")
-        screen.until("alpha")
-        connect(server.start().url, "after").put(batch={"groups_per_batch": 2})
-        screen.until("2 runs")
-        assert screen.end() == 0
-    finally:
-        server.end()
+    server = started(ServeProcess(tmp_path / "data", "--uds", str(socket)))
+    train(connect(server.url, "alpha"))
+    screen = watch("--url", f"unix:{socket}", columns=60)
+    screen.until("alpha")
+    server.kill()
+    screen.until("no answer from")
+    screen.until("shown is the state of")
+    screen.until("alpha")
+    connect(server.start().url, "after").put(batch={"groups_per_batch": 2})
+    screen.until("2 runs")
+    assert screen.end() == 0
 
 
 def test_without_a_terminal_one_frame_is_printed(terminal: Command, run: RunClient) -> None:
