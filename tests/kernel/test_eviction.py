@@ -62,7 +62,7 @@ class Trial:
         self.state = RunState()
         self.apply(config_record(**{"strategy": StrategySpec("one-step-off-policy")} | config))
         book = TicketBook(600.0, 3, {"": None})
-        self.selector = Selector("r", self.state, book, lambda: 0.0, Rates(0.0), limit_s=None)
+        self.selector = Selector("r", self.state, book, lambda: 0.0, Rates(0.0), limited=False)
 
     def apply(self, record: AnyRecord) -> None:
         self.state.apply(self.state.entries + 1, record)

@@ -1,15 +1,7 @@
-"""Tests of strategies: what they decide, not how long that takes on a busy machine."""
+"""Plug-ins that run in the process of a test get more time."""
 
 from __future__ import annotations
 
-import pytest
+from tests.patient_plugins import patient_with_plugins
 
-from replaybuf.plugins import time_limit
-
-PATIENT_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-def _patient_with_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer of a call may fire in a callback of the garbage collector, and Python drops what is raised there."""
-    monkeypatch.setattr(time_limit, "CALL_LIMIT_S", PATIENT_S)
+__all__ = ["patient_with_plugins"]

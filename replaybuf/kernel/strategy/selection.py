@@ -25,7 +25,7 @@ from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.plugin_set import Bounds
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.waiting import name_columns, nearest, waiting, waits_for_groups
-from replaybuf.plugins.time_limit import CALL_LIMIT_S, PLUGIN_ERRORS, TookTooLong, call_twice_limited
+from replaybuf.plugins.time_limit import PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.wire.config import MOST_GROUPS, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
 from replaybuf.wire.group import hash_name
@@ -68,10 +68,10 @@ class Selector:
         clock: Callable[[], float],
         rates: Rates,
         *,
-        limit_s: float | None = CALL_LIMIT_S,
+        limited: bool = True,
     ) -> None:
         self.slowest_call_s = 0.0
-        self._limit_s = limit_s
+        self._limited = limited
         self.last_asked_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
         self.inputs = StrategyInputs(name, state, book, clock, rates, self.ask)
         self._name = name
@@ -101,7 +101,7 @@ class Selector:
         """
         started_s = time.monotonic()
         try:
-            return call_twice_limited(call, self._limit_s) if self._limit_s else call()
+            return call_twice_limited(call) if self._limited else call()
         except StrategyFault:
             raise
         except PLUGIN_ERRORS as error:

@@ -52,7 +52,7 @@ class VirtualRun:
         self.state = RunState()
         self.book = TicketBook(config.tickets.ttl_s, config.tickets.max_attempts, config.supplies)
         self.rates = Rates(self.now_s)
-        self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates, limit_s=None)
+        self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates, limited=False)
         self._evicted: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         self._stored_prompts: set[int] = set()
         self._step_wait = StepWait()
