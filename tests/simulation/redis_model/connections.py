@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -85,11 +85,11 @@ class _Parser:
         self._connection = connection
         self._ended = False
 
-    async def read_response(self, disable_decoding: bool = False, push_request: bool | None = False) -> Any:
+    def read_response(self, disable_decoding: bool = False, push_request: bool | None = False) -> Awaitable[Any]:
         link = self._connection.link
         if link is None:
             raise RedisConnectionError("Connection closed by server.")
-        return await link.receive()
+        return link.receive()
 
     async def can_read(self) -> bool:
         """Check whether a reply, or the end of the connection, has come."""
@@ -160,7 +160,8 @@ class _Connection(aioredis.Connection):
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Send commands; connect first if necessary."""
-        await self.connect()
+        if self.link is None:
+            await self.connect()
         if self.link is None:
             raise RedisConnectionError("Connection closed by server.")
         self.link.send(split(command))
