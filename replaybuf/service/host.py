@@ -323,7 +323,8 @@ class Service:
         known = {run.name: run.journal.ends for run in self._busy.list() if run.written_by_others}
         if not known:
             with contextlib.suppress(TimeoutError):  # we may lose the lead of a run meanwhile
-                await asyncio.wait_for(self._added.wait(), FOLLOW_TIMEOUT_S)
+                async with asyncio.timeout(FOLLOW_TIMEOUT_S):
+                    await self._added.wait()
             return
         news = asyncio.create_task(self.store.streams.wait_for_entries(known, FOLLOW_TIMEOUT_S))
         added = asyncio.create_task(self._added.wait())

@@ -292,10 +292,9 @@ class BucketStore:
 
     async def delete_all(self, run: str) -> None:
         """Delete what the buckets of a deleted run hold beside published payloads."""
-        for bucket in range(keys.BUCKETS):
-            async for attempts in self._attempts(run, bucket, "+inf"):
-                await self.unlink(attempts)
-                await self._forget(run, bucket, attempts)
+        async for bucket, attempts in self._attempts(run, "+inf"):
+            await self.unlink(attempts)
+            await self._forget(run, bucket, attempts)
         names = [key(run, bucket) for bucket in range(keys.BUCKETS) for key in (keys.attempts, keys.written)]
         await self.unlink(names, durably=True)
         self._known.pop(run, None)
@@ -310,13 +309,12 @@ class BucketStore:
         _, newest = await self._connection.call(run, "rb_begin_round", (), (), token, durably=True)
         self._learn(run, int(newest))
         swept = 0
-        for bucket in range(keys.BUCKETS):
-            async for attempts in self._attempts(run, bucket, newest - 2):
-                published = await find_published(run, attempts)
-                orphans = [key for key in attempts if key not in published]
-                await self.unlink(orphans)
-                await self._forget(run, bucket, attempts)
-                swept += len(orphans)
+        async for bucket, attempts in self._attempts(run, newest - 2):
+            published = await find_published(run, attempts)
+            orphans = [key for key in attempts if key not in published]
+            await self.unlink(orphans)
+            await self._forget(run, bucket, attempts)
+            swept += len(orphans)
         return swept
 
     async def _has_attempts(self, run: str) -> bool:
@@ -325,15 +323,18 @@ class BucketStore:
             pipe.exists(keys.attempts(run, bucket))
         return any(await self._connection.run(pipe.execute()))
 
-    async def _attempts(self, run: str, bucket: int, last: int | str) -> AsyncIterator[list[str]]:
-        """Read attempts of rounds up to `last`, in chunks; each chunk is forgotten before the next is read."""
+    async def _attempts(self, run: str, last: int | str) -> AsyncIterator[tuple[int, list[str]]]:
+        """Read attempts of rounds up to `last` by bucket, in chunks that are forgotten before the next are read."""
         while True:
             pipe = self._connection.pipeline()
-            pipe.zrangebyscore(keys.attempts(run, bucket), "-inf", last, start=0, num=ATTEMPTS_AT_ONCE)
-            (attempts,) = await self._connection.run(pipe.execute())
-            if not attempts:
+            for bucket in range(keys.BUCKETS):
+                pipe.zrangebyscore(keys.attempts(run, bucket), "-inf", last, start=0, num=ATTEMPTS_AT_ONCE)
+            chunks = await self._connection.run(pipe.execute())
+            if not any(chunks):
                 return
-            yield [key.decode() for key in attempts]
+            for bucket, attempts in enumerate(chunks):
+                if attempts:
+                    yield bucket, [key.decode() for key in attempts]
 
     async def _forget(self, run: str, bucket: int, attempts: Sequence[str]) -> None:
         pipe = self._connection.pipeline()

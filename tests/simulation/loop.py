@@ -115,7 +115,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run all that is due until the loop is stopped; whenever nothing is, move the clock to the next timer."""
         # One call for a whole schedule, and handles without debug mode: asyncio's cost as much as what they call.
-        timers, ready, run_handle = self._timers, self._ready, self._run_handle
+        timers, ready = self._timers, self._ready
         while True:
             while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
@@ -134,25 +134,23 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 raise Stuck(f"{MOST_HANDLES} steps were taken, and the schedule goes on at {self._now_s:.3f} s")
             for _ in range(len(ready)):
                 handle = ready.popleft()
-                if not handle._cancelled:
-                    run_handle(handle)
+                if handle._cancelled:
+                    continue
+                node = handle._context.get(NODE, WORLD)
+                if node.dead:
+                    continue
+                if node.stopped:
+                    node.waiting.append(handle)
+                    continue
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - as asyncio does
+                    message = f"Exception in callback {handle._callback!r}"
+                    self.call_exception_handler({"message": message, "exception": error, "handle": handle})
             if self._stopping:
                 return
-
-    def _run_handle(self, handle: _Handle) -> None:
-        node = handle._context.get(NODE, WORLD)
-        if node.dead:
-            return
-        if node.stopped:
-            node.waiting.append(handle)
-            return
-        try:
-            handle._context.run(handle._callback, *handle._args)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # noqa: BLE001 - as asyncio does
-            message = f"Exception in callback {handle._callback!r}"
-            self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None

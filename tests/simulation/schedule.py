@@ -23,7 +23,7 @@ from replaybuf.service.host import Service
 from replaybuf.service.peers import balance, living_servers
 from replaybuf.service.run.append import appends
 from replaybuf.store import keys
-from replaybuf.store.redis import awake
+from replaybuf.store.redis import attention, awake
 from replaybuf.wire.config import RunConfig
 from tests.chaos.history import Event
 from tests.simulation.beside import Reader, operate, stage
@@ -153,6 +153,7 @@ class Schedule:
             mock.patch.object(balance, "AGAIN_S", 1.0),
             mock.patch.object(target, "LEASE_S", 3.0),
             mock.patch.object(appends, "SWEEP_PERIOD_S", 1.5),
+            mock.patch.object(attention, "ALERT_S", 2.0),  # a modelled failover takes as long
             mock.patch.object(awake, "FIRST_PAUSE_S", 0.02),
             mock.patch.object(turns, "TURN_S", rng.choice((-1.0, turns.TURN_S))),
             mock.patch.object(turns, "FEW", rng.choice((0, turns.FEW))),
@@ -273,7 +274,7 @@ class Schedule:
         """Check that the run trains again, a bounded time after the last fault."""
         wanted, ends_s = trainer.steps + PROGRESS_STEPS, self.world.now_s() + PROGRESS_S
         while trainer.steps < wanted and self.world.now_s() < ends_s:  # noqa: ASYNC110 - the clock is virtual
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.05)
         if trainer.steps < wanted:
             done = PROGRESS_STEPS - (wanted - trainer.steps)
             self.wrong.append(f"{done} steps were trained in {PROGRESS_S:g} s after the last fault")

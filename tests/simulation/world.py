@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
+from replaybuf.plugins import time_limit
 from tests.simulation import mix
 from tests.simulation.coverage import Coverage
 from tests.simulation.faults import Faults
@@ -104,6 +106,8 @@ class World:
             (secrets, "token_hex", lambda size: self.rng.randbytes(size).hex()),
             (socket, "create_connection", self._refuse("socket.create_connection")),
             (socket.socket, "connect", self._refuse("socket.connect")),
+            (time_limit, "_timer", contextlib.nullcontext),  # of real time: a busy machine would change the schedule
+            (asyncio.tasks._all_tasks, "add", _nowhere),  # type: ignore[attr-defined] # the loop knows its tasks
         ]
         with contextlib.ExitStack() as stack:
             state = random.getstate()
@@ -122,3 +126,7 @@ class World:
             raise error
 
         return refuse
+
+
+def _nowhere(task: object) -> None:
+    """Keep no task."""

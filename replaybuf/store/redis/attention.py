@@ -38,4 +38,5 @@ class Attention:
             await asyncio.sleep(FRESH_S)
         else:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signs.wait(), WATCH_PERIOD_S)
+                async with asyncio.timeout(WATCH_PERIOD_S):
+                    await self._signs.wait()

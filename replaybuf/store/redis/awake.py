@@ -41,5 +41,6 @@ async def _ping_until(answered: asyncio.Event, pipeline: Callable[[], FastPipeli
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()
     return event.is_set()

@@ -24,7 +24,9 @@ class _Bridge:
     def __init__(self) -> None:
         self.lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self.lua.globals()[b"HITS"] = self.lua.table()
-        self._table = self.lua.table_from
+        # Written in Lua: lupa's own conversions ask what kind of mapping each list is, and read tables item by item.
+        self.table = self.lua.eval(b"function(...) return {...} end")
+        self.open_table = self.lua.eval(b"function(reply) return reply.ok, unpack(reply) end")
         self.call: Call | None = None
         self.registered: dict[bytes, Any] = {}
         functions = {b"call": self._call, b"pcall": self._pcall, b"register_function": self._register}
@@ -58,8 +60,29 @@ class _Bridge:
             return self.lua.table_from({b"ok": reply}) if reply == b"OK" else reply
         if kind is list:
             to_lua = self._to_lua
-            return self._table([part if type(part) is bytes and part != b"OK" else to_lua(part) for part in reply])
+            return self.table(*[part if type(part) is bytes and part != b"OK" else to_lua(part) for part in reply])
         return False if reply is None else reply
+
+    def from_lua(self, value: Any) -> Any:
+        """Return what a RESP client gets for the reply of a function."""
+        kind = type(value)
+        if kind is bytes or kind is int:
+            return value
+        if value is None or value is False:
+            return None
+        if value is True:
+            return 1
+        if kind is float:
+            return int(value)
+        opened = self.open_table(value)
+        if type(opened) is not tuple:  # a table without items
+            return [] if opened is None else opened
+        status, *items = opened
+        if status is not None:
+            return status
+        if None in items:
+            del items[items.index(None) :]  # a list ends at its first nil
+        return [item if type(item) is bytes else self.from_lua(item) for item in items]
 
 
 @functools.cache
@@ -102,33 +125,10 @@ class Functions:
             raise ResponseError("Function not found")
         bridge.call = self._call
         try:
-            return _from_lua(function(bridge.lua.table_from(keys), bridge.lua.table_from(arguments)))
+            return bridge.from_lua(function(bridge.table(*keys), bridge.table(*arguments)))
         finally:
             bridge.call = None
 
 
 def _word(word: float) -> bytes:
     return b"%d" % word if word == int(word) else b"%.17g" % word
-
-
-def _from_lua(value: Any) -> Any:
-    kind = type(value)
-    if kind is bytes or kind is int:
-        return value
-    if value is None or value is False:
-        return None
-    if value is True:
-        return 1
-    if kind is float:
-        return int(value)
-    return _of_table(value)
-
-
-def _of_table(table: Any) -> Any:
-    status = table[b"ok"]
-    if status is not None:
-        return status
-    items: list[Any] = []
-    while (item := table[len(items) + 1]) is not None:
-        items.append(item if type(item) is bytes else _from_lua(item))
-    return items

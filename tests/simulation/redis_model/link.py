@@ -101,29 +101,31 @@ class Link:
                 self._work()
 
     def _work(self) -> None:
-        self._busy = False
+        self._busy, world, replies = False, self.world, list[Any]()
         while self._commands and not self.closed:
             words, cut = self._commands.popleft()
             if cut:
-                self.world.note(f"the connection of {self.client} is cut before {_name(words)}")
+                world.note(f"the connection of {self.client} is cut before {_name(words)}")
+                self._reply(replies)
                 self.cut()
                 return
             self._busy = True
             reply = self.server.execute(self, words)
-            self.world.note(_describe, self.client, words, reply)
+            world.note(_describe, self.client, words, reply)
             if reply is WAITS:
-                return
+                break
             self._busy = False
-            self._reply(reply)
-            if self._commands and self.world.rng.random() < PAUSES:
+            replies.append(reply)
+            if self._commands and world.rng.random() < PAUSES:
                 self._busy = True
-                self.world.at(self.server.node, self.world.now_s() + self.world.way_s(), self._work)
-                return
+                world.at(self.server.node, world.now_s() + world.way_s(), self._work)
+                break
+        self._reply(replies)
 
     def answer(self, reply: Any) -> None:
         """Answer the command that blocks the connection, and go on with the next."""
         if not self.closed:
-            self._reply(reply)
+            self._reply([reply])
             self._work()
 
     def push(self, news: Any) -> None:
@@ -131,12 +133,15 @@ class Link:
         if not self.closed:
             self._answer_in(self.world.way_s(), news)
 
-    def _reply(self, reply: Any) -> None:
-        world = self.world
-        late_s = world.rng.uniform(0.0, LATEST_S) if world.faults.happens("late", world.faults.late, world) else 0.0
-        if late_s:
-            world.note(f"a reply to {self.client} is {late_s:.1f} s late")
-        self._answer_in(world.way_s() + late_s, reply)
+    def _reply(self, replies: Sequence[Any]) -> None:
+        """Send the replies of one turn together, as a server does: each may be late, with all behind it."""
+        world, after_s = self.world, self.world.way_s()
+        for reply in replies:
+            if world.faults.happens("late", world.faults.late, world):
+                late_s = world.rng.uniform(0.0, LATEST_S)
+                world.note(f"a reply to {self.client} is {late_s:.1f} s late")
+                after_s += late_s
+            self._answer_in(after_s, reply)
 
     def cut(self) -> None:
         """End the connection; the client notices a little later."""
