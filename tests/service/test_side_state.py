@@ -39,6 +39,20 @@ def test_a_removed_ticket_that_a_restart_of_redis_brings_back_is_removed_again(s
     on_a_run(server, work)
 
 
+def test_a_prompt_that_is_stored_as_its_ticket_is_returned_leaves_no_ticket(server: EmbeddedServer) -> None:
+    """Its late group arrives after the decision to issue it again, and before that is written."""
+
+    async def work(store: Store, run: Run) -> None:
+        (issued,) = (await run.tickets.issue("p", 1, "", 0.0)).tickets
+        ticket, side_state = parse_ticket(issued.ticket), run.side_state
+        returned = side_state.book.give_back(ticket, "engine_timeout")
+        side_state.remove_later(side_state.book.complete([ticket.prompt]).texts_to_drop)
+        await side_state.save(returned)
+        assert await texts(store, run) == []
+
+    on_a_run(server, work)
+
+
 def test_a_loaded_ticket_keeps_its_time_whatever_the_clock_of_the_server_says(server: EmbeddedServer) -> None:
     """The next leader, or a former one again, may have a clock that jumped."""
 

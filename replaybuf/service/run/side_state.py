@@ -92,15 +92,16 @@ class SideState:
             await self._write(change, durably=True)
 
     async def _write(self, change: TicketChange, *, durably: bool) -> None:
-        journal, removed = self._journal, tuple(self._to_remove)
+        journal, removed = self._journal, dict(self._to_remove)
+        left_s = dict.fromkeys(change.texts_to_add, self.book.ttl_s) | dict.fromkeys(map(str, change.due), 0.0)
         try:
             with journal.recording_loss():
                 await journal.store.tickets.change(
                     journal.name,
                     journal.token,
                     drop=[*removed, *change.texts_to_drop],
-                    left_s=dict.fromkeys(change.texts_to_add, self.book.ttl_s)
-                    | dict.fromkeys(map(str, change.due), 0.0),
+                    # The group of a prompt may have arrived after the decision to issue it again.
+                    left_s={ticket: ticket_s for ticket, ticket_s in left_s.items() if ticket not in removed},
                     counts=change.counts,
                     durably=durably,
                 )
