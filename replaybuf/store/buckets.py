@@ -201,7 +201,7 @@ class BucketStore:
         pipe.hgetall(keys.buckets(run))
         pipe.hget(keys.counts(run), "round")
         published, newest = await self._connection.read(run, pipe)
-        return {int(bucket): int(number) for bucket, number in published.items()}, int(newest or 0)
+        return _integers(published), int(newest or 0)
 
     async def find_loss(self, run: str, buckets: Iterable[int] = range(keys.BUCKETS)) -> DataLost | None:
         """Check that buckets have had as many payloads as are published; return what is wrong with the first."""
@@ -224,20 +224,22 @@ class BucketStore:
         return loss
 
     async def count_missing(self, run: str) -> int:
-        """Return how many published payloads the buckets of a run have never had."""
-        return sum((await self._read_missing(run)).values())
+        """Return how many published payloads the buckets of a run have never had; it may be anew in Redis."""
+        published = await self._connection.run(self._connection.client.hgetall(keys.buckets(run)))
+        return sum((await self._read_missing(run, _integers(published))).values())
 
     async def accept_loss(self, run: str) -> None:
         """Let the buckets of a run go on without what they lack: each then has had what is published, durably."""
+        published, _ = await self._read_published(run)
         pipe = self._connection.pipeline()
-        for bucket, missing in (await self._read_missing(run)).items():
+        for bucket, missing in (await self._read_missing(run, published)).items():
             _correct_written(pipe, run, bucket, missing)
         if pipe.command_stack:
             await self._connection.run_durably(pipe)
         self._lost.pop(run, None)
 
-    async def _read_missing(self, run: str) -> dict[int, int]:
-        published, _ = await self._read_published(run)  # before the counts, which only grow
+    async def _read_missing(self, run: str, published: Mapping[int, int]) -> dict[int, int]:
+        """Return how many payloads each bucket lacks; `published` was read before the counts, which only grow."""
         written = dict(zip(published, await self._read_written(run, list(published)), strict=True))
         return {bucket: number - written[bucket] for bucket, number in published.items() if written[bucket] < number}
 
@@ -340,6 +342,10 @@ class BucketStore:
         pipe = self._connection.pipeline()
         pipe.zrem(keys.attempts(run, bucket), *attempts)
         await self._connection.run(pipe.execute())
+
+
+def _integers(numbers: Mapping[bytes, bytes]) -> dict[int, int]:
+    return {int(bucket): int(number) for bucket, number in numbers.items()}
 
 
 def _correct_written(pipe: FastPipeline, run: str, bucket: int, by: int) -> None:

@@ -16,6 +16,7 @@ from replaybuf.store import keys
 from replaybuf.store.buckets import BucketStore
 from replaybuf.store.known_ends import Ends, Loss, read_known
 from replaybuf.store.redis.connection import Connection, text
+from replaybuf.store.redis.faults import unavailable
 from replaybuf.store.redis.pipeline import FastPipeline
 from replaybuf.store.tickets import WHOLE
 from replaybuf.wire.config import RUN_NAME
@@ -167,13 +168,18 @@ class RunStore:
     # ------------------------------------------------------------------ lost data
 
     async def read_loss(self, run: str) -> Loss | None:
-        """Return what Redis lacks of what any server is known to know; None if it holds everything."""
+        """Return what Redis lacks of what any server is known to know; None if it holds everything.
+
+        Raises `ServiceUnavailable` where another server has accepted a loss and not brought that to its end.
+        """
         pipe = self._connection.pipeline()
         self._connection.add_call(pipe, run, "rb_ends")
         (reply,) = await self._connection.run_each(pipe)
         if isinstance(reply, ResponseError):
             raise self._connection.explain(reply)
         if text(reply[0]) == "replaced":  # another server has accepted it, or deleted the run
+            if self._buckets and await self._buckets.count_missing(run):
+                raise unavailable(self._connection.url, f"holds run {run} anew, which is read again; send it again")
             return None
         if text(reply[0]) != "older":
             return await self._read_bucket_loss(self._buckets, run, reply) if self._buckets else None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -303,6 +304,33 @@ def test_a_loss_that_another_server_has_accepted_is_over(cluster: ValkeyCluster)
             record = encode_record(LossRecord(entries=0, groups=1, by="", at_s=0.0))
             assert loss and await beside.runs.accept_loss("over", loss, record)
             assert await store.runs.read_loss("over") is None
+        finally:
+            await beside.close()
+
+    on_cluster(cluster.url, work)
+
+
+def test_a_loss_whose_acceptance_was_cut_short_is_not_over_for_another_server(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was away after the ledger had the record: the operator is asked to send it again."""
+
+    async def work(store: Store) -> None:
+        beside = await Store.open(cluster.url)
+        try:
+            assert await append(store, "unfinished", to_append("a")) == [True]
+            await lose_payloads(cluster, store, "unfinished", "a")
+            loss = await beside.runs.read_loss("unfinished")
+            assert loss
+            record = encode_record(LossRecord(entries=0, groups=1, by="", at_s=0.0))
+            with monkeypatch.context() as away, pytest.raises(ServiceUnavailable):
+                away.setattr(buckets_of(beside), "accept_loss", mock.AsyncMock(side_effect=ServiceUnavailable("away")))
+                await beside.runs.accept_loss("unfinished", loss, record)
+            with pytest.raises(ServiceUnavailable, match="send it again"):
+                await store.runs.read_loss("unfinished")
+            loss = await beside.runs.read_loss("unfinished")
+            assert loss and await beside.runs.accept_loss("unfinished", loss, record)
+            assert await store.runs.read_loss("unfinished") is None
         finally:
             await beside.close()
 
