@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal, TypeVar
+from unittest import mock
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from replaybuf.service.run.append.group_commit import APPEND_CHUNK
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, PendingGroup, Store
-from replaybuf.wire.config import BatchSpec, RunConfig, TicketSpec
+from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
 from replaybuf.wire.config_patch import ConfigPatch
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
@@ -515,5 +516,40 @@ def test_payloads_are_freed_once_while_the_counters_are_reloaded(server: Embedde
         assert not run.journal.owes_payloads
         keys_left = [key async for key in store.connection.client.scan_iter(f"rb:p:{{{run.name}:*")]
         assert keys_left == []
+
+    on_a_run(server, work)
+
+
+def test_groups_that_a_cut_decision_left_too_old_make_room_for_others(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch was recorded and its answer failed: the group beside it stayed live, and no other was admitted."""
+
+    async def work(_: Store, run: Run) -> None:
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        await append(run, "a", "b")
+        with monkeypatch.context() as cut, pytest.raises(ServiceUnavailable):
+            cut.setattr(run.batches, "_pack", mock.AsyncMock(side_effect=ServiceUnavailable("away")))
+            await run.batches.part(0, epoch, 0, 0.0)
+        await train(run, epoch, range(1))
+        assert isinstance(await run.batches.part(1, epoch, 0, 0.0), WaitingAnswer)
+        assert dict(run.state.totals.evicted) == {"too_stale": 1}
+        assert len((await run.tickets.issue("p", 1, "", 0.0)).tickets) == 1
+
+    on_a_run(server, work, strategy=StrategySpec("on-policy"))
+
+
+def test_rules_that_a_cut_change_did_not_apply_are_applied_before_the_next_batch(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(_: Store, run: Run) -> None:
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        await append(run, "a", "b")
+        change = msgspec.convert({"filters": [{"name": "zero-variance"}]}, ConfigPatch)
+        with monkeypatch.context() as cut, pytest.raises(ServiceUnavailable):
+            cut.setattr(run.eviction, "evict_all", mock.AsyncMock(side_effect=ServiceUnavailable("away")))
+            await run.patch(change)
+        assert isinstance(await run.batches.part(0, epoch, 0, 0.0), WaitingAnswer)
+        assert run.state.totals.evicted.total() == 2
 
     on_a_run(server, work)

@@ -220,7 +220,7 @@ class Batches:
         began_ns = time.time_ns()
         while True:
             await self._tickets.refresh()
-            await self._eviction.of_unsettled()
+            await self._eviction.before_batch()
             chosen = self._selector.choose(overdue=overdue)
             if isinstance(chosen, WaitingAnswer):
                 return chosen

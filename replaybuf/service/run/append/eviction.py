@@ -12,6 +12,7 @@ from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.turns import in_turns
 from replaybuf.store import IndexChunk
+from replaybuf.wire.config import RunConfig
 
 
 class Eviction:
@@ -24,6 +25,10 @@ class Eviction:
         self._book = book
         self._journal = journal
         self._selector = selector
+        self._checked: tuple[int, int] | None = None
+        """Generation and step for which all live groups were checked last."""
+        self._config: RunConfig | None = None
+        """Rules by which they were checked, filters included."""
 
     async def of_arrivals(self, chunk: IndexChunk) -> None:
         """Evict unusable groups of these; the common case, nothing to evict, takes no lock."""
@@ -41,8 +46,15 @@ class Eviction:
                 async with self._journal.decision():
                     await self.evict(numbers)
 
-    async def of_unsettled(self) -> None:
-        """Evict unusable groups among unsettled arrivals before a batch may take them. Called within a decision."""
+    async def before_batch(self) -> None:
+        """Evict unusable groups that a batch may take, or for which others do not come. Called within a decision.
+
+        A decision that failed after its record was written has left those that became unusable by it.
+        """
+        if self._config is not self._journal.state.config:
+            await self.evict(filtered=True)
+        elif self._checked != self._present():
+            await self.evict()
         for chunk in tuple(self._journal.unsettled):
             await self.evict(chunk.numbers)
 
@@ -66,9 +78,14 @@ class Eviction:
 
         `filtered`: call the filters for all live groups, not only for arrivals.
         """
-        journal = self._journal
+        journal, present, config = self._journal, self._present(), self._journal.state.config
         removals = decide_removals(journal.state, self._selector, journal.clock.wall(), only, filtered=filtered)
         async for records in in_turns(removals):
             for record in records:
                 await journal.append(record)
+        if only is None:
+            self._checked, self._config = present, config if filtered else self._config
         self._book.reissue(journal.state.reissues)
+
+    def _present(self) -> tuple[int, int]:
+        return self._journal.state.generation, self._journal.state.next_step
