@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal, TypeVar
 from unittest import mock
 
+import httpx
 import msgspec
 import pytest
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.body.body_budget import BodyBudget
 from replaybuf.service.http.body.decoders import DecoderPool
 from replaybuf.service.http.guard.auth import Permission, Tokens
+from replaybuf.service.http.routes import application
 from replaybuf.service.run.append.group_check import Incoming
 from replaybuf.service.run.append.group_commit import APPEND_CHUNK
 from replaybuf.service.run.served_run import Run
@@ -553,3 +555,28 @@ def test_rules_that_a_cut_change_did_not_apply_are_applied_before_the_next_batch
         assert run.state.totals.evicted.total() == 2
 
     on_a_run(server, work)
+
+
+def test_a_call_that_the_end_of_the_service_cuts_off_is_to_be_sent_again(server: EmbeddedServer) -> None:
+    """As `uvicorn` cancels it while Redis does not answer; clients take 500 for a bug, and end."""
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        host = Service(store, url="http://t", embedded=True)
+        transport = httpx.ASGITransport(application(host, Tokens(None)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
+            started = asyncio.Event()
+
+            async def hang(*_: object) -> None:
+                started.set()
+                await asyncio.Event().wait()
+
+            with mock.patch.object(host, "run", hang):
+                asked = asyncio.create_task(http.get("/v1/runs/r"))
+                await started.wait()
+                asked.cancel("timeout graceful shutdown exceeded")
+                answer = await asked
+        await store.close()
+        assert answer.status_code == 503 and answer.headers["retry-after"] and "send it again" in answer.text
+
+    asyncio.run(main())

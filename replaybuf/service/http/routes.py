@@ -5,6 +5,7 @@ A route is found by method and one part of the path. A router with four layers o
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from replaybuf.errors import Forbidden, NotFound, NotLeader, ReplaybufError, Unauthorized
+from replaybuf.errors import Forbidden, NotFound, NotLeader, ReplaybufError, ServiceUnavailable, Unauthorized
 from replaybuf.logs import RequestIds, request_id
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.body_budget import BodyBudget, BodyShare
@@ -131,6 +132,10 @@ class Application:
         except ClientDisconnect:
             status = 499
             return Response(status_code=status)  # the caller is gone
+        except asyncio.CancelledError as cancelled:
+            # By uvicorn, which waits `DRAIN_TIMEOUT_S` for the calls of a service that ends, and would answer 500.
+            status = ServiceUnavailable.status
+            raise ServiceUnavailable("the service ends before it could answer; send it again") from cancelled
         except ReplaybufError as error:
             status = error.status
             if isinstance(error, Unauthorized | Forbidden):
