@@ -15,9 +15,10 @@ import pytest
 from starlette.requests import Request
 
 from replaybuf.errors import Fenced, InvalidGroups, NotFound, NotLeader, RunFinished, ServiceUnavailable
-from replaybuf.kernel.state.tickets import Ticket
+from replaybuf.kernel.state.tickets import Ticket, parse_ticket
 from replaybuf.service import host as service
 from replaybuf.service import turns
+from replaybuf.service.bodies.writer import Part
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.body.body_budget import BodyBudget
@@ -43,10 +44,10 @@ T = TypeVar("T")
 _names = itertools.count()
 
 
-async def write_directly(store: Store, run: str, group: Group) -> None:
-    """Append a group as a producer that writes to Redis itself does."""
+async def write_directly(store: Store, run: str, group: Group, prompt_key: str = "") -> None:
+    """Append a group as a producer that writes to Redis itself does, or another server."""
     frame = encode_frame(group)
-    ready = PendingGroup(group, str(group.group_id), "", frame, stored_checksum(frame))
+    ready = PendingGroup(group, str(group.group_id), prompt_key, frame, stored_checksum(frame))
     await store.groups.append(run, [ready], {"": 0}, time.time())
 
 
@@ -555,6 +556,25 @@ def test_rules_that_a_cut_change_did_not_apply_are_applied_before_the_next_batch
         assert run.state.totals.evicted.total() == 2
 
     on_a_run(server, work)
+
+
+def test_exact_slots_wait_for_a_group_that_only_redis_has_yet(server: EmbeddedServer) -> None:
+    """Tickets are read anew after trouble, without those of stored prompts; another server stored the first one."""
+
+    async def work(store: Store, run: Run) -> None:
+        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        first, *later = (await run.tickets.issue("p", 3, "", 0.0)).tickets
+        for number, ticket in enumerate(later):
+            group = group_from_json(wire_group(rollout(), group_id=f"later-{number}", ticket=ticket.ticket))
+            await run.appends.append(arriving([Incoming(group)]))
+        group = group_from_json(wire_group(rollout(), group_id="first", prompt_index=0))
+        await write_directly(store, run.name, group, parse_ticket(first.ticket).key)
+        run.side_state.uncertain = True
+        assert isinstance(await run.batches.part(0, epoch, 0, 0.0), Part)
+        assert run.state.records[0].numbers.tolist() == [3, 1], "the first prompt arrived last"
+
+    strategy = StrategySpec("one-step-off-policy", {"exact_slots": True})
+    on_a_run(server, work, strategy=strategy, batch=BatchSpec(groups_per_batch=2))
 
 
 def test_a_call_that_the_end_of_the_service_cuts_off_is_to_be_sent_again(server: EmbeddedServer) -> None:

@@ -255,11 +255,13 @@ class Tickets:
 
     async def refresh(self, *, taking_back: bool = False) -> None:
         """Bring the book up to Redis and to all stored groups. Called within a decision."""
-        if self._side_state.must_reload:
+        reloaded = self._side_state.must_reload
+        if reloaded:
             await self.reload()
         due = any(self._book.due_of(name) for name in self._journal.config.kept_adapters)
-        if taking_back or due or self._book.may_expire(self._journal.clock.monotonic()):
-            # Other servers store groups: their prompts must neither fail nor be issued again.
+        if reloaded or taking_back or due or self._book.may_expire(self._journal.clock.monotonic()):
+            # Other servers store groups: their prompts must neither fail nor be issued again. A book that was read from
+            # Redis does not await them either, so the batch of exact slots must see them.
             await self._journal.pull()
         # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.
         self.complete(self._journal.unsettled)
