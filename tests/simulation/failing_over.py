@@ -39,7 +39,7 @@ class Failover:
         from_s = self._world.now_s()
         right = self._redis.take_over(replica)
         before = parts_of(self._redis, RUN)
-        silent = await find_silent(self._world, self._servers, RUN)
+        silent = await find_silent(self._world, self._servers, self._redis.server_of(keys.counts(RUN)), RUN)
         await asyncio.sleep(self._world.rng.uniform(0.0, LONGEST_LOAD_S))
         after, until_s = parts_of(self._redis, RUN), self._world.now_s()
         self._redis.take_over(right)
@@ -66,8 +66,11 @@ class Failover:
         return False
 
 
-async def find_silent(world: World, servers: list[Server], name: str) -> list[Server]:
-    """Return the servers that do not report the loss of a run in time, of those that run all the while."""
+async def find_silent(world: World, servers: list[Server], redis: RedisServer, name: str) -> list[Server]:
+    """Return the servers that do not report the loss of a run in time, of those that run all the while.
+
+    The time counts while `redis` does not stand still: until it answers, they know nothing of it.
+    """
 
     async def work(service: Service, gone: Gone) -> RunStatus:
         return (await service.run(name)).describe()
@@ -76,6 +79,8 @@ async def find_silent(world: World, servers: list[Server], name: str) -> list[Se
     client, ends_s = Client(servers, Node("watch")), world.now_s() + REPORT_S
     silent = list(asked)
     while silent and world.now_s() < ends_s:
+        if redis.node.dead or redis.node.stopped:
+            ends_s = world.now_s() + REPORT_S
         for server in list(silent):
             if server.node.stopped or server.node is not asked[server]:
                 silent.remove(server)  # a stopped process reports nothing, and a new one begins anew

@@ -108,7 +108,7 @@ class LostRun(SmallRun):
         rest = {key: held for key, held in self._control.values.copy().items() if key not in own}
         self._control.replace(rest | older)
         before = parts_of(self._control, LOST_RUN)
-        silent = await find_silent(self._world, self._servers, LOST_RUN)
+        silent = await find_silent(self._world, self._servers, self._control, LOST_RUN)
         self._compare("the servers that do not report the loss", [], [server.name for server in silent])
         wrong = await self._client.observe(LOST_RUN, _acceptance(missing[0] + 1, missing[1]))
         self._compare("an acceptance of more than is lost", False, wrong.seen["outcome"] == OK)
