@@ -13,7 +13,8 @@ A bucket counts the payloads that were ever written to it, and the index keeps t
 bucket whose count is lower has lost acknowledged payloads, and takes no new ones. Each append reads the highest count
 again: the payload that is lost may be of another server, and a write of one that does not know it would make the count
 right again, so nobody would notice the loss. A server that was suspended between this read and the end of its write
-reads again: if a number of its own is published, the payload that had it is lost. The index refuses such numbers too.
+reads again, also after an error, which says nothing of what was written: if a number of its own is published, the
+payload that had it is lost. The index refuses such numbers too.
 """
 
 from __future__ import annotations
@@ -104,26 +105,39 @@ class BucketStore:
         for bucket, done in settled:
             pipe.execute_command("ZREM", keys.attempts(run, bucket), *done)
         count = len(by_bucket) + len(payloads)
-        replies = await self._connection.run_durably(pipe, may_fail=count)
+        try:
+            replies = await self._connection.run_durably(pipe, may_fail=count)
+        except ReplaybufError:  # a replaced primary, or one node of several: the payloads may be written all the same
+            await self._check_again(run, published, by_bucket, began_s)
+            raise
         written = dict(zip(by_bucket, replies, strict=False))
         try:
+            await self._check_again(run, published, by_bucket, began_s)
             self._check(run, published, written, replies[:count])
-            own_counts = {bucket: 0 if may_lose else len(own) for bucket, own in by_bucket.items()}
-            attempt = Attempt(began, {bucket: (int(written[bucket][1]), own_counts[bucket]) for bucket in by_bucket})
-            if time.monotonic() > began_s + SUSPENDED_S:
-                await self._check_again(run, attempt, list(payloads))
         except ReplaybufError:
             await self.withdraw(run, list(payloads))
             raise
-        return attempt
+        own_counts = {bucket: 0 if may_lose else len(own) for bucket, own in by_bucket.items()}
+        return Attempt(began, {bucket: (int(written[bucket][1]), own_counts[bucket]) for bucket in by_bucket})
 
-    async def _check_again(self, run: str, attempt: Attempt, payload_keys: Sequence[str]) -> None:
-        """Raise `DataLost` if numbers of an attempt are published: its payloads would hide that others are lost."""
+    async def _check_again(
+        self, run: str, compared: Mapping[int, int], by_bucket: Mapping[int, Sequence[str]], began_s: float
+    ) -> None:
+        """Raise `DataLost` if numbers of a slow attempt are published: its payloads would hide that others are lost.
+
+        `compared`: the published numbers with which the buckets were compared
+        """
+        if time.monotonic() <= began_s + SUSPENDED_S or self._connection.policy.level == "relaxed":
+            return
         published = await self._read_published_again(run)
-        for bucket, (written, own) in attempt.written.items():
-            if written - own < published.get(bucket, 0) <= written:
-                await self.show_loss(run, bucket, payload_keys)
-                raise self._record_loss(run, bucket, published[bucket], written - own)
+        losses = [
+            self._record_loss(run, bucket, published[bucket], counter)
+            for bucket, own in by_bucket.items()
+            if published.get(bucket, 0) > compared.get(bucket, 0)
+            and (counter := await self.take_back(run, bucket, published[bucket], own)) >= 0
+        ]
+        if losses:
+            raise losses[0]
 
     async def _read_published_again(self, run: str) -> dict[int, int]:
         """Read what is published, some times if the node is away: without an answer the count would hide a loss."""
@@ -158,20 +172,15 @@ class BucketStore:
             if len(waiting) < MOST_SETTLED:
                 waiting += own
 
-    async def show_loss(self, run: str, bucket: int, payload_keys: Sequence[str]) -> None:
-        """Let the count of a bucket show the loss that payloads of an attempt hide, before they are withdrawn.
+    async def take_back(self, run: str, bucket: int, number: int, payload_keys: Sequence[str]) -> int:
+        """Delete an attempt's payloads in a bucket, and do not count them, if one has this number, which is published.
 
-        Their numbers are published, so the payloads that had them before are lost. If those of the attempt are not
-        there, they are the lost ones, and nobody has acknowledged them.
+        The payload that had the number before is lost, and the count then shows it. Returns how many payloads the
+        bucket had before the attempt, or -1 if none has the number: the attempt's own may be the lost ones.
         """
-        pipe = self._connection.pipeline()
         own = _by_bucket(run, payload_keys)[bucket]
-        for key in own:
-            pipe.exists(key)
-        if there := sum(await self._connection.run(pipe.execute())):
-            pipe = self._connection.pipeline()
-            _correct_written(pipe, run, bucket, -there)
-            await self._connection.run_durably(pipe)
+        names = [keys.attempts(run, bucket), keys.written(run, bucket), *own]
+        return int(await self._connection.write_one("FCALL", "rb_take_back", len(names), *names, number))
 
     def begin_round(self, run: str, newest: int) -> None:
         """Begin new attempts in round `newest`: the index refused those of an older one."""
@@ -311,7 +320,7 @@ class BucketStore:
         _, newest = await self._connection.call(run, "rb_begin_round", (), (), token, durably=True)
         self._learn(run, int(newest))
         swept = 0
-        async for bucket, attempts in self._attempts(run, newest - 2):
+        async for bucket, attempts in self._attempts(run, f"({newest - 1}"):
             published = await find_published(run, attempts)
             orphans = [key for key in attempts if key not in published]
             await self.unlink(orphans)
@@ -325,8 +334,8 @@ class BucketStore:
             pipe.exists(keys.attempts(run, bucket))
         return any(await self._connection.run(pipe.execute()))
 
-    async def _attempts(self, run: str, last: int | str) -> AsyncIterator[tuple[int, list[str]]]:
-        """Read attempts of rounds up to `last` by bucket, in chunks that are forgotten before the next are read."""
+    async def _attempts(self, run: str, last: str) -> AsyncIterator[tuple[int, list[str]]]:
+        """Read attempts with scores up to `last` by bucket, in chunks that are forgotten before the next are read."""
         while True:
             pipe = self._connection.pipeline()
             for bucket in range(keys.BUCKETS):

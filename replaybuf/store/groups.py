@@ -156,7 +156,7 @@ class GroupStore:
             if text(outcome) == "ok":
                 break
             if text(outcome) == "taken":
-                await buckets.show_loss(run, int(flat), payload_keys)
+                await buckets.take_back(run, int(flat), attempt.written[int(flat)][0], payload_keys)
             else:
                 buckets.begin_round(run, int(flat))  # this process was idle for two rounds
             await buckets.withdraw(run, payload_keys)

@@ -31,7 +31,7 @@ Under Redis Cluster a payload is in one of 64 buckets of its run, each of which 
 | key                              | type   | lifetime                | content                                       |
 |----------------------------------|--------|-------------------------|-----------------------------------------------|
 | `rb:b:{run/NN}:<group>:<nonce>`  | string | until freed             | as `rb:p:`, without a TTL                     |
-| `rb:{run/NN}:attempts`           | zset   | the run's               | keys whose publish is not confirmed -> round  |
+| `rb:{run/NN}:attempts`           | zset   | the run's               | keys not surely published -> round, number    |
 | `rb:{run/NN}:written`            | string | the run's               | how many payloads were ever written           |
 | `rb:{run}:buckets`               | hash   | the run's               | bucket -> `written`, as last published        |
 

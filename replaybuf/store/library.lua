@@ -302,6 +302,9 @@ local function begin_round(keys, args, run)
   return 'ok', redis.call('HINCRBY', run.counts, 'round', 1)
 end
 
+-- The score of a note is the round, and as its fraction the last 30 bits of the payload's number in the bucket.
+local NUMBERS = 2 ^ 30
+
 -- Note append attempts in a bucket of a cluster, before their payloads are written to it.
 -- keys: attempts, written; args: how many payloads the bucket is known to have had, round, key of each payload
 -- returns {1, how many payloads it has had now}, or {0, how many} and changes nothing, if that is less than known
@@ -311,10 +314,35 @@ local function note(keys, args)
     return {0, written}
   end
   for at = 3, #args do
-    redis.call('ZADD', keys[1], args[2], args[at])
+    redis.call('ZADD', keys[1], args[2] + (written + at - 2) % NUMBERS / NUMBERS, args[at])
   end
   redis.call('SET', keys[2], written + #args - 2)
   return {1, written + #args - 2}
+end
+
+-- Take back an append attempt that hides a loss: one of its payloads has a number that is published, so the payload that
+-- had the number before is lost. A note is written and removed with its number, so it proves that the count includes it.
+-- keys: attempts, written, payloads of the attempt in the order of their notes; args: published number
+-- returns how many payloads the bucket had before the attempt, or -1 and changes nothing, if no payload has the number
+local function take_back(keys, args)
+  local published, noted, before = tonumber(args[1]), {}, -1
+  for at = 3, #keys do
+    local score = redis.call('ZSCORE', keys[1], keys[at])
+    if score then
+      noted[#noted + 1] = keys[at]
+      if score * NUMBERS % NUMBERS == published % NUMBERS then
+        before = published - #noted
+      end
+    end
+  end
+  if before >= 0 then
+    for _, payload in ipairs(noted) do
+      redis.call('UNLINK', payload)
+      redis.call('ZREM', keys[1], payload)
+    end
+    redis.call('INCRBY', keys[2], -#noted)
+  end
+  return before
 end
 
 -- Correct how many payloads a bucket has had; INCRBY itself is refused on a full server. keys: written; args: difference
@@ -797,6 +825,7 @@ register('rb_evaluate', writing(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
 register('rb_note', note)
+register('rb_take_back', take_back)
 register('rb_correct_written', correct_written)
 register('rb_hand_over', led(hand_over))
 register('rb_hold', hold)

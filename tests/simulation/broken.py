@@ -233,7 +233,7 @@ def _without_notes() -> Iterator[None]:
     """Write payloads without a note of the append, in a world where servers are often killed while they stop in one."""
     kinds = ("kill",) * len(faults.KINDS[CLUSTER])
     with (
-        _library("redis.call('ZADD', keys[1], args[2], args[at])", "local _ = at"),
+        _library("redis.call('ZADD', keys[1], args[2] +", "local _ = (args[2] +"),
         mock.patch.object(servers, "STOPPED_APPENDS", 0.2),
         mock.patch.dict(faults.KINDS, {CLUSTER: kinds}),
     ):

@@ -49,7 +49,8 @@ SADD s a b|SADD s b c|SISMEMBER s a|SISMEMBER s z|SMEMBERS s|SMEMBERS absent|SRE
 SREM absent a|ZADD z 2 b 1 a|ZADD z 2 a 3 c|ZCARD z|ZRANGE z 0 -1 WITHSCORES|ZREM z a x|ZRANGE z 0 -1 WITHSCORES
 ZREM z b c|EXISTS z|ZCARD absent|ZRANGE absent 0 -1 WITHSCORES|ZREM absent a|ZADD z 1800000003190 t
 ZRANGE z 0 -1 WITHSCORES|ZADD q 2 b 1 a 3 c|ZRANGEBYSCORE q -inf 2 LIMIT 0 10|ZRANGEBYSCORE q -inf +inf LIMIT 0 2
-ZRANGEBYSCORE q -inf 0 LIMIT 0 10|ZRANGEBYSCORE absent -inf 2 LIMIT 0 10
+ZRANGEBYSCORE q -inf 0 LIMIT 0 10|ZRANGEBYSCORE absent -inf 2 LIMIT 0 10|ZRANGEBYSCORE q -inf (2 LIMIT 0 10
+ZADD q 2.5 d|ZSCORE q d|ZSCORE q b|ZSCORE q x|ZSCORE absent a|ZRANGEBYSCORE q -inf (2.5 LIMIT 0 10
 """
 STREAMS = """
 XADD x 1-0 f one|XADD x 2-0 f two g more|XADD x 2-0 f again|XADD x 5-0 f five|XLEN x|XLEN absent|XRANGE x - +
@@ -191,6 +192,13 @@ CALLS: list[list[object]] = [
     function("rb_publish", [DONE, DONE, PAYLOADS[2]], *group(2)),
     plain("rb_note", NOTED, 0, 0, "payload"),
     plain("rb_note", NOTED, 2, 0, "payload"),
+    plain("rb_take_back", [*NOTED, "payload"], 2),
+    plain("rb_take_back", [*NOTED, "other", "payload"], 1),
+    plain("rb_take_back", [*NOTED, "payload"], 1),
+    plain("rb_note", NOTED, 0, 0, "payload", "other"),
+    ["ZSCORE", NOTED[0], "other"],
+    plain("rb_take_back", [*NOTED, "payload", "other"], 2),
+    plain("rb_note", NOTED, 0, 0, "payload"),
     plain("rb_correct_written", NOTED[1:], 2),
     plain("rb_correct_written", NOTED[1:], -1),
     function("rb_begin_round", []),

@@ -25,6 +25,7 @@ FOUND = {
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
 FOUND_ON_CLUSTER = {
     4: "a server that did not know a lost payload wrote to its bucket, and hid the loss",
+    700061: "a suspended server wrote to a bucket that had lost a payload, got an error, and did not look for the loss",
     900034: "an append was published in a newer round than that of its notes, after its payloads had been deleted",
 }
 FINDING = {

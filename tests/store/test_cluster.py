@@ -15,6 +15,7 @@ from replaybuf.errors import DataLost, Invalid, NotLeader, ServiceUnavailable, U
 from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, buckets, keys
 from replaybuf.store.buckets import Attempt, BucketStore
 from replaybuf.store.ledger import NewColumn
+from replaybuf.store.redis.pipeline import FastPipeline
 from replaybuf.wire.ledger import ColumnsRecord, LossRecord, encode_record
 from tests.clusters import ValkeyCluster
 from tests.store.test_store import to_append
@@ -256,6 +257,43 @@ def test_an_append_of_a_suspended_server_does_not_hide_a_loss(
     on_cluster(cluster.url, work)
 
 
+def test_a_failed_append_of_a_suspended_server_does_not_hide_a_loss(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its write succeeds on the node of the bucket, and yet it gets an error, as when a primary was replaced meanwhile.
+
+    Nobody publishes the group, so nobody compares its number later.
+    """
+
+    async def work(store: Store) -> None:
+        monkeypatch.setattr(buckets, "SUSPENDED_S", 0.0)
+        run, (first, second, third) = "failed", names_of_one_bucket(3)
+        written = keys.written(run, keys.bucket_of(first))
+        suspended = await Store.open(cluster.url)
+        run_durably = suspended.connection.run_durably
+
+        async def write_long_ago(pipe: FastPipeline, may_fail: int = 0) -> list[Any]:
+            monkeypatch.setattr(suspended.connection, "run_durably", run_durably)
+            assert await append(store, run, to_append(first)) == [True]
+            node = cluster.owner(written).client
+            node.delete(written)
+            await run_durably(pipe, may_fail)
+            assert node.get(written) == b"1"
+            raise ServiceUnavailable("has another primary since the write began")
+
+        try:
+            monkeypatch.setattr(suspended.connection, "run_durably", write_long_ago)
+            with pytest.raises(DataLost, match="has had 0 payloads, but 1 were acknowledged"):
+                await append(suspended, run, to_append(second))
+            assert await buckets_of(store).find_loss(run)
+            with pytest.raises(DataLost):
+                await append(suspended, run, to_append(third))
+        finally:
+            await suspended.close()
+
+    on_cluster(cluster.url, work)
+
+
 def test_an_append_whose_own_payload_was_lost_is_written_again(
     cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +308,8 @@ def test_an_append_whose_own_payload_was_lost_is_written_again(
             attempt = await write(run, payloads)
             monkeypatch.setattr(buckets_of(slow), "write", write)
             written = keys.written(run, keys.bucket_of(first))
-            cluster.owner(written).client.delete(written, *payloads)
+            notes = keys.attempts(run, keys.bucket_of(first))  # written with the count, so lost with it
+            cluster.owner(written).client.delete(written, notes, *payloads)
             assert await append(store, run, to_append(second)) == [True]
             return attempt
 

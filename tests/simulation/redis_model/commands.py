@@ -5,6 +5,7 @@ Only what replaybuf sends is here: another command raises `NoModel`, which names
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -262,6 +263,10 @@ def zcard(values: Values, words: Words) -> int:
     return len(values.get(words[0], SortedSet) or ())
 
 
+def zscore(values: Values, words: Words) -> float | None:
+    return (values.get(words[0], SortedSet) or {}).get(words[1])
+
+
 def zrange(values: Values, words: Words) -> list[list[Any]]:
     if [word.upper() for word in words[1:]] != [b"0", b"-1", b"WITHSCORES"]:
         raise NoModel(f"ZRANGE with {list(words[1:])}")
@@ -270,11 +275,12 @@ def zrange(values: Values, words: Words) -> list[list[Any]]:
 
 
 def zrangebyscore(values: Values, words: Words) -> list[bytes]:
-    """Return members from the lowest score on, up to one: other first scores have no model."""
+    """Return members from the lowest score on, up to one or below it: other first scores have no model."""
     if words[1] != b"-inf" or words[3].upper() != b"LIMIT":
         raise NoModel(f"ZRANGEBYSCORE with {list(words[1:])}")
     members, first, count = values.get(words[0], SortedSet) or {}, int(words[4]), int(words[5])
-    low = [member for member in members if members[member] <= float(words[2])]
+    within, last = (operator.lt, words[2][1:]) if words[2].startswith(b"(") else (operator.le, words[2])
+    low = [member for member in members if within(members[member], float(last))]
     return sorted(low, key=lambda member: (members[member], member))[first : first + count]
 
 
@@ -321,6 +327,7 @@ COMMANDS: dict[bytes, Callable[[Values, Words], Any]] = {
     b"ZADD": zadd,
     b"ZREM": zrem,
     b"ZCARD": zcard,
+    b"ZSCORE": zscore,
     b"ZRANGE": zrange,
     b"ZRANGEBYSCORE": zrangebyscore,
 } | STREAM_COMMANDS
