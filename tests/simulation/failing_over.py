@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from replaybuf.errors import DataLost
 from replaybuf.service.host import Service
 from replaybuf.store import keys
 from replaybuf.wire.answer.run_status import RunStatus
-from tests.chaos.history import Event, OlderRedis
+from tests.chaos.history import UNAVAILABLE, Event, OlderRedis
 from tests.simulation.loop import Node
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.redis_model.values import Saved
@@ -69,7 +70,8 @@ class Failover:
 async def find_silent(world: World, servers: list[Server], redis: RedisServer, name: str) -> list[Server]:
     """Return the servers that do not report the loss of a run in time, of those that run all the while.
 
-    The time counts while `redis` does not stand still: until it answers, they know nothing of it.
+    The time counts while `redis` does not stand still: until it answers, they know nothing of it. A server whose
+    answers are lost is not silent, nor is one that says that Redis is away.
     """
 
     async def work(service: Service, gone: Gone) -> RunStatus:
@@ -77,17 +79,20 @@ async def find_silent(world: World, servers: list[Server], redis: RedisServer, n
 
     asked = {server: server.node for server in servers}
     client, ends_s = Client(servers, Node("watch")), world.now_s() + REPORT_S
-    silent = list(asked)
+    silent, outcomes = list(asked), dict[Server, str]()
     while silent and world.now_s() < ends_s:
         if redis.node.dead or redis.node.stopped:
             ends_s = world.now_s() + REPORT_S
         for server in list(silent):
             if server.node.stopped or server.node is not asked[server]:
                 silent.remove(server)  # a stopped process reports nothing, and a new one begins anew
-            elif (await client.observe(name, work, only=server)).seen["outcome"] == "data-lost":
+                continue
+            outcomes[server] = str((await client.observe(name, work, only=server)).seen["outcome"])
+            if outcomes[server] == DataLost.slug:
                 silent.remove(server)
         await asyncio.sleep(POLL_S)
-    return [server for server in silent if server.node is asked[server] and not server.node.stopped]
+    running = (server for server in silent if server.node is asked[server] and not server.node.stopped)
+    return [server for server in running if outcomes[server] not in UNAVAILABLE]
 
 
 def ends_of(redis: RedisServer, run: str) -> tuple[int, int]:

@@ -42,6 +42,11 @@ class ClusterNode(ReplicatedServer):
         """Whether this node believes to be the primary of its shard."""
         return self.layout.is_primary(self.number)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the right server runs, and has its slots: one on its way stays there until the server is right."""
+        return super().healthy and not (self.leaving or self.coming)
+
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
