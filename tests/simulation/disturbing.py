@@ -67,6 +67,8 @@ class Disturber:
     async def _stop(self, server: Server) -> None:
         """Stop a process, longer than its lease lasts at times."""
         node = server.node
+        if not self._world.may_stop(node):
+            return
         node.stopped = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
         self._world.note("goes on", node=node)

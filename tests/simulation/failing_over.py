@@ -35,8 +35,12 @@ class Failover:
         if not self._redis.healthy:
             return
         replica = self._redis.values.copy()
-        if not await self._lags(ends_of(self._redis, RUN)):
+        if not (knowing := await self._lags(ends_of(self._redis, RUN))):
             return
+        with self._world.running(lambda: knowing.node):
+            await self._take_over(replica)
+
+    async def _take_over(self, replica: Saved) -> None:
         from_s = self._world.now_s()
         right = self._redis.take_over(replica)
         before = parts_of(self._redis, RUN)
@@ -55,16 +59,16 @@ class Failover:
         )
         self._history.append(event)
 
-    async def _lags(self, copied: tuple[int, int]) -> bool:
-        """Wait until a server knows more of the run than the replica has."""
+    async def _lags(self, copied: tuple[int, int]) -> Server | None:
+        """Wait for a server that knows more of the run than the replica has, and return it."""
         ends_s = self._world.now_s() + LONGEST_LAG_S
         while self._world.now_s() < ends_s and self._redis.healthy:
             for server in self._servers:
                 run = server.service.runs.get(RUN) if server.service and not server.node.stopped else None
                 if run and (run.state.entries > copied[0] or run.state.stored > copied[1]):
-                    return True
+                    return server
             await asyncio.sleep(POLL_S)
-        return False
+        return None
 
 
 async def find_silent(world: World, servers: list[Server], redis: RedisServer, name: str) -> list[Server]:

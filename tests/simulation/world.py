@@ -55,6 +55,7 @@ class World:
         """Folder of all files of the schedule: its name is random, so the trace has another one."""
         self.wrong: list[str] = []
         """What the world itself has seen go wrong."""
+        self._kept_running: list[Callable[[], Node]] = []
 
     # ------------------------------------------------------------------ time
 
@@ -91,6 +92,19 @@ class World:
         return [line.replace(self.folder, "/folder") for line in lines]
 
     # ------------------------------------------------------------------ Python
+
+    @contextlib.contextmanager
+    def running(self, node: Callable[[], Node]) -> Iterator[None]:
+        """Let nobody stop a process meanwhile: it may alone know what Redis lacks, and others wait seconds for it."""
+        self._kept_running.append(node)
+        try:
+            yield
+        finally:
+            self._kept_running.remove(node)
+
+    def may_stop(self, node: Node) -> bool:
+        """Return whether a process may be stopped now."""
+        return all(kept() is not node for kept in self._kept_running)
 
     @contextlib.contextmanager
     def instead_of_python(self) -> Iterator[None]:
