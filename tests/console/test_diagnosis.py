@@ -123,7 +123,7 @@ def test_a_click_on_a_chart_opens_the_step(run: RunClient, open_page: OpenPage) 
     page.go_back()
     page.get_by_role("link", name="its worst rewards").click()
     step = page.get_by_label("Step", exact=True)  # of the next page: the charts of this one have it in their labels
-    step.wait_for()
+    step.wait_for(state="attached")
     page.locator("tbody tr").first.wait_for()
     assert step.input_value() == "4"
     cells = page.locator("tbody tr td:nth-child(4)").all_inner_texts()
