@@ -96,7 +96,8 @@ class Forwarding:
             if not answering.done():
                 leaving.result()  # raises: the caller is gone, or may not call any more
             return Relayed(await answering)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout):
+        # An AttributeError is anyio's, which asks a connection for its peer that was reset as it was made.
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, AttributeError):
             return None
         except httpx.HTTPError as error:
             raise _unanswered(leader, str(error) or type(error).__name__) from error
