@@ -32,6 +32,7 @@ from replaybuf.backup.section import (
 from replaybuf.errors import Conflict, Invalid
 from replaybuf.store import keys
 from replaybuf.wire.config import check_run_name
+from replaybuf.wire.files import sync
 
 MANIFEST = "manifest.json"
 MOST_MEMBER_BYTES = 1 << 30
@@ -100,7 +101,7 @@ class ArchiveWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._name()
-        _sync(self._path.parent)
+        sync(self._path.parent)
         return manifest
 
     def _name(self) -> None:
@@ -227,11 +228,3 @@ def _broken(path: Path, why: str) -> Invalid:
 
 def _exists(path: Path) -> Conflict:
     return Conflict(f"{path} exists; choose another file", name="to", value=str(path))
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

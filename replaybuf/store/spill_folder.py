@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from replaybuf.errors import MissingExtra, SpillAway
 from replaybuf.wire.config import LARGEST_STORED_BYTES
+from replaybuf.wire.files import sync
 from replaybuf.wire.spill import number_in
 
 MARK = "replaybuf-spill"
@@ -120,8 +121,8 @@ class LocalFolder(SpillFolder):
             self._root.mkdir(parents=True, exist_ok=True)
             (self._root / folder).mkdir(exist_ok=True)
             _write_synced(self._root / folder / MARK, b"")
-            _sync_folder(self._root / folder)
-            _sync_folder(self._root)
+            sync(self._root / folder)
+            sync(self._root)
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file."""
@@ -135,7 +136,7 @@ class LocalFolder(SpillFolder):
         if not target.parent.exists():
             # Not `parents`: an empty mount point must not get a second folder of the run.
             target.parent.mkdir(exist_ok=True)
-            _sync_folder(target.parent.parent)
+            sync(target.parent.parent)
         # A name of its own: a former leader that is stopped within a write of this file must not cut ours later.
         unfinished = target.with_name(f"{target.name}.{secrets.token_hex(4)}{_UNFINISHED}")
         try:
@@ -151,7 +152,7 @@ class LocalFolder(SpillFolder):
         with self._reaching("sync"):
             for part in {path.rpartition("/")[0] for path in paths}:
                 try:
-                    _sync_folder(self._root / part)
+                    sync(self._root / part)
                 except FileNotFoundError:  # gone with its last file, which a checkpoint freed meanwhile
                     self._check_mark(part.partition("/")[0])
 
@@ -294,11 +295,3 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -45,7 +45,7 @@ def outcomes(folder: Path) -> dict[str, int]:
 def frozen_in_sampling(engine: str) -> bool:
     """Freeze the completions that run now, until the next load; return whether there are any, else resume.
 
-    So the load meets rollouts in the middle on any machine: whoever only looks is late when they are short.
+    So the load meets rollouts in the middle on any machine. A look alone comes too late when they are short.
     """
     httpx.post(f"{engine}/pause?mode=keep&clear_cache=false", timeout=END_TIMEOUT_S).raise_for_status()
     metrics = httpx.get(f"{engine}/metrics", timeout=END_TIMEOUT_S).text

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from replaybuf.wire.files import sync
 
 
 @contextlib.contextmanager
@@ -46,12 +47,3 @@ def sync_folder(folder: Path) -> None:
     """Write a folder and everything in it through to the disk; a file is written alone."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
-
-
-def sync(path: Path) -> None:
-    """Write a file or folder through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,8 +13,7 @@ import msgspec
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded, write_whole
-from replaybuf_trainer.folders import sync
+from replaybuf.wire.files import CONFIG_BYTES, read_bounded, sync, write_whole
 
 MARK = "replaybuf.json"
 

@@ -19,7 +19,8 @@ from replaybuf.client import Client, ReaderOptions, TrainerSession
 from replaybuf.client.retries import Retries
 from replaybuf.errors import Invalid, counted
 from replaybuf.wire.answer.run_status import RunFacts
-from replaybuf_trainer.folders import sync, sync_folder
+from replaybuf.wire.files import sync
+from replaybuf_trainer.folders import sync_folder
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 from replaybuf_trainer.reading import TensorBatch, TensorReader
 from replaybuf_trainer.report.figures import ack_metrics

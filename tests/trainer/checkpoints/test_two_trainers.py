@@ -13,11 +13,12 @@ import torch
 from replaybuf import Client
 from replaybuf.errors import Fenced, ServiceUnavailable
 from replaybuf.wire.config import Cost
+from replaybuf.wire.files import sync
 from replaybuf.wire.model.checkpoints import TrainerState, read_state
 from replaybuf_trainer.checkpoints import folders as module
 from replaybuf_trainer.checkpoints.folders import complete, new_scratch
 from replaybuf_trainer.feeds.service import ServiceFeed
-from replaybuf_trainer.folders import sync, whole_folder
+from replaybuf_trainer.folders import whole_folder
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.ownership import Confirm
 from replaybuf_trainer.publishers.folder import FolderPublisher

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.wire.files import sync
 from replaybuf.wire.model.checkpoints import (
     STATE_FILE,
     STATE_FOLDER,
@@ -18,7 +19,7 @@ from replaybuf.wire.model.checkpoints import (
     file_digest,
     list_checkpoints,
 )
-from replaybuf_trainer.folders import files_of, numbered_folders, sync, sync_folder
+from replaybuf_trainer.folders import files_of, numbered_folders, sync_folder
 from replaybuf_trainer.ownership import Confirm, delete_listed, may_delete
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,9 @@ from typing import BinaryIO
 from urllib.parse import urldefrag
 
 from replaybuf.errors import Gone, Invalid
+from replaybuf.wire.files import sync
 from replaybuf_trainer.faults import Superseded
-from replaybuf_trainer.folders import sync, sync_folder
+from replaybuf_trainer.folders import sync_folder
 from replaybuf_trainer.weight_download.download import Download, patiently
 from replaybuf_trainer.weight_download.manifest import MANIFEST, Manifest, decode_manifest, digest_of
 from replaybuf_trainer.weight_download.sources import Source, open_source
