@@ -4,7 +4,8 @@
     python benchmarks --only selection --repeats 21
 
 With `--only` a benchmark takes its own options, or its own defaults. Without it, all benchmarks get short options and
-take under six minutes on two cores. `soak.py` takes hours and is not included.
+take under six minutes on two cores. Not included are `soak.py`, which takes hours, and `versions.py`, which needs an
+earlier version in an environment of its own.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 from frames import decode_lists, encode_lists, grpo_like_group
-from groups import one_rank_body
 from measured import Measured
+from one_rank import one_rank_body
 
 from replaybuf.wire.batch import BodyExtra, read_batch
 from replaybuf.wire.group import Group

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
-from groups import one_rank_body
 from measured import Measured
+from one_rank import one_rank_body
 
 from replaybuf.client.client import Client
 from replaybuf.errors import RunFinished

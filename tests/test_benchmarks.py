@@ -67,11 +67,11 @@ def test_the_file_queue_has_what_the_reference_trainer_asks_of_a_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    file_queue, groups = importlib.import_module("file_queue"), importlib.import_module("groups")
+    file_queue, groups, one_rank = map(importlib.import_module, ("file_queue", "groups", "one_rank"))
     folder, generator = Folder(tmp_path), np.random.default_rng(0)
     for step in range(2):
         content = [groups.random_group(generator, number, mean_tokens=400, longest=900) for number in range(2)]
-        file_queue.put(file_queue.batch_file(folder, step), bytes(groups.one_rank_body(content, step, 1024)))
+        file_queue.put(file_queue.batch_file(folder, step), bytes(one_rank.one_rank_body(content, step, 1024)))
     feed = ServiceFeed(TrainOptions(url="", run="queue", model=folder.model), file_queue.FileQueue(folder, 2))
     assert feed.facts().steps_per_publish == 1
     feed.attach(0, Cost(1.0, 0.0))
