@@ -20,6 +20,7 @@ from replaybuf.kernel.rows.column_table import ColumnTable
 from replaybuf.kernel.state.history import AttachedTrainer
 from replaybuf.packing.batches import PackedGroups
 from replaybuf.service.bodies.release import release
+from replaybuf.service.turns import call_beside
 from replaybuf.store import IndexEntry, Store
 from replaybuf.store.keys import late_column
 from replaybuf.version import __version__
@@ -61,6 +62,11 @@ class FetchedGroups:
         return own + sum(column.frame_bytes for columns in self.late.values() for column in columns)
 
 
+def size_of(groups: int, frame_bytes: int) -> int:
+    """Return the size of work on groups in the items of `call_beside`: 8 groups of 1 MiB are written in 0.7 ms."""
+    return 16 * groups + frame_bytes // 1024
+
+
 def join_fetched(numbers: Sequence[int], first: FetchedGroups, second: FetchedGroups) -> FetchedGroups:
     """Return the groups of both that have one of these numbers, in their order."""
     entries = {entry.number: entry for entry in (*first.entries, *second.entries)}
@@ -69,7 +75,7 @@ def join_fetched(numbers: Sequence[int], first: FetchedGroups, second: FetchedGr
 
 
 async def fetch_groups(store: Store, run: str, numbers: Sequence[int], columns: ColumnTable) -> FetchedGroups:
-    """Fetch index entries and frames of these groups, `FETCHED_AT_ONCE` at once; check each frame in a thread.
+    """Fetch index entries and frames of these groups, `FETCHED_AT_ONCE` at once; check many or large ones in a thread.
 
     `columns`: which late columns the groups have, whose frames are fetched too.
     """
@@ -86,7 +92,9 @@ async def fetch_groups(store: Store, run: str, numbers: Sequence[int], columns: 
 
 async def _fetch_piece(store: Store, run: str, numbers: Sequence[int], late: Mapping[int, list[str]]) -> FetchedGroups:
     entries = await store.groups.read_entries(run, numbers)
-    return await asyncio.to_thread(_open_frames, numbers, entries, await read_frames(store, run, entries, late), late)
+    frames = await read_frames(store, run, entries, late)
+    size = size_of(len(frames), sum(len(frame or b"") for frame in frames.values()))
+    return await call_beside(size, _open_frames, numbers, entries, frames, late)
 
 
 async def read_frames(

@@ -1,4 +1,4 @@
-"""Bodies of packed batches: each is written once, in a thread, however many requests wait for it."""
+"""Bodies of packed batches: each is written once, however many requests wait for it, and a large one in a thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import msgspec
 import zstandard
 
 from replaybuf.packing.batches import plan_of, write_body
-from replaybuf.service.bodies.assembly import Coding, Form, PackedBatch
+from replaybuf.service.bodies.assembly import Coding, Form, PackedBatch, size_of
 from replaybuf.service.turns import call_beside
 from replaybuf.version import __version__
 
 WRITERS = 2
 """Bodies of a run written at the same time: memory bandwidth is the bound, and writers hold the GIL at times."""
 ZSTD_LEVEL = 1
+TOKEN_BYTES = 8
+"""Of a frame, about."""
 
 
 class Bodies:
@@ -45,7 +47,8 @@ class Bodies:
                 body = await asyncio.to_thread(_compress, plain)
         else:
             async with self._writers:
-                body = await asyncio.to_thread(write_body, self._run, batch, rank)
+                size = size_of(len(batch.groups), TOKEN_BYTES * batch.tokens) // batch.layout.dp_world_size
+                body = await call_beside(size, write_body, self._run, batch, rank)
         batch.nbytes += body.nbytes
         return body
 
