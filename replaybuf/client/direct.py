@@ -22,8 +22,8 @@ from redis.retry import Retry
 from replaybuf.client.http_client import HttpClient
 from replaybuf.errors import BrokenFrame, Invalid, Malformed, MissingExtra, ServiceUnavailable, SpillAway
 from replaybuf.store.chunks import READ_BYTES, split_chunks
+from replaybuf.store.redis.topology import open_reader
 from replaybuf.store.spill_folder import SpillFolder, open_folder
-from replaybuf.store.topology import open_reader
 from replaybuf.version import __version__
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.frame import stored_checksum

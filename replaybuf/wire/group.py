@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import GroupRejected, counted
-from replaybuf.wire.column.proofs import join_proofs, split_proofs
 from replaybuf.wire.drop_reasons import RejectionReason
 from replaybuf.wire.names import Name
+from replaybuf.wire.proofs import join_proofs, split_proofs
 
 OptionalLogprobs: TypeAlias = Literal["ref_logprobs", "old_logprobs", "teacher_logprobs"]
 """Logprobs, float32 [C] in nats, that a group may have besides those of sampling.

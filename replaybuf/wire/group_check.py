@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from replaybuf.errors import Invalid, counted
 from replaybuf.wire.column.metadata import check_metadata
-from replaybuf.wire.column.proofs import LARGEST_PROOFS_BYTES
 from replaybuf.wire.column.token_versions import spans_cover
 from replaybuf.wire.drop_reasons import RejectionReason
 from replaybuf.wire.group import LARGEST_SCORE, LOGPROBS, OPTIONAL_PER_TOKEN, Bools, Group, Int32s
 from replaybuf.wire.names import check_string, fit_together
+from replaybuf.wire.proofs import LARGEST_PROOFS_BYTES
 
 LOGPROB_TOLERANCE = 1e-3
 """A logprob may exceed 0 by this much (nats): engines round."""

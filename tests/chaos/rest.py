@@ -14,7 +14,7 @@ from replaybuf.kernel.state.tickets import prompt_key
 from replaybuf.service.report.status import group_counts
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import Store, keys
-from replaybuf.store.topology import open_reader
+from replaybuf.store.redis.topology import open_reader
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.group import Group
 from tests.chaos.calling import TIMEOUT_S, observed

@@ -13,7 +13,7 @@ import pytest
 from replaybuf.errors import Invalid, UnsupportedServer
 from replaybuf.store import ServerReport, Store, WritePolicy, keys
 from replaybuf.store.redis.durability import STRICT
-from replaybuf.store.topology import open_reader
+from replaybuf.store.redis.topology import open_reader
 from tests.appender import Appender
 from tests.conftest import RunClient, ServeProcess, group
 from tests.forked import run_forked

@@ -10,7 +10,7 @@ from replaybuf.errors import Invalid
 from replaybuf.store.redis.cluster import Cluster
 from replaybuf.store.redis.sentinel_answers import Answer, View, agreed, combine
 from replaybuf.store.redis.server import find_split
-from replaybuf.store.topology import SentinelUrl, is_redis_url, parse_topology
+from replaybuf.store.redis.topology import SentinelUrl, is_redis_url, parse_topology
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
 

@@ -47,7 +47,7 @@ def test_without_torch_the_error_names_the_install_command(
 
 
 def test_the_helper_of_an_engine_needs_no_torch() -> None:
-    code = "import sys, replaybuf_trainer.weight_download.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, replaybuf_trainer.fetch_weights; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

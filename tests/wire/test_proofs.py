@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from replaybuf.errors import BrokenFrame, GroupRejected
-from replaybuf.wire.column.proofs import LARGEST_PROOFS_BYTES
 from replaybuf.wire.frame import decode_frame, encode_frame
 from replaybuf.wire.group import group_to_json
 from replaybuf.wire.group_check import GroupLimits, check_group
 from replaybuf.wire.group_json import decode_json_groups
+from replaybuf.wire.proofs import LARGEST_PROOFS_BYTES
 from tests.builders import group, rollout, wire_group
 from tests.wire.test_columns import frame_with
 

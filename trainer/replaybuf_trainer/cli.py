@@ -85,7 +85,7 @@ def fetch_weights(
     downloaded stays.
     """
     del run  # also the value of --run, see `replaybuf.cli.configuration`
-    from replaybuf_trainer.weight_download.command import fetch
+    from replaybuf_trainer.fetch_weights import fetch
 
     fetch(options)
 

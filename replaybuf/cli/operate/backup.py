@@ -19,7 +19,7 @@ from replaybuf.errors import counted
 from replaybuf.launch.view import work_bar
 from replaybuf.store import Store
 from replaybuf.store.redis.embedded import embedded_url
-from replaybuf.store.topology import is_redis_url
+from replaybuf.store.redis.topology import is_redis_url
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from replaybuf.client.producers.responses import ServerTurn
 from replaybuf.errors import GroupRejected, counted
-from replaybuf.wire.column.proofs import join_proofs
 from replaybuf.wire.contract import Ticket
 from replaybuf.wire.group import OPTIONAL_PER_TOKEN, Bools, Float32s, Group, Int32s
 from replaybuf.wire.group_check import LOGPROB_TOLERANCE, GroupLimits, check_group
+from replaybuf.wire.proofs import join_proofs
 from replaybuf.wire.text.pieces import Piece, group_of_completions, join_pieces
 
 Numbers: TypeAlias = Sequence[int] | Sequence[float] | Sequence[bool] | npt.NDArray[Any]

@@ -1,20 +1,15 @@
-"""Tasks of reasoning-gym: rows of prompts, and the environment that scores them."""
+"""The environment that scores tasks of reasoning-gym."""
 
 from __future__ import annotations
 
-import functools
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.errors import Invalid
 from replaybuf.generator.environments.contract import Score
 from replaybuf.generator.prompts import Prompt
-
-EXTRA = "demo"
-METADATA_KEY = "reasoning_gym"
-_BLOCK = 1000
+from replaybuf.generator.prompts.gym_tasks import METADATA_KEY, open_dataset, open_library
 
 
 class ReasoningGym:
@@ -27,7 +22,7 @@ class ReasoningGym:
 
     def __init__(self) -> None:
         """Raise `MissingExtra` if reasoning-gym is not installed."""
-        _library()
+        open_library()
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
         self._lock = threading.Lock()
 
@@ -53,45 +48,8 @@ class ReasoningGym:
         key = f"{name} {sorted(config.items())!r}"
         with self._lock:
             if key not in self._scorers:
-                self._scorers[key] = _dataset(name, config).score_answer
+                self._scorers[key] = open_dataset(name, config).score_answer
             return self._scorers[key]
-
-
-def gym_row(name: str, options: dict[str, Any], number: int) -> dict[str, Any]:
-    """Generate one task of a dataset as the row of a prompt, with the metadata that `ReasoningGym` needs."""
-    block, place = divmod(number, _BLOCK)
-    entry = _block(name, json.dumps(options, sort_keys=True), block)[place]
-    config = {option: value for option, value in options.items() if option not in ("seed", "size")}
-    task = {"dataset": name, "entry": entry, "config": config}
-    return {"prompt": entry["question"], "answer": entry["answer"], "metadata": {METADATA_KEY: task}}
-
-
-@functools.lru_cache(maxsize=8)
-def _block(name: str, options: str, block: int) -> Any:
-    # In blocks, because some datasets generate all their tasks at once. Most derive task i from seed + i, so blocks
-    # do not overlap.
-    config = json.loads(options)
-    seed = config.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        detail = f"prompts reasoning-gym:{name}: seed is {seed!r}; it must be a whole number"
-        raise Invalid(detail, name="seed", value=seed)
-    return _dataset(name, config | {"size": _BLOCK, "seed": seed + block * _BLOCK})
-
-
-def _dataset(name: str, config: dict[str, Any]) -> Any:
-    library = _library()
-    try:
-        return library.create_dataset(name, **config)
-    except Exception as error:  # its configuration classes raise anything, asserts too
-        raise Invalid(f"cannot create reasoning-gym dataset {name!r}: {error}", name="dataset") from error
-
-
-def _library() -> Any:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise MissingExtra("the environment reasoning-gym", EXTRA) from None
-    return reasoning_gym
 
 
 def _task(prompt: Prompt) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import msgspec
 
 from replaybuf.client.producers.failures import redact
 from replaybuf.errors import Invalid, PromptFault, ReplaybufError
-from replaybuf.generator.environments.reasoning_gym import gym_row
 from replaybuf.generator.prompts.filters import PromptFilter, PromptFilterOptions, nothing_left
+from replaybuf.generator.prompts.gym_tasks import gym_row
 from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptLine, duplicate_id, invalid_row, new_prompt
 from replaybuf.generator.prompts.rows import Row, file_rows, json_rows, object_rows, object_rows_by_number
 from replaybuf.generator.prompts.tasksets import TASKSET, open_taskset

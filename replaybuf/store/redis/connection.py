@@ -53,7 +53,7 @@ from replaybuf.store.redis.inspection import (
 from replaybuf.store.redis.pipeline import ExchangeClient, FastPipeline, IdleConnections
 from replaybuf.store.redis.server import ServerReport, check_version
 from replaybuf.store.redis.server import text as text
-from replaybuf.store.topology import URL_FORMS, parse_topology
+from replaybuf.store.redis.topology import URL_FORMS, parse_topology
 
 COMMAND_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0

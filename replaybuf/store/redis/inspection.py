@@ -33,7 +33,7 @@ from replaybuf.store.redis.server import (
     read_version,
     text,
 )
-from replaybuf.store.topology import Topology
+from replaybuf.store.redis.topology import Topology
 
 logger = logging.getLogger(__name__)
 

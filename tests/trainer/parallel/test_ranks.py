@@ -147,7 +147,7 @@ def test_after_kill_9_of_one_rank_and_of_all_the_curve_is_the_same_digit_for_dig
     """The rank that is left names the lost one and ends at once."""
     options = new_run(service, models, tmp_path / "killed")
     log = tmp_path / "killed" / "log"
-    forward = "replaybuf_trainer.parallel.sharding.packed_logprobs"
+    forward = "replaybuf_trainer.models.sharding.packed_logprobs"
     assert exit_codes(start(2, die_at, forward, 3, (1,), options, log=log)) == [1, -signal.SIGKILL]
     assert "TrainingFault: rank 0 of 2 cannot go on: rank 1 does not answer" in log.with_name("log.0").read_text()
     complete = "replaybuf_trainer.parallel.ranks.TorchRanks.sum"

@@ -18,9 +18,9 @@ from replaybuf_trainer.models.layers import checkpoint_activations, compile_laye
 from replaybuf_trainer.models.liger import liger_kernels
 from replaybuf_trainer.models.loading import load_model, save_model
 from replaybuf_trainer.models.packed_forward import packed_logprobs
+from replaybuf_trainer.models.sharding import ShardedForward
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.ranks import Ranks, whole
-from replaybuf_trainer.parallel.sharding import ShardedForward
 from replaybuf_trainer.publishers.publisher import Weights
 
 

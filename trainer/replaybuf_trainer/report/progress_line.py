@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import TypeAlias
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -15,13 +14,11 @@ from rich.text import Text
 
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf_trainer.report.session import Session
+from replaybuf_trainer.report.sinks.sink import Waiting
 from replaybuf_trainer.report.stopwatch import Phase
 
 REFRESHES_PER_S = 2
 _BAR_CELLS = 20
-
-Waiting: TypeAlias = Callable[[], WaitingAnswer | None]
-"""Why there is no batch yet; None while the trainer does not wait."""
 
 
 class ProgressLine:

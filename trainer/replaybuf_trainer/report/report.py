@@ -16,11 +16,11 @@ from replaybuf_trainer.parallel.ranks import Ranks
 from replaybuf_trainer.reading import TensorBatch
 from replaybuf_trainer.report.figures import step_figures
 from replaybuf_trainer.report.flops import peak_of
-from replaybuf_trainer.report.progress_line import ProgressLine, Waiting
+from replaybuf_trainer.report.progress_line import ProgressLine
 from replaybuf_trainer.report.session import Session
 from replaybuf_trainer.report.sinks.json_lines import JsonLines
 from replaybuf_trainer.report.sinks.prometheus import Prometheus
-from replaybuf_trainer.report.sinks.sink import Background, Figures, Guard
+from replaybuf_trainer.report.sinks.sink import Background, Figures, Guard, Waiting
 from replaybuf_trainer.report.sinks.tensorboard import TensorBoard
 from replaybuf_trainer.report.sinks.weights_and_biases import WeightsAndBiases
 from replaybuf_trainer.report.stopwatch import Phase, shares

@@ -21,8 +21,7 @@ from prometheus_client.registry import Collector
 
 from replaybuf.errors import Invalid
 from replaybuf.metric_push import Identity, Pusher
-from replaybuf_trainer.report.progress_line import Waiting
-from replaybuf_trainer.report.sinks.sink import Figures
+from replaybuf_trainer.report.sinks.sink import Figures, Waiting
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from replaybuf.wire.contract import WaitingAnswer
 
 logger = logging.getLogger(__name__)
 
 Figures: TypeAlias = dict[str, Any]
 """The figures of one step by name, see `report.figures`; a value may be a dictionary of figures."""
+Waiting: TypeAlias = Callable[[], WaitingAnswer | None]
+"""Why there is no batch yet; None while the trainer does not wait."""
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 

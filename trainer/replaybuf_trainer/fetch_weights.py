@@ -9,9 +9,9 @@ import threading
 from replaybuf.certificates import client_context, open_certificate
 from replaybuf.client.client import Client
 from replaybuf.logs import announce
+from replaybuf_trainer.follower import Follower
 from replaybuf_trainer.options import FetchWeightsOptions
 from replaybuf_trainer.publishers.engines import Engines
-from replaybuf_trainer.weight_download.follow import Follower
 from replaybuf_trainer.weight_download.helper import Helper
 from replaybuf_trainer.weight_download.listening import ServerThread, address, check_exposure
 from replaybuf_trainer.weight_download.local_weights import LocalWeights
