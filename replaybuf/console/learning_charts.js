@@ -5,17 +5,10 @@ import { h, update } from "./dom.js";
 import { describeDifference, describeResult, mean, newestPlaces, stepsOf } from "./figures.js";
 import { counted, decimal } from "./format.js";
 
-// The metrics that most people look for; the others follow in the order of their names.
-const FIRST = ["loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "clip_fraction", "learning_rate"];
 const MOST_OPEN = 9;
 // Sets that the sentences above the charts name, and steps whose rewards they compare.
 const MOST_SETS = 3;
 const COMPARED_STEPS = 50;
-
-export function orderMetrics(names) {
-  const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
-  return [...names].sort((first, second) => rank(first) - rank(second) || (first < second ? -1 : 1));
-}
 
 // The newest result of each version, by the name of the set: [[name, results by version], ...].
 export function evaluationsBySet(evaluations) {
@@ -85,8 +78,10 @@ export class LearningCharts {
       chart.node.hidden = false; // first: a hidden chart has no width
       chart.show(x, history.columns, how);
     }
-    const names = orderMetrics(Object.keys(history.metrics));
-    for (const name of names) if (!this.metrics.has(name)) this.metrics.set(name, this.make(metric(name)));
+    const names = Object.keys(history.metrics); // those that most people look for come first
+    const known = this.metrics;
+    const inOrder = new Set([...names, ...known.keys()]);
+    this.metrics = new Map([...inOrder].map((name) => [name, known.get(name) ?? this.make(metric(name))]));
     this.place(names);
     for (const name of names) this.metrics.get(name).show(x, history, how);
   }
@@ -96,10 +91,10 @@ export class LearningCharts {
   }
 
   // Put the charts in their order; a metric without a value in the shown range is hidden.
-  place(names = orderMetrics(this.metrics.keys())) {
+  place(names = [...this.metrics.keys()]) {
     const shown = new Set(names);
     for (const [name, chart] of this.metrics) chart.node.hidden = !shown.has(name);
-    const inOrder = orderMetrics(this.metrics.keys()).map((name) => this.metrics.get(name).node);
+    const inOrder = [...this.metrics.values()].map((chart) => chart.node);
     keepOrder(this.grid, [...this.heldOut.values(), ...this.rewards].map((chart) => chart.node).concat(inOrder.slice(0, MOST_OPEN)));
     keepOrder(this.others, inOrder.slice(MOST_OPEN));
     this.more.hidden = inOrder.length <= MOST_OPEN;

@@ -21,8 +21,6 @@ POINTS = 600
 """Rows of the history in a report; more steps are merged."""
 MOST_METRICS = 64
 """Metrics of the trainer that get a chart."""
-_FIRST_METRICS = ("loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "clip_fraction", "learning_rate")
-"""Those that most people look for, as in the console; the others follow by name."""
 _COMPARED_ROWS = 50
 """Rows of the history at both ends whose rewards the headline compares: one step says little."""
 _DARK_COLOURS = ("#63c7ab", "#e8956b", "#8fa8ee", "#d597d8", "#c9c96a", "#86bccd", "#e0b64a", "#ef7f9c")
@@ -180,10 +178,7 @@ def _rewards(history: History) -> Iterable[Chart]:
 
 
 def _metrics(history: History) -> Iterable[Chart]:
-    ranks = {name: rank for rank, name in enumerate(_FIRST_METRICS)}
-    names = sorted(history.metrics, key=lambda name: (ranks.get(name, len(ranks)), name))
-    for name in names[:MOST_METRICS]:
-        values = history.metrics[name]
+    for name, values in list(history.metrics.items())[:MOST_METRICS]:
         yield _over_steps(history, name, "reported by the trainer", {"value": values})
 
 

@@ -103,3 +103,9 @@ def test_an_ack_of_a_merged_row_leaves_its_mean(steps: int) -> None:
     run.apply(AckRecord(step=0, epoch=1, metrics={"loss": 9.0}))
     figures = run.state.figures
     assert figures.metrics.columns([figures.rows[0].metrics]) == {"loss": [9.0 if steps == 1 else 1.0]}
+
+
+def test_what_most_people_look_for_comes_first_and_the_rest_by_name() -> None:
+    metrics = StepMetrics()
+    row = metrics.pack({"zeta": 1.0, "entropy": 2.0, "alpha": 3.0, "loss": 4.0})
+    assert list(metrics.columns([row])) == ["loss", "entropy", "alpha", "zeta"]

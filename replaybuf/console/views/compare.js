@@ -6,7 +6,7 @@ import { CHARTS, Chart } from "../charts.js";
 import { h, pill, table, update } from "../dom.js";
 import { FIGURES, describeDifference, describeResult, mean, newestPlaces, stepsOf } from "../figures.js";
 import { count, decimal } from "../format.js";
-import { evaluationsBySet, orderMetrics } from "../learning_charts.js";
+import { evaluationsBySet } from "../learning_charts.js";
 import { perStep, REASON_CHARTS } from "../reason_charts.js";
 import { runLink } from "./frame.js";
 
@@ -135,7 +135,7 @@ export function openCompare({ query, refreshNow }) {
     }
     for (const chart of charts) chart.showLines(drawn.map((run) => lineOf(run, run.x, chart.spec.read(run.history))), axis.value);
     const column = (run, name) => run.history.metrics[name] ?? run.x.map(() => null);
-    const names = orderMetrics(unionOf(drawn, (run) => Object.keys(run.history.metrics)));
+    const names = unionOf(drawn, (run) => Object.keys(run.history.metrics));
     metrics.show(names, (name) => drawn.map((run) => lineOf(run, run.x, column(run, name))), axis.value);
   }
 

@@ -23,6 +23,8 @@ from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointR
 
 MOST_NAMES = 128
 """Names of a run, over all its steps; an ack brings at most 64."""
+FIRST = ("loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "clip_fraction", "learning_rate")
+"""The metrics that most people look for."""
 _MISSING = math.nan
 T = TypeVar("T", int, float)
 STILL_STEPS = 10
@@ -74,12 +76,15 @@ class StepMetrics(msgspec.Struct):
         return values.tobytes()
 
     def columns(self, rows: Sequence[bytes]) -> dict[str, list[float | None]]:
-        """Return one column per name that has a value in `rows`, which are packed; None = missing."""
-        by_name = zip(self.names, zip_longest(*map(unpack, rows), fillvalue=_MISSING), strict=False)
+        """Return one column per name that has a value in `rows`, which are packed; None = missing.
+
+        `FIRST` comes first, then the others by name.
+        """
+        by_name = dict(zip(self.names, zip_longest(*map(unpack, rows), fillvalue=_MISSING), strict=False))
         return {
-            name: [None if math.isnan(value) else value for value in values]
-            for name, values in by_name
-            if not all(map(math.isnan, values))
+            name: [None if math.isnan(value) else value for value in by_name[name]]
+            for name in (*(name for name in FIRST if name in by_name), *sorted(by_name.keys() - {*FIRST}))
+            if not all(map(math.isnan, by_name[name]))
         }
 
 
