@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ IMPORT_LIMIT_S = 5.0
 """An import may load a large library; every run of the service waits meanwhile."""
 CALL_LIMIT_S = 1.0
 """A call to a strategy takes about a millisecond; a thousand times as long holds up every run of the service."""
+STARVED_CALLS = 5
 AGAIN_S = 0.1
 """The timer fires again: Python drops an exception that is raised in a destructor, and a plug-in may catch it."""
 PLUGIN_ERRORS = (Exception, SystemExit)
@@ -56,17 +58,33 @@ def call_limited(call: Callable[[], T], limit_s: float | None = None) -> T:
 def call_twice_limited(call: Callable[[], T], limit_s: float | None = None) -> T:
     """Return the result of a call that changes nothing; repeat it once, within half the limit, if it is too slow.
 
-    The clock runs on while the host is suspended, so one slow call proves nothing. Raises `TookTooLong` after two.
+    The clock runs on while the host is suspended, so one slow call proves nothing. Nor does a repeated one that was
+    ready to run and had no processor for half of its time: it is repeated again, up to `STARVED_CALLS` times. Raises
+    `TookTooLong` after that.
     """
     limit_s = CALL_LIMIT_S if limit_s is None else limit_s
     try:
         return call_limited(call, limit_s)
-    except TookTooLong as first:
-        logger.warning("plug-in called again: it %s", first)
+    except TookTooLong as error:
+        first = error
+    logger.warning("plug-in called again: it %s", first)
+    calls = 0
+    while True:
+        calls, before_s = calls + 1, _starved_s()
         try:
             return call_limited(call, limit_s / 2)
-        except TookTooLong as second:
-            raise TookTooLong(f"{first}; called again, it {second}") from second
+        except TookTooLong as again:
+            starved = _starved_s() - before_s > limit_s / 4
+            if not starved or calls == STARVED_CALLS:
+                raise TookTooLong(f"{first}; called again, it {again}") from again
+
+
+def _starved_s() -> float:
+    """Return how long this thread has been ready to run without a processor; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 @contextlib.contextmanager

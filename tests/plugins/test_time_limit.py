@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from replaybuf.plugins import time_limit
 from replaybuf.plugins.time_limit import TookTooLong, call_limited, call_twice_limited
 
 LIMIT_S = 0.2
@@ -46,6 +49,33 @@ def test_a_slow_call_is_repeated_and_two_slow_calls_are_an_error(thread: str) ->
     else:
         with ThreadPoolExecutor(1) as threads:
             threads.submit(check).result(20)
+
+
+@pytest.mark.parametrize(("slow", "answered"), [(5, True), (6, False)])
+def test_a_call_without_a_processor_is_repeated_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, slow: int, *, answered: bool
+) -> None:
+    """A busy host would pause the run for ever."""
+    starved_s = itertools.count()
+    monkeypatch.setattr(time_limit, "_starved_s", lambda: float(next(starved_s)))
+    call = Slow(slow)
+    if answered:
+        assert call_twice_limited(call, LIMIT_S) == slow + 1
+    else:
+        with pytest.raises(TookTooLong):
+            call_twice_limited(call, LIMIT_S)
+    assert call.calls == 6
+
+
+def test_the_time_without_a_processor_is_the_wait_on_the_run_queue() -> None:
+    """Of a schedstat, as the kernel's documentation has it: on the processor, waiting for it (both in ns), turns."""
+
+    def waited_ns() -> int:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+
+    before_ns = waited_ns()
+    assert before_ns <= time_limit._starved_s() * 1e9 + 1
+    assert time_limit._starved_s() * 1e9 <= waited_ns() + 1
 
 
 def test_a_call_that_may_change_something_is_not_repeated() -> None:
