@@ -15,15 +15,7 @@ from replaybuf.cli import configuration
 from replaybuf.cli.operate import runs
 from replaybuf.client.exports.reader import ExportReader
 from replaybuf.errors import Invalid
-from replaybuf.generator.prompts.curriculum import read_plan
-from replaybuf.generator.prompts.rows import file_rows
-from replaybuf.lab.demo.folder import DemoOptions, open_folder
-from replaybuf.lab.simulate.command import SimulateOptions, simulate
-from replaybuf.lab.simulate.recording import read_file as read_recording
-from replaybuf.launch.file import read_file as read_run_file
-from replaybuf.launch.progress import LONGEST_LINE_BYTES, LineReader
-from replaybuf.service.http.guard.token_file import read_tokens
-from replaybuf.wire.files import (
+from replaybuf.files import (
     CONFIG_BYTES,
     MODEL_FILE_BYTES,
     PROMPT_LINE_BYTES,
@@ -32,6 +24,14 @@ from replaybuf.wire.files import (
     TOKENS_BYTES,
     read_bounded,
 )
+from replaybuf.generator.prompts.curriculum import read_plan
+from replaybuf.generator.prompts.rows import file_rows
+from replaybuf.lab.demo.folder import DemoOptions, open_folder
+from replaybuf.lab.simulate.command import SimulateOptions, simulate
+from replaybuf.lab.simulate.recording import read_file as read_recording
+from replaybuf.launch.file import read_file as read_run_file
+from replaybuf.launch.progress import LONGEST_LINE_BYTES, LineReader
+from replaybuf.service.http.guard.token_file import read_tokens
 from replaybuf.wire.model.checkpoints import read_state
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.engine.lora import read_lora

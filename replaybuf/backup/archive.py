@@ -30,9 +30,9 @@ from replaybuf.backup.section import (
     encode_section,
 )
 from replaybuf.errors import Conflict, Invalid
+from replaybuf.files import sync
 from replaybuf.store import keys
 from replaybuf.wire.config import check_run_name
-from replaybuf.wire.files import sync
 
 MANIFEST = "manifest.json"
 MOST_MEMBER_BYTES = 1 << 30

@@ -18,7 +18,7 @@ from cyclopts import App, Argument, ArgumentCollection
 from cyclopts.config import Env, Toml
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.files import CONFIG_BYTES, read_bounded
 
 logger = logging.getLogger(__name__)
 

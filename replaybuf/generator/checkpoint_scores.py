@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.files import STATE_BYTES, read_bounded, write_whole
 from replaybuf.generator.engines import VllmEngine
 from replaybuf.generator.evaluation import HeldOut
 from replaybuf.wire.answer.evaluations import EvaluationRequest
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import STATE_BYTES, read_bounded, write_whole
 from replaybuf.wire.model.checkpoints import (
     MODEL_FOLDER,
     STATE_FILE,

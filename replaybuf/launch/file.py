@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf.launch.sections import MINE, Key, RunFile, RunSection, Section, keys_of
 from replaybuf.wire.config import BatchSpec
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 SHOWN = 60
 """Characters of a wrong value in a message."""

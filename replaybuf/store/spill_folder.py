@@ -24,8 +24,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from replaybuf.errors import MissingExtra, SpillAway
+from replaybuf.files import sync
 from replaybuf.wire.config import LARGEST_STORED_BYTES
-from replaybuf.wire.files import sync
 from replaybuf.wire.spill import number_in
 
 MARK = "replaybuf-spill"

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from replaybuf.wire.files import sync
+from replaybuf.files import sync
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.files import CONFIG_BYTES, read_bounded, sync, write_whole
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded, sync, write_whole
 
 MARK = "replaybuf.json"
 

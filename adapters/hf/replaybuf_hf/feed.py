@@ -18,8 +18,8 @@ import torch.distributed as dist
 from replaybuf.client import Client, ReaderOptions, TrainerSession
 from replaybuf.client.retries import Retries
 from replaybuf.errors import Invalid, counted
+from replaybuf.files import sync
 from replaybuf.wire.answer.run_status import RunFacts
-from replaybuf.wire.files import sync
 from replaybuf_trainer.folders import sync_folder
 from replaybuf_trainer.parallel.ranks import Ranks, TorchRanks
 from replaybuf_trainer.reading import TensorBatch, TensorReader

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf_prime_rl.micro_batches import PrimeMicroBatch
 
 TESTED = "0.8"

@@ -21,9 +21,9 @@ import numpy as np
 from replaybuf.client import BatchReader, Client, ReaderOptions, TrainerSession
 from replaybuf.client.peers import Needed, check_size
 from replaybuf.errors import BatchOverdue, Invalid, RunFinished, WrongStep, counted
+from replaybuf.files import CONFIG_BYTES, read_bounded, write_whole
 from replaybuf.wire.batch import Batch
 from replaybuf.wire.contract import WaitingAnswer
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded, write_whole
 from replaybuf_slime.settings import Settings, check_run
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from replaybuf.admission import Admission, AdmissionOptions, Group, Refusal, split_rollouts
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf_toploc.proofs import explain_malformed, explain_mismatch
 
 if TYPE_CHECKING:

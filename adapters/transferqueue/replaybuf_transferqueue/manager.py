@@ -28,7 +28,7 @@ from transfer_queue.storage.managers.base import KVStorageManager, StorageManage
 from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from replaybuf.errors import BrokenFrame, Conflict, Unreadable
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf_transferqueue.records import Field, Names, Record, Restored, reconcile
 from replaybuf_transferqueue.settings import BACKEND, read_settings
 from replaybuf_transferqueue.store import Piece, Range, Store

@@ -11,7 +11,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from replaybuf.errors import Invalid, counted
-from replaybuf.wire.files import sync
+from replaybuf.files import sync
 from replaybuf_trainer.folders import sync_folder
 from replaybuf_trl.layout import check_arguments, check_attention, check_version
 from replaybuf_trl.worker import ReplaybufRolloutWorker

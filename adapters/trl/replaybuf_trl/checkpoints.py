@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from replaybuf.wire.files import STATE_BYTES, read_bounded
+from replaybuf.files import STATE_BYTES, read_bounded
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "trainer_state.json"

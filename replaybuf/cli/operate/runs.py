@@ -16,8 +16,8 @@ from rich.prompt import Prompt
 from replaybuf.cli.look.status import fetch_runs
 from replaybuf.cli.service import DEFAULT_SERVICE, RunName, Service, ServiceOptions, client, print_json, print_table
 from replaybuf.errors import Conflict, DataLost, Invalid
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf.wire.answer.run_status import RunStatus
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import msgspec
 from replaybuf.client.exports.folder import FORMAT, MANIFEST, NO_STEP, FileEntry, Manifest, checksum
 from replaybuf.client.exports.tables import LATER_COLUMNS, READ_COLUMNS, TABLES, group_of_rows, pyarrow, schema_of
 from replaybuf.errors import Invalid, ReplaybufError
+from replaybuf.files import RECORDING_BYTES, read_bounded
 from replaybuf.wire.config import check_run_name
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import RECORDING_BYTES, read_bounded
 from replaybuf.wire.group import Group, GroupJson, group_from_json
 from replaybuf.wire.group_check import GroupLimits, check_group
 

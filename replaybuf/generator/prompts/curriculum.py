@@ -40,12 +40,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import Invalid, counted
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf.generator.prompts.filters import PromptFilter, PromptFilterOptions
 from replaybuf.generator.prompts.prompt import Encoder, Prompt, PromptOrder, Prompts, duplicate_id
 from replaybuf.generator.prompts.sources import GYM, Endless, Source, open_source
 from replaybuf.generator.prompts.tasksets import TASKSET
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from replaybuf.errors import Invalid, MissingExtra, counted
+from replaybuf.files import CONFIG_BYTES, PROMPT_LINE_BYTES, read_bounded
 from replaybuf.generator.prompts.prompt import invalid_row
 from replaybuf.plugins.entry_points import load_object
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import CONFIG_BYTES, PROMPT_LINE_BYTES, read_bounded
 
 EXTRA = "prompts"
 MAX_ROWS = 50_000_000

@@ -28,9 +28,9 @@ from cyclopts import Parameter
 from cyclopts.types import Port
 
 from replaybuf.errors import Conflict, Invalid, counted
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf.launch.guard import lock_folder
 from replaybuf.program import command_line
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 DEFAULT_DATA_DIR = Path(".replaybuf/demo")
 CHARACTERS = Path(__file__).with_name("characters")

@@ -14,6 +14,7 @@ import msgspec
 from safetensors import safe_open
 
 from replaybuf.errors import Invalid
+from replaybuf.files import MODEL_FILE_BYTES, read_bounded
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.lab.demo.folder import CHARACTERS, PROMPTS, Folder, Request
 from replaybuf.launch.file import decode_file, read_file
@@ -22,7 +23,6 @@ from replaybuf.launch.options import options_of
 from replaybuf.launch.plan import QUIET, Plan
 from replaybuf.launch.planning import Planner
 from replaybuf.launch.supervisor import Program
-from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
 
 RUN = "demo"
 TASK = "spell_backward"

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from replaybuf.errors import Invalid, MissingExtra
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.lab.simulate.advice import (
     CANDIDATES,
@@ -32,7 +33,6 @@ from replaybuf.launch.view import Report, work_bar
 from replaybuf.plugins.entry_points import option_pairs
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.wire.decoding import decode_json
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 
 DEFAULT_GROUPS_PER_BATCH = 64
 ADVISED_STEPS = 100

@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from replaybuf.client.client import Client
 from replaybuf.errors import Invalid, Malformed, NotFound, counted
+from replaybuf.files import RECORDING_BYTES, read_bounded
 from replaybuf.kernel.rows.index import ENTRY
 from replaybuf.lab.simulate.latencies import LEAST_S, Latencies, measure_latencies
 from replaybuf.lab.simulate.workload import BLOCK, DEFAULT_GROUP_SIZE, LONGEST_S, Block, Supply, Workload
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.files import RECORDING_BYTES, read_bounded
 
 PAGE = 1000
 _FEWEST_GROUPS = 8

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from replaybuf.errors import Invalid, ServiceUnavailable, counted
+from replaybuf.files import STATE_BYTES, read_bounded, write_whole
 from replaybuf.generator.checkpoint_scores import (
     SCORES_FILE,
     Checkpoint,
@@ -39,7 +40,6 @@ from replaybuf.launch.progress import GeneratorLine, LineReader, Progress
 from replaybuf.launch.session import Session
 from replaybuf.launch.supervisor import Program, Stop, Supervisor
 from replaybuf.launch.view import View
-from replaybuf.wire.files import STATE_BYTES, read_bounded, write_whole
 from replaybuf.wire.model.checkpoints import TrainerState
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 

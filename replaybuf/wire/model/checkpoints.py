@@ -22,8 +22,8 @@ import crc32c
 import msgspec
 
 from replaybuf.errors import Invalid, counted
+from replaybuf.files import STATE_BYTES, read_bounded
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import STATE_BYTES, read_bounded
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
+from replaybuf.files import MODEL_FILE_BYTES, read_bounded
 
 CONFIG_FILE = "config.json"
 SHAPE = (

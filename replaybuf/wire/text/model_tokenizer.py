@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import Invalid, MissingExtra
-from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
+from replaybuf.files import MODEL_FILE_BYTES, read_bounded
 from replaybuf.wire.group import TokenIds
 
 if TYPE_CHECKING:

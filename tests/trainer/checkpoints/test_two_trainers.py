@@ -12,8 +12,8 @@ import torch
 
 from replaybuf import Client
 from replaybuf.errors import Fenced, ServiceUnavailable
+from replaybuf.files import sync
 from replaybuf.wire.config import Cost
-from replaybuf.wire.files import sync
 from replaybuf.wire.model.checkpoints import TrainerState, read_state
 from replaybuf_trainer.checkpoints import folders as module
 from replaybuf_trainer.checkpoints.folders import complete, new_scratch

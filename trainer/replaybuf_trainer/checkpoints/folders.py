@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from replaybuf.errors import Invalid
-from replaybuf.wire.files import sync
+from replaybuf.files import sync
 from replaybuf.wire.model.checkpoints import (
     STATE_FILE,
     STATE_FOLDER,

@@ -22,8 +22,8 @@ import torch
 from msgspec import Meta
 
 from replaybuf.errors import Invalid, NotFound
+from replaybuf.files import CONFIG_BYTES, read_bounded
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import CONFIG_BYTES, read_bounded
 from replaybuf_trainer.engine.weight_files import read_tensors
 
 CONFIG_FILE = "adapter_config.json"

@@ -12,9 +12,9 @@ from msgspec import Meta
 
 from replaybuf.client.offline import Layout, batch_of_groups
 from replaybuf.errors import Invalid, counted
+from replaybuf.files import MODEL_FILE_BYTES, read_bounded
 from replaybuf.wire.answer.run_status import BatchFacts, RunFacts
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import MODEL_FILE_BYTES, read_bounded
 from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, Group, Int32s
 
 FAKE_RUN = "fake-data"

@@ -14,7 +14,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from transformers.utils import logging as transformers_logging
 
 from replaybuf.errors import Invalid, counted
-from replaybuf.wire.files import MODEL_FILE_BYTES, check_size
+from replaybuf.files import MODEL_FILE_BYTES, check_size
 from replaybuf.wire.model.shape import CONFIG_FILE, read_model_config
 from replaybuf_trainer.folders import whole_folder
 

@@ -20,8 +20,8 @@ from msgspec import Meta
 
 from replaybuf.certificates import client_context, open_certificate
 from replaybuf.errors import Invalid, ServiceUnavailable
+from replaybuf.files import read_bounded
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import read_bounded
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.publishers.engine import Engine, Unknown
 from replaybuf_trainer.publishers.engines import Engines

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from replaybuf.wire.files import sync
+from replaybuf.files import sync
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.folders import files_of, numbered_folders
 from replaybuf_trainer.ownership import delete_listed

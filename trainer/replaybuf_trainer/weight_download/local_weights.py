@@ -26,7 +26,7 @@ from typing import BinaryIO
 from urllib.parse import urldefrag
 
 from replaybuf.errors import Gone, Invalid
-from replaybuf.wire.files import sync
+from replaybuf.files import sync
 from replaybuf_trainer.faults import Superseded
 from replaybuf_trainer.folders import sync_folder
 from replaybuf_trainer.weight_download.download import Download, patiently

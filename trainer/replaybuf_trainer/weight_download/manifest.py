@@ -21,8 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from replaybuf.errors import Invalid
+from replaybuf.files import write_whole
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import write_whole
 
 MANIFEST = "weights-manifest.json"
 SHARD_BYTES = 64 << 20

@@ -14,9 +14,9 @@ from typing import Annotated
 import msgspec
 
 from replaybuf.errors import Invalid, NotFound
+from replaybuf.files import TOKENS_BYTES, read_bounded
 from replaybuf.wire.config import check_run_name
 from replaybuf.wire.decoding import prepared
-from replaybuf.wire.files import TOKENS_BYTES, read_bounded
 from replaybuf.wire.names import check_string
 
 ROLES = ("producer", "trainer", "reader", "operator")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replaybuf.wire.files import write_whole
+from replaybuf.files import write_whole
 
 
 def test_a_written_file_replaces_the_one_before_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
