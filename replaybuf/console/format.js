@@ -1,5 +1,7 @@
 // Numbers, times and reasons as people read them.
 
+import { REASONS } from "./wait_reasons.js"; // written by the service: terminal and console say the same
+
 const SCALES = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
 export function count(value) {
@@ -54,21 +56,6 @@ export function shorten(text, most = LONGEST_TEXT) {
 }
 
 // Why a run waits: what the reason means, and what a person can do.
-const REASONS = {
-  finished: ["The run is finished.", "You can leave it as it is. To free its memory and its name, delete it on its page Act."],
-  paused: ["The run is paused.", "Read the reason, then resume the run on its page Act."],
-  awaiting_ack: ["The trainer has a batch and did not ack it yet.", "Check that the trainer is alive and how long its step takes."],
-  awaiting_publication: ["The trainer did not publish the version that the next batch needs.", "Check that the trainer loads its weights into the engines and then publishes."],
-  rate_limited: ["The buffer is full.", "The trainer must take batches, or you raise the limits of the run."],
-  all_stale: ["Every group became too stale.", "Producers sample with old weights. Check their engines, or allow more staleness (max_staleness)."],
-  reuse_exhausted: ["Every group was used as often as allowed.", "Producers must store new groups, or you allow more uses."],
-  no_producers: ["No producer asks for tickets.", "Start a producer: replaybuf generate, or your own."],
-  no_groups: ["No usable group is stored yet.", "Producers work on their first groups. Look at producers and failed prompts if it lasts."],
-  too_few_groups: ["The batch needs more groups.", "Producers are slower than the trainer, or their groups are dropped."],
-  too_few_tokens: ["The batch needs more tokens.", "Producers are slower than the trainer, or their groups are dropped."],
-  awaiting_columns: ["Groups lack columns that a later stage adds.", "Check that the stage runs: replaybuf stage."],
-};
-
 export function explainReason(reason) {
   return REASONS[reason] ?? [`The run waits: ${reason}.`, "The documentation of the HTTP calls explains this reason."];
 }

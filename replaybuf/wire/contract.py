@@ -162,22 +162,6 @@ class AttachRequest(Request, frozen=True, kw_only=True):
 
 # ---------------------------------------------------------------------- waiting
 
-REASONS = (
-    "finished",
-    "paused",
-    "awaiting_ack",
-    "awaiting_publication",
-    "rate_limited",
-    "all_stale",
-    "reuse_exhausted",
-    "no_producers",
-    "no_groups",
-    "too_few_groups",
-    "too_few_tokens",
-    "awaiting_columns",
-)
-"""From far to near a batch. The first one that holds is reported; with adapters that of the one nearest to a batch."""
-
 RETRY_AFTER_S = 0.5
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from replaybuf.wire.contract import REASONS
 from replaybuf.wire.ledger import AckRecord, BatchRecord
+from replaybuf.wire.wait_reasons import REASONS
 from tests.chaos.adapter_checks import adapters_take_turns
 from tests.chaos.fault_checks import issued_too_early
 from tests.chaos.history import OK, Prompt

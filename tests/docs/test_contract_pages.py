@@ -11,17 +11,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.errors import ReplaybufError
-from replaybuf.kernel.strategy.waiting import BLOCKED_ON
 from replaybuf.plugins.entry_points import STRATEGIES, names
 from replaybuf.service.http.call.calls import CALLS
 from replaybuf.service.http.call.reference_pages import HTTP_GROUPS, http_index, metrics_page, run_page
 from replaybuf.wire.answer.run_status import Buckets, Coverage, DropAges, Histograms, RunStatus
 from replaybuf.wire.config import BatchSpec, Limits, RunConfig, TicketSpec
-from replaybuf.wire.contract import REASONS
 from replaybuf.wire.drop_reasons import DeadLetterReason, EvictionReason, RejectionReason
 from replaybuf.wire.group import GroupJson, RolloutJson
 from replaybuf.wire.ledger import AnyRecord
 from replaybuf.wire.plan import Plan, PlannedGroup
+from replaybuf.wire.wait_reasons import REASONS, WAIT_REASONS
 from tests.conftest import RunClient, group
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +44,7 @@ def test_every_waiting_reason_is_explained_with_who_has_to_act() -> None:
     explained = rows(OBSERVE, "Why there is no batch")
     assert tuple(explained) == REASONS
     for reason, row in explained.items():
-        assert BLOCKED_ON[reason] in row.split("|")[1]
+        assert WAIT_REASONS[reason].blocked_on in row.split("|")[1]
 
 
 def test_every_metric_is_described_with_its_labels_and_kind(run: RunClient, tmp_path: Path) -> None:

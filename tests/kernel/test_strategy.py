@@ -30,7 +30,7 @@ from replaybuf.kernel.strategy.contract import (
     window_capacity,
 )
 from replaybuf.kernel.strategy.options import StrategyOptions, check_options
-from replaybuf.wire.contract import REASONS
+from replaybuf.wire.wait_reasons import REASONS
 from tests.builders import buffer_view, live_groups
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from replaybuf.cli.look.status import show_status
 from replaybuf.cli.service import ServiceOptions
-from replaybuf.wire.contract import REASONS
+from replaybuf.wire.wait_reasons import REASONS, WAIT_REASONS
 from tests.conftest import ClockedServe, RunClient, ServeProcess, group
 
 _names = itertools.count()
@@ -193,12 +193,11 @@ def waited_s(server: ServeProcess, run: str) -> dict[str, float]:
 
 
 def status(server: ServeProcess, run: str) -> str:
-    """Return the row `next batch` of `replaybuf status`."""
+    """Return what `replaybuf status` prints."""
     shown = Console(file=io.StringIO(), width=200)
     show_status(ServiceOptions(url=server.url), run, shown)
     assert isinstance(shown.file, io.StringIO)
-    (row,) = [line for line in shown.file.getvalue().splitlines() if "next batch" in line]
-    return row
+    return shown.file.getvalue()
 
 
 def test_every_reason_of_the_closed_list_has_a_case() -> None:
@@ -234,7 +233,9 @@ def test_all_calls_report_the_same_reason(clocked: ClockedServe, run: RunClient,
     (g, t), (more_g, more_t) = case.have, case.need
     sentence = f"{case.reason}: have groups {g}, tokens {t}; need groups {more_g}, tokens {more_t}; "
     actor = "nobody has to act" if case.blocked_on == "nothing" else f"waiting for {case.blocked_on}"
-    assert sentence + actor in status(clocked, run.run)
+    printed = status(clocked, run.run)
+    assert sentence + actor in printed
+    assert str(WAIT_REASONS[case.reason]) in printed
 
     answer = run.post("tickets", producer="p", count=1).json()
     denied = answer.get("waiting")
@@ -272,7 +273,7 @@ def test_producers_silent_for_a_minute_count_as_none_without_tickets_out(clocked
 def test_a_run_with_a_ready_batch_reports_no_waiting(clocked: ClockedServe, run: RunClient) -> None:
     trained(run, 0)
     assert run.state()["waiting"] is None
-    assert "ready" in status(clocked, run.run)
+    assert re.search("next batch +│ ready", status(clocked, run.run))
 
 
 def denied(run: RunClient, **fields: Any) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from replaybuf.cli.top.screen import Screen, attention
 from replaybuf.cli.top.texts import age, amount, count, since, sparkline, waits
 from replaybuf.errors import counted
 from replaybuf.wire.answer.overview import Flow, RunRow
-from replaybuf.wire.contract import REASONS, ProducerStatus
+from replaybuf.wire.contract import ProducerStatus
+from replaybuf.wire.wait_reasons import REASONS
 
 STYLES = ("bold red", "yellow", "", "dim")
 """Of a run, by how much it needs a person."""

@@ -11,14 +11,8 @@ import msgspec
 
 from replaybuf.kernel.state.queries import explain_failed_share
 from replaybuf.kernel.state.run_state import RunState
-from replaybuf.wire.contract import REASONS, RETRY_AFTER_S, Amount, WaitingAnswer
-
-BLOCKED_ON = dict.fromkeys(REASONS, "producers") | {
-    "finished": "nothing",
-    "paused": "operator",
-    "awaiting_ack": "trainer",
-    "awaiting_publication": "trainer",
-}
+from replaybuf.wire.contract import RETRY_AFTER_S, Amount, WaitingAnswer
+from replaybuf.wire.wait_reasons import REASONS, WAIT_REASONS
 
 
 def nearest(waits: Mapping[str, WaitingAnswer]) -> WaitingAnswer:
@@ -50,7 +44,7 @@ def waiting(
     detail: str | None = None,
 ) -> WaitingAnswer:
     """Build the answer for a batch or ticket that has to wait; of an adapter whose batch needs `missing` groups."""
-    blocked_on = blocked_on or BLOCKED_ON[reason]
+    blocked_on = blocked_on or WAIT_REASONS[reason].blocked_on
     if detail is None and reason == state.config_phase:
         detail = None if state.phase_reason in ("operator", "prompts") else state.phase_reason
     elif detail is None and blocked_on == "producers":

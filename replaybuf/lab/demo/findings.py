@@ -8,19 +8,18 @@ from replaybuf.errors import counted
 from replaybuf.lab.demo.changes import MEASURED_ERRORS, points
 from replaybuf.lab.demo.report import Report
 from replaybuf.launch.view import clock, percent
+from replaybuf.wire.wait_reasons import WAIT_REASONS
 
 SMALL_SHARE = 0.05
 """A part that waits less than this share of its time is not held up."""
-TRAINER_WAITS = {
-    "fetching": "for the service, which was sending the batch",
-    "no_producers": "for a generator",
-    "no_groups": "for the generator",
-    "too_few_groups": "for the generator",
-    "too_few_tokens": "for the generator",
-    "all_stale": "for the generator: all groups were too stale",
-    "awaiting_publication": "for its own publication",
-    "awaiting_ack": "for its own ack",
-    "paused": "for an operator, who paused the run",
+_ACTORS = {
+    "producers": "for the generator",
+    "trainer": "for its own ack or publication",
+    "operator": "for an operator",
+    "nothing": "for the end of the run",
+}
+TRAINER_WAITS = {"fetching": "for the service, which was sending the batch"} | {
+    name: _ACTORS[reason.blocked_on] for name, reason in WAIT_REASONS.items()
 }
 """For whom the trainer waits, by reason."""
 GENERATOR_WAITS = {

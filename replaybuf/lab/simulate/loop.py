@@ -23,7 +23,6 @@ import numpy.typing as npt
 from replaybuf.errors import StrategyFault, counted
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.state.tickets import Ticket
-from replaybuf.kernel.strategy.waiting import BLOCKED_ON
 from replaybuf.lab.simulate.engines import Engines
 from replaybuf.lab.simulate.figures import Figures, Meter, changed_options
 from replaybuf.lab.simulate.virtual import VirtualRun
@@ -32,6 +31,7 @@ from replaybuf.plugins.time_limit import CALL_LIMIT_S
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.wait_reasons import WAIT_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +305,7 @@ class Simulation:
         feedback = None
         if trained and run.selector.inputs.plugins.observed is not None:  # it observes
             feedback = self._supply.feedback(trained.step) or run.feedback(trained)
-        run.ack(sum(seconds for reason, seconds in waited if BLOCKED_ON[reason] != "trainer"), feedback)
+        run.ack(sum(seconds for reason, seconds in waited if WAIT_REASONS[reason].blocked_on != "trainer"), feedback)
         if self._report:
             self._report(run.state.step)
         if run.state.step % w.checkpoint_steps == 0:

@@ -20,7 +20,7 @@ from replaybuf.kernel.figures.waits import TrainerWaits
 from replaybuf.kernel.state.history import BatchState, RecordedBatch
 from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status, find_group_state
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.waiting import BLOCKED_ON, StepWait
+from replaybuf.kernel.strategy.waiting import StepWait
 from replaybuf.service.bodies.assembly import (
     FetchedGroups,
     PackedBatch,
@@ -42,6 +42,7 @@ from replaybuf.tracing import spans
 from replaybuf.wire.answer.browse import StepRecord
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
+from replaybuf.wire.wait_reasons import WAIT_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class Batches:
     @property
     def waited_for_others_s(self) -> float:
         """Seconds that trainers waited for anybody but themselves."""
-        return sum(s for reason, s in self.waits.total_s.items() if BLOCKED_ON[reason] != "trainer")
+        return sum(s for reason, s in self.waits.total_s.items() if WAIT_REASONS[reason].blocked_on != "trainer")
 
     def _account_wait(self, step: int, outcome: object) -> None:
         """Count the time since the last waiting answer under the reason of that answer.

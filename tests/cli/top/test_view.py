@@ -11,7 +11,8 @@ from replaybuf.cli.top.poller import Frame
 from replaybuf.cli.top.screen import Screen
 from replaybuf.cli.top.texts import age, count
 from replaybuf.cli.top.view import draw
-from replaybuf.wire.contract import REASONS, MissingClient, ProducerStatus
+from replaybuf.wire.contract import MissingClient, ProducerStatus
+from replaybuf.wire.wait_reasons import REASONS
 from tests.builders import waiting_answer
 from tests.cli.top.rows import flow, overview, row
 

@@ -10,10 +10,12 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from replaybuf.errors import NotFound
+from replaybuf.wire.wait_reasons import WAIT_REASONS
 
 INDEX = "index.html"
 _POLICY = {
@@ -51,13 +53,21 @@ def _read(folder: Traversable, prefix: str = "") -> dict[str, ConsoleFile]:
         if entry.is_dir():
             files |= _read(entry, f"{name}/")
         elif (suffix := name[name.rfind(".") :]) in _TYPES:
-            content = entry.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            files[name] = ConsoleFile(content, _TYPES[suffix], etag)
+            files[name] = _file(entry.read_bytes(), suffix)
     return files
 
 
-FILES = _read(files("replaybuf").joinpath("console"))
+def _file(content: bytes, suffix: str) -> ConsoleFile:
+    return ConsoleFile(content, _TYPES[suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+def _wait_reasons() -> bytes:
+    """Write the words of the waits as a module of the console."""
+    reasons = {name: [reason.meaning, reason.action] for name, reason in WAIT_REASONS.items()}
+    return b"export const REASONS = " + msgspec.json.encode(reasons) + b";\n"
+
+
+FILES = _read(files("replaybuf").joinpath("console")) | {"wait_reasons.js": _file(_wait_reasons(), ".js")}
 """About 250 KB: read once, so that a request needs no disk."""
 
 

@@ -24,7 +24,7 @@ from replaybuf.service.run.next_batch import OUTCOMES
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.traffic import REFUSALS
 from replaybuf.version import __version__
-from replaybuf.wire.contract import REASONS
+from replaybuf.wire.wait_reasons import REASONS
 
 TIMES_SAMPLED_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 """Upper edges of the buckets of `times_sampled`."""
