@@ -7,7 +7,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from replaybuf.cli.event_loop import run_async
-from replaybuf.service import workers
 from replaybuf.service.options import ServeOptions
 
 _DEFAULTS = ServeOptions()
@@ -18,4 +17,6 @@ def serve(options: Annotated[ServeOptions, Parameter(name="*")] = _DEFAULTS) -> 
 
     Prints "listening on http://HOST:PORT" and "listening on unix:PATH" when it accepts requests.
     """
+    from replaybuf.service import workers  # takes 0.3 s, and the help does not need it
+
     run_async(workers.serve(options))
