@@ -1,4 +1,4 @@
-"""Decide each CONFIG record: create a run, change it and its adapters, pause and finish it. Pure, as `decide`.
+"""Decide each CONFIG record: create a run, change it and its adapters, pause and finish it.
 
 A removed adapter stays in the configuration, marked: its batches may come again after a rewind, and its prompts and
 group ids are used. So a name that is added again continues where it was.

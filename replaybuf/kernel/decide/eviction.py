@@ -45,8 +45,8 @@ def decide_removals(
     a group when it arrives (`only`), and all groups again if `filtered`. Raises `StrategyFault`.
     """
     index, filtered = state.index, filtered or only is not None
-    running = state.phase != "paused"  # a failed plug-in is not called again before the run resumes
-    asks_plugins = running and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
+    may_ask = state.phase != "paused"  # a failed plug-in is not called again before the run resumes
+    asks_plugins = may_ask and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
     size, step = len(index) if only is None else len(only), PLUGIN_PIECE if asks_plugins else PIECE
     for start in range(0, size, step):
         if only is None:

@@ -167,7 +167,7 @@ class StepFigures(msgspec.Struct):
     metrics: StepMetrics = msgspec.field(default_factory=StepMetrics)
 
     def apply(self, record: AnyRecord, *, entry: int, step: int, oldest_step: int) -> None:
-        """Fold ledger entry `entry`, which is no batch; `step` is the next unacked one after it."""
+        """Fold ledger entry `entry`, except of a batch (`add_batch`); `step` is the next unacked one after it."""
         self.newest_s = record.at_s or self.newest_s
         match record:
             case AckRecord():

@@ -67,11 +67,12 @@ STATE_ROW = np.dtype(
     ]
 )
 """Part of a row that changes after the group is stored. `evicted_at`: step of the eviction; `evicted_version`: version
-of the policy then; `evicted_age_ms`: time from arrival to eviction.
+of the policy then; `evicted_age_ms`: time from arrival to eviction. A rewind never restores an `EVICTED` row whose
+`evicted_at` is `NEVER`: its prompt was issued again.
 """
 
 SPILLED = "spilled"
-"""Column of the leader: bytes of the group that are in files. No fold of the streams: `state.spill` writes it."""
+"""Column of the leader: bytes of the group that are in files. `state.spill` writes it, not the fold of the streams."""
 LATE_ROW = np.dtype(
     [
         ("number", "<i8"),

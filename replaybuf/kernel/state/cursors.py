@@ -32,7 +32,7 @@ _POSITION = re.compile(r"s([0-9]{1,15})|t([0-9]{1,15})\.([0-9]{1,15})\.([0-9]{1,
 
 
 class Position(NamedTuple):
-    """What is done. Stored groups: those up to `number`. Trained: `offset` groups of `step`, all of earlier steps.
+    """How far a reader has come: stored groups up to `number`, or `offset` trained groups of `step` and all before.
 
     `generation`: rewinds before it was read. Positions of one kind are ordered.
     """

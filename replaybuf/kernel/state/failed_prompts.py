@@ -4,7 +4,7 @@ A prompt ends with a stored group or as failed. The window holds the newest `WIN
 
     share = failed / ended,  ended = min(WINDOW, groups stored + prompts failed since the last restart of the window)
 
-The rule (`decide.prompts`) acts where ended >= `LEAST_ENDED` and share > `tickets.max_failed_share`. Each
+The rule (`decide.config`) acts where ended >= `LEAST_ENDED` and share > `tickets.max_failed_share`. Each
 failure is recorded with the number of groups stored before it, so the window is the same after a restart. It starts
 anew when a run that the rule stopped runs again; else that run would stop at once.
 """

@@ -52,7 +52,8 @@ COUNTED_LATE = 16_384
 class GroupPool:
     """Rows, reasons and counts of the groups of one run.
 
-    - `live`: sums over the live groups
+    - `live`: sums over the live groups; before `use`, `void_use`, `evict`, `restore` and `change_max_uses` the caller
+      forgets them, as `RunState.apply` does
     - `stored`: number of the last folded group; `trimmed`: of the last one whose history is trimmed
     - `freed_as`: one code per freed group above `trimmed`, at `number - trimmed`: position in `reasons`, with the bit
       `PURGED` for a dead letter; 0 = not freed
@@ -236,7 +237,7 @@ class GroupPool:
         if reason == "too_stale":
             live = rows[index["state"][rows] == LIVE]
             self.stale_adapters |= {code for code, _ in split_by_adapter(index["adapter"][live])}
-        index["state"][rows] = IN_BATCHES
+        index["state"][rows] = IN_BATCHES  # no longer live; `_drop_unused` finds those that no batch used
         index["reason"][rows] = self._code_of(reason)
         index["evicted_at"][rows] = step
         index["evicted_version"][rows] = versions

@@ -70,7 +70,10 @@ class AdapterShare:
 
 
 Offer = Callable[[str, int | None, int | None], AdapterShare | None]
-"""Ask an adapter for at most so many tokens and groups (None = unbounded); None = the adapter is not ready."""
+"""Ask an adapter for at most so many tokens and groups (None = unbounded); None = the adapter is not ready.
+
+`share_batch` may ask an adapter twice, the second time only to learn whether it is ready.
+"""
 
 
 def share_batch(
@@ -92,8 +95,10 @@ def share_batch(
             following = names[(names.index(name) + 1) % len(names)]
             left = None if left is None else left - share.tokens
             is_cut = missing is not None and len(share.rows) < missing
-        else:  # would the share fit the whole budget, though not the rest of it?
-            is_cut = left != tokens and not cut and offer(name, tokens, missing) is not None
+        elif left == tokens or cut:
+            is_cut = False
+        else:  # ask again: would the share fit the whole budget, though not the rest of it?
+            is_cut = offer(name, tokens, missing) is not None
         if is_cut and not cut:
             cut = name
     return shares, cut or following

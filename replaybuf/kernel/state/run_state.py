@@ -348,7 +348,7 @@ class RunState:
         if not lost.any():
             return
         lost &= np.isin(index["state"], (LIVE, IN_BATCHES, EVICTED))
-        kept = (index["evicted_at"] == NEVER) & (index["state"] != EVICTED)  # an evicted one was reissued
+        kept = (index["evicted_at"] == NEVER) & (index["state"] != EVICTED)  # see `STATE_ROW`
         lost &= kept | (index["evicted_at"] > record.step)
         self.pool.restore(np.flatnonzero(lost))
         self._evict(np.flatnonzero(lost), "lost_lineage", record)

@@ -4,8 +4,10 @@
 
     b"RBS4"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
 
-To load one, fold the entries set aside and the index stream behind `trimmed`, call `restore`, then fold the ledger
-behind `entries`. Groups that did not change since they were stored are not in it: a million live ones cost nothing.
+To write one: `freeze` the state, `thaw` and `encode_snapshot` in a thread; `take` does the first two at once. To load
+one: `decode_snapshot`, fold the entries set aside and the index stream behind `trimmed`, call `restore`, then fold the
+ledger behind `entries`. Groups that did not change since they were stored are not in it: a million live ones cost
+nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ _FASTEST = 1
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields of `RunState` and its pool under their names, and what else a reader needs.
+    """Fields of `RunState` and its pool, most under their names, and what else a reader needs.
 
-    `config`: as the ledger has it; `failed_prompts`, `failed`, `failed_start`, `failed_after`: of `RunState.failed`;
-    `reissued`, `waiting`: of `RunState.reissues`;
+    `config`: as the ledger has it; `failed_prompts`, `failed` (the newest records), `failed_start`, `failed_after`: of
+    `RunState.failed`; `reissued`, `waiting`: of `RunState.reissues`;
     `rows`: `STATE_ROW` of changed groups; `late_rows`: `LATE_ROW` of groups with late columns; `set_aside`: int64,
     numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial.
     """

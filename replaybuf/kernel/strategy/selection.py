@@ -1,6 +1,6 @@
 """Calls the strategy for the groups of a batch, and explains why a batch waits.
 
-Reads the state (`inputs`), checks the answers (`rules`) and changes nothing.
+Reads the state (`inputs`), checks the answers (`answer_checks`) and changes nothing.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class Selector:
             return tail
 
         shares, following = self._share(offer)
-        short: Literal["", "tail", "timeout"] = "tail" if shares.keys() & ending else ""
+        ending &= shares.keys()  # `share_batch` may ask an adapter and give it no share
+        short: Literal["", "tail", "timeout"] = "tail" if ending else ""
         if not shares and overdue:
             shares, following = self._share(
                 lambda adapter, budget: self._choose_fewer(adapter, budget, waits[adapter], overdue=True)
@@ -158,7 +159,7 @@ class Selector:
             weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in amounts])
         rows = np.concatenate([share.rows for share in amounts])[:MOST_GROUPS]
         weights = None if weights is None else weights[:MOST_GROUPS]
-        return BatchSelection(rows, weights, following, short, frozenset(ending & shares.keys()))
+        return BatchSelection(rows, weights, following, short, frozenset(ending))
 
     def _share(self, offer: Callable[[str, Budget], Selection | None]) -> tuple[dict[str, AdapterShare], str]:
         """Take the shares of the next batch from the offers of its adapters; return the adapter with the next turn."""
