@@ -20,7 +20,7 @@ from replaybuf.kernel.state.tickets import TicketBook, TicketChange
 from replaybuf.kernel.strategy.answer_checks import hold
 from replaybuf.kernel.strategy.inputs import SAMPLED_GROUPS
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.waiting import waiting, waits_for_groups
+from replaybuf.kernel.strategy.waiting_answer import waiting, waits_for_groups
 from replaybuf.wire.config import LARGEST_INTEGER, Limits
 from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, WaitingAnswer
 

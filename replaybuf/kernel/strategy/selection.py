@@ -24,7 +24,7 @@ from replaybuf.kernel.strategy.contract import Budget, Groups, Selection, Strate
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.plugin_set import Bounds
 from replaybuf.kernel.strategy.rates import Rates
-from replaybuf.kernel.strategy.waiting import name_columns, nearest, waiting, waits_for_groups
+from replaybuf.kernel.strategy.waiting_answer import name_columns, nearest, waiting, waits_for_groups
 from replaybuf.plugins.time_limit import PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.wire.config import MOST_GROUPS, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer

@@ -18,7 +18,7 @@ from replaybuf.kernel.state.return_reasons import is_failure
 from replaybuf.kernel.state.tickets import Ticket, TicketChange, parse_ticket, prompt_key, reissue_of
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.waiting import waiting
+from replaybuf.kernel.strategy.waiting_answer import waiting
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.side_state import SideState
