@@ -63,7 +63,7 @@ def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[An
 
     The groups that are left are evicted first. A crash in between leaves fewer of them, and the run ends all the same.
     """
-    if state.next_step > state.step or not selector.supply_ended():
+    if state.next_step > state.step or not selector.batches_exhausted():
         return
     live = state.index["number"][state.index.live()]
     for start in range(0, len(live), PIECE):

@@ -36,7 +36,7 @@ def decide_tickets(
     if (phase := selector.config.phase_of(adapter)) != "running":
         detail = f"adapter {adapter} {'is paused' if phase == 'paused' else 'was removed'}"
         return waiting(phase, held(state, selector, adapter), state, detail=detail)
-    if book.used_up(adapter):
+    if book.prompts_exhausted(adapter):
         # No prompt is left, but a ticket that is out may come back, and a live group may become too stale.
         blocked_on = "producers" if book.out_of(adapter) else "nothing"
         if blocked_on == "nothing" and may_reissue(selector.config) and state.pool.live.totals(adapter).fresh:

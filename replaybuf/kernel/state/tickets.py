@@ -247,7 +247,7 @@ class TicketBook:
         """Return whether the ticket of a prompt is out or due again."""
         return prompt in self._out or prompt in self._due
 
-    def used_up(self, adapter: str) -> bool:
+    def prompts_exhausted(self, adapter: str) -> bool:
         """Return whether no prompt can be issued now; a ticket that is out may still become due again."""
         supply = self.supplies.get(adapter)
         return supply is not None and self.next_index.get(adapter, 0) >= supply and not self._list_due(adapter)

@@ -151,7 +151,7 @@ class Selector:
             )
             short = "timeout"
         if not shares or (short == "timeout" and _count(shares) < self.config.batch.min_groups):
-            ended = self._state.next_step > self._state.step and self.supply_ended()
+            ended = self._state.next_step > self._state.step and self.batches_exhausted()
             return self.explain("awaiting_ack") if ended else nearest(waits)
         amounts = list(shares.values())
         weights = None
@@ -180,7 +180,7 @@ class Selector:
 
         At least one of them was never used, so the tail of a strategy that uses groups again comes to an end.
         """
-        if self.config.batch.tail != "train" or not self._ended(adapter):
+        if self.config.batch.tail != "train" or not self._groups_exhausted(adapter):
             return None
         chosen = self._choose_fewer(adapter, budget, waits)
         if chosen is None:
@@ -224,7 +224,8 @@ class Selector:
         chosen = self.ask("select", checked)
         if isinstance(chosen, Selection):
             return chosen
-        lacking = self.inputs.awaited(groups, chosen.reason, adapter, budget, supplied=self._supplied(adapter))
+        exhausted = self._tickets_exhausted(adapter)
+        lacking = self.inputs.waits_for_columns(groups, chosen.reason, adapter, budget, exhausted=exhausted)
         if lacking:
             waits = self.explain("awaiting_columns", groups, adapter)
             return name_columns(waits, lacking, self.inputs.plugins.all_required)
@@ -270,17 +271,17 @@ class Selector:
         """Return whether no producer has asked for a ticket of an adapter for `PRODUCER_SILENCE_S`."""
         return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
 
-    def _supplied(self, adapter: str) -> bool:
+    def _tickets_exhausted(self, adapter: str) -> bool:
         """Return whether no prompt of an adapter is left and none of its tickets is out."""
-        return not self._book.out_of(adapter) and self._book.used_up(adapter)
+        return not self._book.out_of(adapter) and self._book.prompts_exhausted(adapter)
 
-    def _ended(self, adapter: str) -> bool:
+    def _groups_exhausted(self, adapter: str) -> bool:
         """Return whether an adapter gets no more usable groups, neither from producers nor from stages."""
-        return self._supplied(adapter) and not self.inputs.incomplete(self._state.next_step, adapter).groups
+        return self._tickets_exhausted(adapter) and not self.inputs.incomplete(self._state.next_step, adapter).groups
 
-    def supply_ended(self) -> bool:
+    def batches_exhausted(self) -> bool:
         """Return whether no batch can come any more: no prompt left, no ticket out, too few groups everywhere."""
-        if not all(self._ended(name) for name in self.config.kept_adapters):
+        if not all(self._groups_exhausted(name) for name in self.config.kept_adapters):
             return False
         waits = (self.why_adapter_waits(name) for name in self.config.kept_adapters)
         return all(wait is not None and waits_for_groups(wait) for wait in waits)

@@ -156,7 +156,7 @@ class Batches:
             return self._selector.explain("paused")  # the decision has paused the run
         return await self._get_packed(step)
 
-    async def end_if_used_up(self) -> None:
+    async def end_if_exhausted(self) -> None:
         """Finish a run that has no prompts left, no ticket out and too few groups for a batch."""
         state = self._state
         if state.phase != "running" or state.next_step > state.step:

@@ -227,14 +227,14 @@ class Run:
         self.state_cache.look()
 
     async def _tick_leader(self) -> None:
-        """Expire tickets and cursors, finish a used-up run, keep samples, delete freed payloads, trim."""
+        """Expire tickets and cursors, finish an exhausted run, keep samples, delete freed payloads, trim."""
         await self.arrivals.settle()
         await self.side_state.write_removed()
         await self.tickets.take_back(heard=not self.lease.ended())
         await self.tickets.expire()
         await self.tickets.apply_failed_rule()
-        if all(self.book.used_up(name) for name in self.journal.config.kept_adapters):
-            await self.batches.end_if_used_up()
+        if all(self.book.prompts_exhausted(name) for name in self.journal.config.kept_adapters):
+            await self.batches.end_if_exhausted()
         await self.samples.keep()
         await self.journal.free_payloads(self.spill.forget)
         self.spill.start()
