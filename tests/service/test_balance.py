@@ -246,7 +246,7 @@ def test_a_free_lease_goes_first_to_the_server_that_should_have_it(tmp_path: Pat
             ours, theirs = (next(run for run in RUNS if here.is_ours(run, "") is is_ours) for is_ours in (True, False))
             runs = [await led(store, LivingServers(store, "http://dead"), name) for name in (ours, theirs)]
             for run in runs:
-                run.journal.follow(None)
+                run.journal.become_follower(None)
                 await store.connection.client.delete(keys.lead(run.name))
             leadership = Leadership(store, here, "http://here")
             assert await leadership.renew(runs) == [runs[0]]
@@ -268,7 +268,7 @@ def test_a_server_that_is_to_get_a_run_asks_for_its_lease_often(tmp_path: Path) 
             await here.announce()
             for name in RUNS[:12]:
                 run = await led(store, there, name)
-                run.journal.follow(None)
+                run.journal.become_follower(None)
                 await Leadership(store, here, "http://here").renew([run])
                 asks_in_s = EXPECTING_S if here.is_ours(name, "") else RENEWAL_S
                 assert asks_in_s - 0.2 < run.lease.due_in_s() <= asks_in_s

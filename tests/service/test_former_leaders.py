@@ -197,7 +197,7 @@ def test_background_work_of_a_leader_ends_with_its_lead(server: EmbeddedServer, 
             spec = RunConfig(batch=BatchSpec(groups_per_batch=2), limits=limits, spill=spill)
             run = await Run.create(name, store, await token_of(store, name, "a"), spec)
             work = run.journal.start(asyncio.sleep(60.0), "work")
-            run.journal.follow(None)
+            run.journal.become_follower(None)
             await asyncio.wait({work}, timeout=10.0)
             assert work.cancelled()
             run.close()
@@ -257,7 +257,7 @@ def test_a_group_is_not_rejected_by_a_server_that_loses_the_lead_meanwhile(serve
             await until_done_or_stopped(appending, answering)
             await other.lead(await token_of(second, name, "b"))
             assert (await other.tickets.issue("me", 1, "", 0.0)).tickets[0].ticket == "t0-0-1-1"
-            loser.journal.follow(None)
+            loser.journal.become_follower(None)
             answering.go()
             with pytest.raises(ServiceUnavailable, match="the lead of run"):
                 await asyncio.wait_for(appending, 30.0)

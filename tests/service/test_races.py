@@ -116,7 +116,7 @@ def test_an_older_read_does_not_replace_the_ticket_book_of_a_new_leader(
         await follower.lead(str(token))
         assert len((await follower.tickets.issue("me", 1, "", 0.0)).tickets) == 1
         if not leads_when_it_looks:
-            follower.journal.follow(None)
+            follower.journal.become_follower(None)
         follower.restore_side_state(book, term)
         assert (follower.book.out, follower.book.next_index) == (1, {"": 1})
 
@@ -210,7 +210,7 @@ def test_a_rewind_reaches_a_group_that_another_server_has_just_stored(server: Em
         assert run.state.stored == 2
         await run.session.attach(AttachRequest(resume_step=1))
         assert (run.state.stored, run.state.totals.evicted) == (3, {"lost_lineage": 1})
-        await other.arrivals.follow()
+        await other.arrivals.read_streams()
         assert other.state.totals.evicted == {"lost_lineage": 1}
 
     on_a_run(server, work)
@@ -272,7 +272,7 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_by_the_rules_of_t
         admit = run.group_check.check
 
         def overtaken(item: Incoming) -> PendingGroup:
-            run.journal.follow("http://other")
+            run.journal.become_follower("http://other")
             return admit(item)
 
         monkeypatch.setattr(run.group_check, "check", overtaken)
@@ -416,7 +416,7 @@ def test_a_server_that_loses_the_lead_during_a_decision_records_nothing(server: 
         record, entries = CheckpointRecord(step=0, keep=1), run.state.entries
         async with run.journal.decision():
             successor = await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)
-            run.journal.follow("http://successor")
+            run.journal.become_follower("http://successor")
             with pytest.raises(NotLeader):
                 await run.journal.append(record)
         assert await store.streams.read_end(run.name) == run.journal.ends

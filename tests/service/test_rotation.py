@@ -89,7 +89,7 @@ def test_a_quiet_run_stays_quiet_when_it_is_taken_over_unless_there_is_something
             assert follower.quiet()
             if leader is other:
                 await append(leader, "new")
-            leader.journal.follow(None)
+            leader.journal.become_follower(None)
             lease = await store.runs.take_lease(run.name, f"{id(follower)}", LEASE_S, force=True)
             await follower.lead(str(lease.token), (lease.entries, lease.stored))
             quiet.append(follower.quiet())

@@ -96,7 +96,7 @@ class Cursors:
             with journal.recording_loss():
                 await journal.store.cursors.write(journal.name, journal.check_leading(), name, raw)
         except NotLeader:
-            journal.follow(None)
+            journal.become_follower(None)
             raise
         cursors.pop(name, None)
         self._idle_s.pop(name, None)

@@ -193,9 +193,9 @@ class Run:
         watched = trained or produced or presence.producers.any_announced()
         return now_s >= self._busy_until_s + for_s and not watched
 
-    async def ingest(self) -> None:
+    async def read_streams(self) -> None:
         """Read what is new in the streams."""
-        await (self._pull() if self.journal.leading else self.arrivals.follow())
+        await (self._pull() if self.journal.leading else self.arrivals.read_streams())
 
     async def check_ends(self, shown: Ends | ReplaybufError) -> None:
         """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
@@ -283,7 +283,7 @@ class Run:
         async with self.journal.decision():
             check_deletable(self.state, self.name)
             await self.journal.store.runs.mark_deleted(self.name, self.journal.check_leading())
-            self.journal.follow(None)
+            self.journal.become_follower(None)
 
     async def purge(self, *, by: str = "") -> int:
         """Delete the bytes of dead letters, except those in batches that may be requested again; return how many.

@@ -168,8 +168,8 @@ class Appends:
         """Take in what was decided since the last check. Raises `NotLeader` if this server has just lost the lead."""
         journal = self._journal
         if not journal.token:
-            await self._arrivals.follow()
-            await self._side_state.follow()
+            await self._arrivals.read_streams()
+            await self._side_state.reload_followed()
         if journal.token:  # this server leads, or takes over meanwhile
             async with journal.decision():
                 pass
@@ -263,7 +263,7 @@ class Appends:
             appended = await journal.store.groups.append(
                 journal.name, items, journal.state.published, journal.clock.wall(), checked_at
             )
-        await journal.ingest(appended)
+        await journal.fold_published(appended)
         for outcome in appended:
             if outcome.entry is None:
                 self._side_state.duplicates += not outcome.taken
