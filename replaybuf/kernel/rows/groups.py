@@ -42,7 +42,7 @@ class Groups:
     """Live groups as read-only columns of equal length, in the order they were stored.
 
     - `row` int64: identifies the group in `Selection` and `Evictions`; ascends in the order of storing
-    - `prompt_index` int64 (-1 = none), `adapter` and `source` int32 (`source_code` of the name; 0 = none)
+    - `prompt_index` int64 (-1 = none), `adapter` and `source` int32 (`source_hash` of the name; 0 = none)
     - `policy_version`, `policy_version_max` int32: oldest and newest version that sampled a token
     - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used); `longest_tokens` int32: of
       the longest rollout; `truncated` int32: rollouts that ended at their token limit

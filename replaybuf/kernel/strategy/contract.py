@@ -32,7 +32,7 @@ LEFTOVER = 0.01
 _MOST_GIVEN_UP = 3
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
-source_code = hash_name
+source_hash = hash_name
 """Return the number of a source or adapter in `Groups`, from its name."""
 
 STRATEGY_REASONS = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
@@ -180,7 +180,7 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Return the codes of sources whose live groups `BufferView.sources_live` counts, as `source_code` has them."""
+        """Return the hashes (`source_hash`) of sources whose live groups `BufferView.sources_live` counts."""
         return ()
 
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
