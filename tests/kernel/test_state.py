@@ -27,11 +27,11 @@ from replaybuf.wire.ledger import (
     CheckpointRecord,
     DeadLetterRecord,
     EvictRecord,
+    FailedPromptRecord,
     LossRecord,
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
-    TicketRecord,
     TrimRecord,
 )
 from tests.builders import batch_entry, batch_record, config_record, entries
@@ -251,7 +251,9 @@ def test_the_newest_failures_keep_their_reason_until_a_late_group_is_stored(monk
     monkeypatch.setattr("replaybuf.kernel.state.failed_prompts.MAX_FAILURES", 2)
     run = Run()
     for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
-        run.apply(TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0))
+        run.apply(
+            FailedPromptRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0)
+        )
     kept = [(failed.prompt_index, failed.reason) for failed in run.state.failed.newest.values()]
     assert kept == [(1, "second"), (2, "third" + 195 * "!")]
     assert len(run.state.failed.prompts) == 3

@@ -30,10 +30,10 @@ from replaybuf.wire.ledger import (
     ColumnsRecord,
     DeadLetterRecord,
     EvictRecord,
+    FailedPromptRecord,
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
-    TicketRecord,
     decode_record,
     encode_record,
 )
@@ -419,7 +419,9 @@ class RunStateMachine(RuleBasedStateMachine):
         lacks_group = not self.model.newest(prompt) or prompt in self.model.waiting
         if lacks_group and prompt not in self.model.gave_up:
             self.model.gave_up[prompt] = self.model.newest(prompt)
-            self.write(TicketRecord(adapter="", prompt_index=prompt, outcome="failed", attempts=3, reason="expired"))
+            self.write(
+                FailedPromptRecord(adapter="", prompt_index=prompt, outcome="failed", attempts=3, reason="expired")
+            )
 
     # -- trainer
 

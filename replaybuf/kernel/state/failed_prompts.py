@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from replaybuf.kernel.rows.prompt_set import PromptSet
-from replaybuf.wire.ledger import TicketRecord
+from replaybuf.wire.ledger import FailedPromptRecord
 
 FAILED_SHARE = "failed_share"
 """Start of the reason of a run that the rule for failed prompts paused or finished."""
@@ -82,10 +82,10 @@ class FailedPrompts:
     """`prompts`: all; `newest`: the last `MAX_FAILURES` records, oldest first; `window` of the newest ended prompts."""
 
     prompts: PromptSet = dataclasses.field(default_factory=PromptSet)
-    newest: dict[tuple[str, int], TicketRecord] = dataclasses.field(default_factory=dict)
+    newest: dict[tuple[str, int], FailedPromptRecord] = dataclasses.field(default_factory=dict)
     window: FailedWindow = dataclasses.field(default_factory=FailedWindow)
 
-    def add(self, record: TicketRecord) -> None:
+    def add(self, record: FailedPromptRecord) -> None:
         """Record a failed prompt."""
         prompt = record.adapter, record.prompt_index
         self.prompts.add(*prompt)

@@ -95,13 +95,13 @@ class GroupPool:
 
     def _split(self, rows: Rows) -> Iterator[tuple[AdapterCounts, Rows | slice]]:
         """Yield the counts of each adapter that has some of these rows, with the positions of its rows."""
-        for code, positions in split_by_adapter(self.index["adapter"][rows]):
-            yield self._counts(code), positions
+        for adapter_hash, positions in split_by_adapter(self.index["adapter"][rows]):
+            yield self._counts(adapter_hash), positions
 
-    def _counts(self, code: int) -> AdapterCounts:
-        if code not in self.counts:  # not `setdefault`: building seven histograms takes 10 µs per stored group
-            self.counts[code] = AdapterCounts()
-        return self.counts[code]
+    def _counts(self, adapter_hash: int) -> AdapterCounts:
+        if adapter_hash not in self.counts:  # not `setdefault`: building seven histograms takes 10 µs per stored group
+            self.counts[adapter_hash] = AdapterCounts()
+        return self.counts[adapter_hash]
 
     def _update_histograms(self) -> None:
         if self.counted < self.stored:
@@ -113,21 +113,21 @@ class GroupPool:
 
     def count_stored(self, adapters: npt.NDArray[np.int32], rollouts: npt.NDArray[np.int32]) -> None:
         """Count groups as stored, by the hashes of their adapters, and by their rollouts."""
-        for code, positions in split_by_adapter(adapters):
-            self._count_stored(code, rollouts[positions])
+        for adapter_hash, positions in split_by_adapter(adapters):
+            self._count_stored(adapter_hash, rollouts[positions])
 
-    def _count_stored(self, code: int, rollouts: npt.NDArray[np.int32]) -> None:
-        self._counts(code).stored += len(rollouts)
-        sizes = self.sizes.get(code)
+    def _count_stored(self, adapter_hash: int, rollouts: npt.NDArray[np.int32]) -> None:
+        self._counts(adapter_hash).stored += len(rollouts)
+        sizes = self.sizes.get(adapter_hash)
         if sizes is None:
-            sizes = self.sizes[code] = Counter()
+            sizes = self.sizes[adapter_hash] = Counter()
         for size in rollouts.tolist():
             sizes[size] += 1
 
     def count_partial(self, group_size: int | None, adapter: str | None = None) -> int:
         """Count the groups of an adapter, or of the run, that were stored with fewer rollouts than `group_size`."""
-        code = None if adapter is None else hash_name(adapter)
-        tables = (table for own, table in self.sizes.items() if code in (None, own))
+        adapter_hash = None if adapter is None else hash_name(adapter)
+        tables = (table for own, table in self.sizes.items() if adapter_hash in (None, own))
         return sum(count for table in tables for size, count in table.items() if 0 < size < (group_size or 0))
 
     def _count_evicted(self, rows: Rows, sign: int) -> None:
@@ -162,10 +162,11 @@ class GroupPool:
             blank["prompt_index"] = NO_PROMPT_INDEX
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
-        for code, at in split_by_adapter(entries["adapter"]):
+        for adapter_hash, at in split_by_adapter(entries["adapter"]):
             rollouts = entries["rollouts"][at]
-            self._count_stored(code, rollouts if numbers[0] > self.trimmed else rollouts[numbers[at] > self.trimmed])
-            self.live.add(code, entries["tokens"][at], entries["frame_bytes"][at])
+            untrimmed = rollouts if numbers[0] > self.trimmed else rollouts[numbers[at] > self.trimmed]
+            self._count_stored(adapter_hash, untrimmed)
+            self.live.add(adapter_hash, entries["tokens"][at], entries["frame_bytes"][at])
         self.stored = max(self.stored, int(numbers[-1]))
         self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
         if self.stored - self.counted > COUNTED_LATE:
@@ -236,7 +237,7 @@ class GroupPool:
         rows, versions = rows[evictable], versions[evictable]
         if reason == "too_stale":
             live = rows[index["state"][rows] == LIVE]
-            self.stale_adapters |= {code for code, _ in split_by_adapter(index["adapter"][live])}
+            self.stale_adapters |= {adapter_hash for adapter_hash, _ in split_by_adapter(index["adapter"][live])}
         index["state"][rows] = IN_BATCHES  # no longer live; `_drop_unused` finds those that no batch used
         index["reason"][rows] = self._code_of(reason)
         index["evicted_at"][rows] = step

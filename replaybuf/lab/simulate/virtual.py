@@ -16,7 +16,7 @@ from replaybuf.errors import Invalid
 from replaybuf.kernel.decide.config import decide_create, decide_end
 from replaybuf.kernel.decide.eviction import decide_removals
 from replaybuf.kernel.decide.intake import decide_room, decide_tickets
-from replaybuf.kernel.decide.prompts import decide_failed
+from replaybuf.kernel.decide.prompts import decide_failed_prompt
 from replaybuf.kernel.decide.records import (
     GroupLabel,
     decide_ack,
@@ -96,7 +96,7 @@ class VirtualRun:
 
     def _fail(self, change: TicketChange, reason: str) -> None:
         for ticket in change.failed:
-            self._apply(decide_failed(self.state, ticket, reason, self.now_s))
+            self._apply(decide_failed_prompt(self.state, ticket, reason, self.now_s))
 
     def rejection(self, tokens: int, longest_tokens: int) -> Rejection | None:
         """Return why the service would reject a group of this size."""

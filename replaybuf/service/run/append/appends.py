@@ -25,7 +25,7 @@ from replaybuf.errors import (
     ServiceUnavailable,
     TooLarge,
 )
-from replaybuf.kernel.decide.intake import NO_LOAD, decide_room, limits_room
+from replaybuf.kernel.decide.intake import NO_LOAD, decide_room, has_limits
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.admission_plugins import AdmissionPlugins, PluginTime
@@ -142,7 +142,7 @@ class Appends:
             checked = [item for _, item in ready]
             loads = [_load(item) for item in checked]
             fits, refusal = len(checked), None
-            if limits_room(self._journal.config.limits):
+            if has_limits(self._journal.config.limits):
                 fits, refusal = await self._fitting(checked, loads)
             # Reserve what they take until they are in the index.
             taken = Load.total(loads[:fits])
