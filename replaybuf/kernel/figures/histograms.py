@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -28,7 +27,6 @@ import numpy.typing as npt
 
 from replaybuf.kernel.rows.index import DEAD, Index
 from replaybuf.wire.answer.run_status import Coverage, LengthBias, PromptCounts, Reuse
-from replaybuf.wire.ledger import BatchRecord
 
 STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
 """Three length histograms side by side show whether the buffer favours short groups (length bias)."""
@@ -290,32 +288,3 @@ def ages_ms(arrival_s: npt.NDArray[np.float64], at_s: float) -> npt.NDArray[np.i
     # A writer that bypasses the service may store a NaN, and machines cast NaN to different integers.
     ages_s = np.nan_to_num(np.clip(at_s - arrival_s, 0, _MAX_AGE_S), nan=0.0)
     return (ages_s * 1000).astype(np.int64)
-
-
-@dataclasses.dataclass(slots=True)
-class AdapterCounts(Counts):
-    """Groups by what became of them.
-
-    `tokens_used`, `used_staleness` and `histograms` count every use, also one that a rewind voids later.
-    """
-
-    stored: int = 0
-    retired: int = 0
-    tokens_used: int = 0
-    used_staleness: Counter[int] = dataclasses.field(default_factory=Counter)
-    evicted: Counter[str] = dataclasses.field(default_factory=Counter)
-    dead_lettered: Counter[str] = dataclasses.field(default_factory=Counter)
-    histograms: GroupHistograms = dataclasses.field(default_factory=GroupHistograms)
-
-    @property
-    def groups_used(self) -> int:
-        """Groups in all batches, each use counted."""
-        return self.used_staleness.total()
-
-
-def count_staleness(record: BatchRecord) -> Counter[tuple[str, int]]:
-    """Count the groups of a batch by adapter and staleness."""
-    if record.adapters:
-        return Counter(map(operator.attrgetter("adapter", "staleness"), record.groups))
-    ages = Counter(map(operator.attrgetter("staleness"), record.groups))  # half the time without pairs
-    return Counter({("", age): uses for age, uses in ages.items()})

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.figures.histograms import AdapterCounts, ages_ms, count_staleness
+from replaybuf.kernel.figures.histograms import ages_ms
 from replaybuf.kernel.rows.column_table import ColumnTable
 from replaybuf.kernel.rows.index import (
     DEAD,
@@ -35,6 +35,7 @@ from replaybuf.kernel.rows.index import (
     split_by_adapter,
 )
 from replaybuf.kernel.rows.live_groups import LiveGroups
+from replaybuf.kernel.state.group_counts import AdapterCounts, count_staleness
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AddedColumns, BatchRecord
 

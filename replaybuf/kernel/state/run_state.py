@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
-from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.state.failed_prompts import FAILED_SHARE, FailedPrompts
+from replaybuf.kernel.state.group_counts import AdapterCounts
 from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.kernel.state.reissues import Reissues

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import DataLost, Unreadable, counted
-from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.rows.prompt_set import PromptSet
 from replaybuf.kernel.state.failed_prompts import FailedPrompts, FailedWindow
+from replaybuf.kernel.state.group_counts import AdapterCounts
 from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import Rotation
