@@ -100,7 +100,7 @@ class Run:
         if not shares:
             return
         step, state = self.state.next_step, self.state
-        rows_by_name = {name: share.rows.tolist() for name, share in shares.items()}
+        rows_by_name = {name: share.numbers.tolist() for name, share in shares.items()}
         parts = {}
         for name, numbers in rows_by_name.items():
             own = state.progress_at(step, name)

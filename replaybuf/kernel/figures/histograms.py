@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.rows.index import DEAD, Index
+from replaybuf.kernel.rows.index import DEAD, Index, Positions
 from replaybuf.wire.answer.run_status import Coverage, LengthBias, PromptCounts, Reuse
 
 STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
@@ -52,7 +52,7 @@ LEAST_BIAS = 0.1
 _MAX_AGE_S = 2_000_000
 """23 days: milliseconds must fit a column of 32 bits."""
 
-Rows = npt.NDArray[np.int64] | slice
+Rows = Positions | slice
 
 
 @functools.cache

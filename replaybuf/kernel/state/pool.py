@@ -32,14 +32,13 @@ from replaybuf.kernel.rows.index import (
     Index,
     Integers,
     Numbers,
+    Positions,
     split_by_adapter,
 )
 from replaybuf.kernel.rows.live_groups import LiveGroups
 from replaybuf.kernel.state.group_counts import AdapterCounts, count_staleness
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AddedColumns, BatchRecord
-
-Rows = npt.NDArray[np.int64]
 
 RETIRED = "retired"
 PURGED = 128
@@ -94,7 +93,7 @@ class GroupPool:
         self._update_histograms()
         return functools.reduce(operator.add, self.counts.values()) if self.counts else AdapterCounts()
 
-    def _split(self, rows: Rows) -> Iterator[tuple[AdapterCounts, Rows | slice]]:
+    def _split(self, rows: Positions) -> Iterator[tuple[AdapterCounts, Positions | slice]]:
         """Yield the counts of each adapter that has some of these rows, with the positions of its rows."""
         for adapter_hash, positions in split_by_adapter(self.index["adapter"][rows]):
             yield self._counts(adapter_hash), positions
@@ -131,7 +130,7 @@ class GroupPool:
         tables = (table for own, table in self.sizes.items() if adapter_hash in (None, own))
         return sum(count for table in tables for size, count in table.items() if 0 < size < (group_size or 0))
 
-    def _count_evicted(self, rows: Rows, sign: int) -> None:
+    def _count_evicted(self, rows: Positions, sign: int) -> None:
         """Count evicted rows by reason and age, or take them back with `sign` -1."""
         codes = self.index["reason"][rows]
         for code in np.unique(codes).tolist():
@@ -140,7 +139,7 @@ class GroupPool:
             self._count_dropped("evicted", self.reasons[code], own_rows, versions, ages, sign)
 
     def _count_dropped(
-        self, kind: str, reason: str, rows: Rows, versions: Integers, ages: Integers, sign: int = 1
+        self, kind: str, reason: str, rows: Positions, versions: Integers, ages: Integers, sign: int = 1
     ) -> None:
         """Count rows as `evicted` or `dead_lettered` at these versions and ages in ms [rows]."""
         self._update_histograms()
@@ -185,7 +184,7 @@ class GroupPool:
             if len(rows) and self.index["state"][rows[0]] == LIVE:
                 self.live.add_bytes(int(self.index["adapter"][rows[0]]), added.frame_bytes)
 
-    def settle(self, rows: Rows) -> None:
+    def settle(self, rows: Positions) -> None:
         """Make rows live, or used up, by their uses."""
         used_up = np.zeros(len(rows), bool)
         if self.max_uses is not None:
@@ -227,7 +226,7 @@ class GroupPool:
         self._drop_unused(rows[evicted])
         self.settle(rows[~evicted & (index["state"][rows] != DEAD)])
 
-    def evict(self, rows: Rows, reason: str, step: int, versions: Integers, at_s: float) -> int:
+    def evict(self, rows: Positions, reason: str, step: int, versions: Integers, at_s: float) -> int:
         """Evict rows at `step`, when their adapters had these versions [rows]; used ones stay for their batches.
 
         Return how many are dropped: no batch used them.
@@ -246,14 +245,14 @@ class GroupPool:
         index["evicted_age_ms"][rows] = ages_ms(index["arrival_s"][rows], at_s)
         return self._drop_unused(rows)
 
-    def _drop_unused(self, rows: Rows) -> int:
+    def _drop_unused(self, rows: Positions) -> int:
         """Count evicted rows as evicted that no batch of the surviving history used; return how many."""
         unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
         self.index["state"][unused] = EVICTED
         self._count_evicted(unused, 1)
         return len(unused)
 
-    def restore(self, rows: Rows) -> None:
+    def restore(self, rows: Positions) -> None:
         """Undo evictions."""
         self._count_evicted(rows[self.index["state"][rows] == EVICTED], -1)
         self.index["reason"][rows] = 0
@@ -261,7 +260,7 @@ class GroupPool:
             self.index[column][rows] = NEVER
         self.settle(rows)
 
-    def dead_letter(self, rows: Rows, reason: str, versions: Integers | None, at_s: float) -> int:
+    def dead_letter(self, rows: Positions, reason: str, versions: Integers | None, at_s: float) -> int:
         """Drop rows for good, also those in batches; `versions` [rows] of their adapters, None = all 0.
 
         Return how many were not dropped before.
@@ -300,10 +299,10 @@ class GroupPool:
         for counts, positions in self._split(rows):
             counts.retired += len(rows[positions])
         retired = self.free(rows, RETIRED)
-        # Rows have moved if `free` removed freed ones.
+        # Positions have moved if `free` removed freed ones.
         return np.concatenate([retired, self.free(self.index.rows_of(evicted_numbers))])
 
-    def free(self, rows: Rows, reason: str | None = None, *, purged: bool = False) -> Numbers:
+    def free(self, rows: Positions, reason: str | None = None, *, purged: bool = False) -> Numbers:
         """Free rows and keep why: `reason`, or the reason of each row. Return the numbers."""
         numbers: Numbers = self.index["number"][rows].copy()
         codes = np.full(len(rows), self._code_of(reason), np.uint8) if reason else self.index["reason"][rows]

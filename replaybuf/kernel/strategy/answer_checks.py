@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.rows.index import Index
+from replaybuf.kernel.rows.index import Index, Numbers, Positions
 from replaybuf.kernel.strategy.contract import (
     MAX_DETAIL,
     STRATEGY_REASONS,
     Budget,
     Evictions,
-    Rows,
     Selection,
     Waiting,
 )
@@ -93,7 +92,9 @@ def are_rows(rows: npt.NDArray[Any]) -> bool:
     return rows.ndim == 1 and rows.dtype.kind in "iu"
 
 
-def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityRule], budget: Budget) -> Iterable[Rule]:
+def _rules_of_groups(
+    numbers: Numbers, index: Index, usable_by: Iterable[UsabilityRule], budget: Budget
+) -> Iterable[Rule]:
     ascending = np.sort(numbers)  # not `unique`, which takes eight times as long for 100,000 groups
     yield "selects a group once", bool((ascending[1:] > ascending[:-1]).all()), len(numbers)
     rows = index.rows_of(ascending)
@@ -110,13 +111,13 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
     yield f"keeps the group budget of {budget.groups}", within, len(numbers)
 
 
-def check_evictions(plugin: str, evictions: Evictions, index: Index, rows: Rows) -> Evictions:
+def check_evictions(plugin: str, evictions: Evictions, index: Index, rows: Positions) -> Evictions:
     """Check what a plug-in drops of the groups at ascending `rows`; return it as tuples. Raises `StrategyFault`."""
     _check_rules(plugin, plugin, "", _rules_of_evictions(evictions, index, rows))
     return Evictions(tuple(np.asarray(evictions.rows).tolist()), tuple(evictions.reasons))
 
 
-def _rules_of_evictions(evictions: Evictions, index: Index, rows: Rows) -> Iterable[Rule]:
+def _rules_of_evictions(evictions: Evictions, index: Index, rows: Positions) -> Iterable[Rule]:
     yield "answers Evictions", isinstance(evictions, Evictions), type(evictions).__name__
     dropped, reasons = np.asarray(evictions.rows), evictions.reasons
     yield "gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.groups import Groups as Groups
-from replaybuf.kernel.rows.groups import Rows as Rows
+from replaybuf.kernel.rows.groups import Numbers
 from replaybuf.kernel.strategy.options import OptionsT, StrategyOptions
 from replaybuf.packing.subset_sum import closest
 from replaybuf.wire.group import hash_name
@@ -32,6 +32,8 @@ LEFTOVER = 0.01
 _MOST_GIVEN_UP = 3
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
+Rows = Numbers
+"""Values of `Groups.row`: numbers of groups."""
 source_hash = hash_name
 """Return the number of a source or adapter in `Groups`, from its name."""
 

@@ -156,8 +156,8 @@ class Selector:
         amounts = list(shares.values())
         weights = None
         if any(share.weights is not None for share in amounts):
-            weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in amounts])
-        rows = np.concatenate([share.rows for share in amounts])[:MOST_GROUPS]
+            weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.numbers)) for s in amounts])
+        rows = np.concatenate([share.numbers for share in amounts])[:MOST_GROUPS]
         weights = None if weights is None else weights[:MOST_GROUPS]
         return BatchSelection(rows, weights, following, short, frozenset(ending))
 
@@ -335,4 +335,4 @@ def _least(limit: int | None, amount: int) -> int:
 
 
 def _count(shares: dict[str, AdapterShare]) -> int:
-    return sum(len(share.rows) for share in shares.values())
+    return sum(len(share.numbers) for share in shares.values())
