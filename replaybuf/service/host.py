@@ -31,7 +31,7 @@ from replaybuf.service.peers.balance import SHARE_PERIOD_S, Balance
 from replaybuf.service.peers.living_servers import LivingServers
 from replaybuf.service.peers.side_states import read_side_states
 from replaybuf.service.rotation import TICK_ROUNDS, WATCH_ROUNDS, BusyRuns, Rotation
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
 from replaybuf.service.traffic import Traffic

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from replaybuf.service.peers.living_servers import LivingServers
-from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, RENEWAL_S, TOGETHER_S
+from replaybuf.service.run.lease_timer import EXPECTING_S, LEASE_S, RENEWAL_S, TOGETHER_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import HeldLease, Lease, Store
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import NotLeader, ServiceUnavailable
-from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.kernel.decide.rendezvous import wanted_leader
 from replaybuf.service.host import Service
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.peers.balance import Balance
 from replaybuf.service.peers.living_servers import FRESH_S, SILENT_S, STEADY_S, LivingServers, name_release
-from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S
+from replaybuf.service.run.lease_timer import EXPECTING_S, LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -164,7 +164,7 @@ def test_a_run_is_handed_over_between_two_decisions_and_goes_on(tmp_path: Path) 
             assert await next_leadership.renew([other]) == [other]
             await next_leadership.seek(other)
             assert other.journal.leading and other.state.stored == 3
-            epoch = (await other.session.attach(AttachRequest(dp_world_size=1))).epoch
+            epoch = (await other.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
             await train(other, epoch, range(2))
 
     asyncio.run(main())

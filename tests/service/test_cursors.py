@@ -169,7 +169,7 @@ def test_a_cursor_that_fell_behind_gets_a_gap_and_the_metric_counts_it(server: E
     """Bytes are kept within a bound; beyond it the newest groups keep theirs."""
 
     async def work(_: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(resume_step=0))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(resume_step=0))).epoch
         await run.cursors.open("s", "stored")
         await run.cursors.open("t", "trained")
         for step in range(4):
@@ -177,7 +177,7 @@ def test_a_cursor_that_fell_behind_gets_a_gap_and_the_metric_counts_it(server: E
             await train(run, epoch, range(step, step + 1))
         size = int(run.state.index["frame_bytes"][0])
         with patch.object(cursors, "KEPT_BYTES", 2 * size):
-            await run.session.checkpoint(4, epoch, 1)
+            await run.trainer_calls.checkpoint(4, epoch, 1)
         assert run.state.index["number"][run.state.index["state"] == 1].tolist() == [3, 4]
         async with run.journal.decision():
             trim = decide_trim(run.state, kept_groups=1, kept_entries=1)

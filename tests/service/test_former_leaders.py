@@ -154,11 +154,11 @@ def test_a_former_leader_deletes_no_frame_of_the_new_one(server: EmbeddedServer,
                 seed=at,
             )
             first_run = await Run.create(name, first, await token_of(first, name, "a"), spec)
-            epoch = (await first_run.session.attach(AttachRequest())).epoch
+            epoch = (await first_run.trainer_calls.attach(AttachRequest())).epoch
             await fill(first_run, range(12))
             await move(first_run)
             await train(first_run, epoch, range(2))
-            await first_run.session.checkpoint(2, epoch, 1)
+            await first_run.trainer_calls.checkpoint(2, epoch, 1)
 
             second_run, stop, token = await Run.load(name, second), Stop(at), await token_of(second, name, "b")
             assert second_run is not None and second_run.spill.files is not None

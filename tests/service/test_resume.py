@@ -208,7 +208,7 @@ def test_a_follower_serves_no_batch_that_the_rewind_of_its_attach_takes_back(ser
 
     async def work(store: Store, run: Run) -> None:
         await append(run, *(f"g{n}" for n in range(2)))
-        await train(run, (await run.session.attach(AttachRequest())).epoch, range(2))
+        await train(run, (await run.trainer_calls.attach(AttachRequest())).epoch, range(2))
         request = AttachRequest(resume_step=1, on_resume="resample")
         async with run.journal.decision():
             attached = decide_attach(run.state, request, 0.0)

@@ -9,7 +9,7 @@ from replaybuf.service.clock import Clock
 from replaybuf.service.host import Service
 from replaybuf.service.http.call.metrics import KEPT_S, Exposition
 from replaybuf.service.rotation import BusyRuns, Rotation
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import QUIET_AFTER_S, Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig

@@ -105,7 +105,7 @@ class SmallRun:
 
     async def _write(self, kind: str, value: int, epoch: int) -> None:
         async def work(service: Service, gone: Gone) -> None:
-            session = (await service.led(self.name)).session
+            session = (await service.led(self.name)).trainer_calls
             if kind == "ack":
                 await session.ack(value, epoch, {})
             elif kind == "checkpoint":

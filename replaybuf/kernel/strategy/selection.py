@@ -232,8 +232,8 @@ class Selector:
         reason = self._reason(groups, chosen.reason, adapter)
         return self.explain(reason, groups, adapter, chosen if reason == chosen.reason else None)
 
-    def candidates(self) -> list[int]:
-        """List the oldest groups that the next batch may use, up to its budget."""
+    def list_prefetch_groups(self) -> list[int]:
+        """List the oldest groups that the next batch may use, up to its budget, so that they are read early."""
         numbers: list[int] = []
         for adapter in self._state.rotation.order(self.config.active_adapters):
             groups, budget = self.inputs.usable(self._state.next_step, adapter), self.inputs.own_budget(adapter)

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import Conflict, Invalid, StrategyFault
-from replaybuf.kernel.decide.candidates import count_candidates
 from replaybuf.kernel.decide.config import decide_end
 from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_overlong, draft_batch
 from replaybuf.kernel.figures.waits import TrainerWaits
@@ -32,6 +31,7 @@ from replaybuf.service.bodies.assembly import (
 )
 from replaybuf.service.bodies.explanation import describe_batch
 from replaybuf.service.bodies.writer import Bodies, Part
+from replaybuf.service.report.candidates import count_candidates
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter

@@ -2,8 +2,8 @@
 
 Life: `Run.create`, or `Run.load` (fold of both streams) and, with the lease, `lead` -> requests and `tick` -> `close`.
 
-Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches <- session;
-tickets <- batches.
+Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches;
+tickets <- batches <- trainer calls.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.evaluations import RecordedEvaluations
 from replaybuf.service.run.journal import Journal
-from replaybuf.service.run.lease import LeaseTimer
+from replaybuf.service.run.lease_timer import LeaseTimer
 from replaybuf.service.run.samples import Samples
-from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.spill import Spill
 from replaybuf.service.run.tickets import Tickets
+from replaybuf.service.run.trainer_calls import TrainerCalls
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
 from replaybuf.wire.answer.run_status import ChosenStrategy, RunStatus
@@ -57,7 +57,7 @@ DIRECT_WRITES_S = 60.0
 
 
 class Run:
-    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them to the trainer of `session`.
+    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them to the trainer of `trainer_calls`.
 
     `selector` calls the strategy, `journal` keeps state and ledger, `rates` are measured by this server.
     """
@@ -90,7 +90,7 @@ class Run:
         self.cursors = Cursors(journal)
         self.evaluations = RecordedEvaluations(journal)
         self.samples = Samples(journal, self.batches)
-        self.session = Session(
+        self.trainer_calls = TrainerCalls(
             journal, self.selector, self.eviction, self.batches, self.rates, self.cursors, self.samples
         )
         self.trimming = Trimming(journal)

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replaybuf.errors import NotFound
-from replaybuf.kernel.decide.candidates import arrivals_between, count_candidates, layout_of
 from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status
 from replaybuf.service.bodies.explanation import explain_record
 from replaybuf.service.http.body.requests import GENERATION, STEP, Number, number, optional_number
 from replaybuf.service.http.call.handlers import json_response, run_of
+from replaybuf.service.report.candidates import arrivals_between, count_candidates, layout_of
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside
 from replaybuf.wire.answer.explain import Arrivals, BatchExplanation, Candidates, Choice, Layout, Packing
