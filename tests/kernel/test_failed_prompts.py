@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from replaybuf.kernel.decide.config import decide_failed_share, decide_patch
 from replaybuf.kernel.decide.prompts import decide_failed_prompt
 from replaybuf.kernel.state.failed_prompts import LEAST_ENDED, WINDOW, FailedShare, FailedWindow
-from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share, read_failed_share
 from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, take
 from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.wire.config_patch import ConfigPatch

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from replaybuf.errors import LedgerGap, ReplaybufError
 from replaybuf.kernel.decide.records import decide_attach, decide_policy
 from replaybuf.kernel.state.history import add_rewind, lost_version_since
+from replaybuf.kernel.state.lookups import find_group_state
 from replaybuf.kernel.state.pool import COUNTED_LATE
-from replaybuf.kernel.state.queries import find_group_state
 from replaybuf.kernel.state.run_state import FEEDBACK_STEPS, RunState
 from replaybuf.kernel.state.snapshot import encode_snapshot, restore, take
 from replaybuf.wire.contract import AttachRequest

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram, Prompts
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
-from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
+from replaybuf.kernel.state.lookups import find_batch_entry, find_group_state, list_purgeable, steps_by_group
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.ledger import (
     AckRecord,

@@ -15,7 +15,7 @@ import numpy as np
 from replaybuf.errors import Conflict, Invalid, NotFound, counted
 from replaybuf.kernel.decide.eviction import PIECE
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
-from replaybuf.kernel.state.queries import explain_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share
 from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.strategy.selection import Selector

@@ -7,14 +7,14 @@ batch lacks may come in spite of the limits. Pure: time comes in as `now_s`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from replaybuf.errors import NoRoom
 from replaybuf.kernel.decide.config import config_of
 from replaybuf.kernel.decide.prompts import may_reissue
-from replaybuf.kernel.state.limits import Load, count_fitting
+from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange
 from replaybuf.kernel.strategy.answer_checks import check_rules
@@ -76,6 +76,27 @@ def decide_room(
         return sum(_lacking(selector, name) for name in selector.config.adapter_names) - entering.groups
 
     return count_fitting(live, coming, limits, lacking)
+
+
+def count_fitting(
+    held: Load, coming: Sequence[Load], limits: Limits, lacking: Callable[[], int]
+) -> tuple[int, NoRoom | None]:
+    """Return how many of the first groups of `coming` fit beside `held`, and the error for the next one.
+
+    An empty load always fits. `lacking` returns how many groups the next batch waits for; called once, at a bound.
+    """
+    wanted: int | None = None
+    entered = 0
+    for position, load in enumerate(coming):
+        if not load.groups:
+            continue
+        held += load
+        if refusal := held.over(limits):
+            wanted = lacking() if wanted is None else wanted
+            if entered >= wanted:
+                return position, refusal
+        entered += 1
+    return len(coming), None
 
 
 def _capacity(state: RunState, book: TicketBook, selector: Selector, adapter: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replaybuf.kernel.rows.index import NO_PROMPT_INDEX
-from replaybuf.kernel.state.queries import max_failed_share
+from replaybuf.kernel.state.lookups import max_failed_share
 from replaybuf.kernel.state.reissues import MOST_WAITING, newest_numbers
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import Ticket

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from replaybuf.errors import Conflict, Gone, Invalid, RunFinished, WrongStep, counted
 from replaybuf.kernel.decide.config import check_live_groups, config_of
-from replaybuf.kernel.state.cursors import NOTHING_KEPT, Kept
+from replaybuf.kernel.decide.cursors import NOTHING_KEPT, Kept
 from replaybuf.kernel.state.failed_prompts import FAILED_SHARE
-from replaybuf.kernel.state.queries import list_purgeable
+from replaybuf.kernel.state.lookups import list_purgeable
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.kernel.strategy.selection import BatchSelection, Selector

@@ -7,7 +7,7 @@ from typing import Literal
 
 from replaybuf.kernel.figures.step_figures import StepRow
 from replaybuf.kernel.rows.index import DEAD, EVICTED, Index
-from replaybuf.kernel.state.queries import find_group_state
+from replaybuf.kernel.state.lookups import find_group_state
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.answer.browse import LifeMoment
 

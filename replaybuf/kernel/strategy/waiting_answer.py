@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from replaybuf.kernel.state.queries import explain_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.contract import RETRY_AFTER_S, Amount, WaitingAnswer
 from replaybuf.wire.wait_reasons import REASONS, WAIT_REASONS

@@ -17,7 +17,7 @@ from replaybuf.kernel.decide.config import decide_end
 from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_overlong, draft_batch
 from replaybuf.kernel.figures.waits import TrainerWaits
 from replaybuf.kernel.state.history import BatchState, RecordedBatch
-from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status, find_group_state
+from replaybuf.kernel.state.lookups import entry_of_batch, find_batch_status, find_group_state
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.waiting_answer import BatchTimeout
 from replaybuf.service.bodies.assembly import (

@@ -10,16 +10,14 @@ from collections.abc import Iterable
 import msgspec
 
 from replaybuf.errors import NotFound, NotLeader
+from replaybuf.kernel.decide.cursors import Kept, find_kept, find_superfluous
 from replaybuf.kernel.state.cursors import (
     Cursor,
-    Kept,
     Page,
     Position,
     check_kind,
     describe,
-    find_kept,
     find_page,
-    find_superfluous,
     new_cursor,
     parse_position,
 )

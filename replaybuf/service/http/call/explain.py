@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replaybuf.errors import NotFound
-from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status
+from replaybuf.kernel.state.lookups import entry_of_batch, find_batch_status
 from replaybuf.service.bodies.explanation import explain_record
 from replaybuf.service.http.body.requests import GENERATION, STEP, Number, number, optional_number
 from replaybuf.service.http.call.handlers import json_response, run_of

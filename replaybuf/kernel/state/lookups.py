@@ -1,4 +1,4 @@
-"""Queries on the state of a run: where a group is, which steps used it, its ledger entries, its failed prompts."""
+"""Lookups in the state of a run: where a group is, which steps used it, its ledger entries, its failed prompts."""
 
 from __future__ import annotations
 
