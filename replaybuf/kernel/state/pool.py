@@ -16,6 +16,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ from replaybuf.kernel.state.group_counts import AdapterCounts, count_staleness
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AddedColumns, BatchRecord
 
-RETIRED = "retired"
+RETIRED: Final = "retired"
 PURGED = 128
 """Bit of a code in `freed_as`: the group was a dead letter."""
 _EVICTION_COLUMNS = ("evicted_at", "evicted_version", "evicted_age_ms")
