@@ -21,7 +21,7 @@ from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.usability import bounded_versions
 from replaybuf.wire.config import AdapterSpec, BatchSpec, RunConfig, StrategySpec, recorded
-from replaybuf.wire.config_patch import AdapterChange, ConfigPatch
+from replaybuf.wire.config_patch import FIXED_OF_ADAPTER, AdapterChange, ConfigPatch
 from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
 _MERGED = {"strategy", "limits", "batch", "adapters", "state"}
@@ -207,7 +207,7 @@ def _add_or_change(name: str, change: AdapterChange, adapters: Mapping[str, Adap
     if before is None and "groups_per_batch" not in change.fields:
         raise Invalid(f"{field} is missing; a new adapter needs it", name=field, value=None, bound=1)
     spec = msgspec.structs.replace(change.of(before or AdapterSpec(groups_per_batch=1)), removed=False)
-    for fixed in ("groups_per_batch", "prompts", "steps_per_publish"):
+    for fixed in FIXED_OF_ADAPTER:
         if before and getattr(spec, fixed) != getattr(before, fixed):
             field, old, new = f"adapters.{name}.{fixed}", getattr(before, fixed), getattr(spec, fixed)
             detail = (

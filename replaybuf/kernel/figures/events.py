@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config_patch import find_changes
 from replaybuf.wire.ledger import CheckpointRecord, ConfigRecord, PolicyRecord, RewindRecord
 
 MOST_MOMENTS = 4096
@@ -108,7 +109,8 @@ class Changes(msgspec.Struct):
         self.revision = entry
         if before is None:
             return
-        lines = _lines(msgspec.to_builtins(before), msgspec.to_builtins(after), "")
+        changes = find_changes(msgspec.to_builtins(before), msgspec.to_builtins(after))
+        lines = [f"{name}: {_text(old)} → {_text(new)}" for name, old, new in changes]
         if record.state != phase:
             reason = f" ({record.reason})" if record.reason else ""
             lines.append(f"state: {phase} → {record.state}{reason}")
@@ -128,13 +130,6 @@ class Changes(msgspec.Struct):
         if change.lines:
             self.newest.append(change)
             del self.newest[:-MOST_CHANGES]
-
-
-def _lines(before: Any, after: Any, name: str) -> list[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = sorted(before.keys() | after.keys())
-        return [line for key in names for line in _lines(before.get(key), after.get(key), f"{name}.{key}".strip("."))]
-    return [] if before == after else [f"{name}: {_text(before)} → {_text(after)}"]
 
 
 def _text(value: Any) -> str:

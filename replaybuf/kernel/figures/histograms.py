@@ -103,13 +103,14 @@ class Counts:
 
     def __add__(self, other: Self) -> Self:
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
-        return type(self)(*(_sum(getattr(self, name), getattr(other, name)) for name in names))
+        return type(self)(*(add_up(getattr(self, name), getattr(other, name)) for name in names))
 
 
-def _sum(first: Any, second: Any) -> Any:
+def add_up(first: Any, second: Any) -> Any:
+    """Add two numbers, or two tables of them name by name."""
     if type(first) is not dict:
         return first + second
-    both = {name: _sum(first[name], second[name]) for name in first.keys() & second.keys()}
+    both = {name: add_up(first[name], second[name]) for name in first.keys() & second.keys()}
     return {**first, **second, **both}
 
 
