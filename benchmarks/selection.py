@@ -25,7 +25,7 @@ import numpy.typing as npt
 from measured import Measured
 
 from replaybuf.kernel.rows.index import ENTRY, Index
-from replaybuf.kernel.strategy.contract import Budget, BufferView, Selection, source_code
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Selection, source_hash
 from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.store.groups import READ_CHUNK_ENTRIES
 
@@ -76,7 +76,7 @@ def random_entries(count: int) -> npt.NDArray[Any]:
     entries["longest_tokens"] = entries["tokens"] // 4
     entries["advantage_abs_mean"] = rng.random(count)
     entries["reward_std"] = rng.random(count)
-    entries["source"] = rng.choice([source_code("a"), source_code("b"), 0], count)
+    entries["source"] = rng.choice([source_hash("a"), source_hash("b"), 0], count)
     return entries
 
 

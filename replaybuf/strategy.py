@@ -14,7 +14,7 @@ from replaybuf.kernel.strategy.contract import (
     Waiting,
     capacity_of,
     fill,
-    source_code,
+    source_hash,
     too_few,
     window_capacity,
 )
@@ -36,7 +36,7 @@ __all__ = [
     "capacity_of",
     "contradiction",
     "fill",
-    "source_code",
+    "source_hash",
     "too_few",
     "window_capacity",
 ]

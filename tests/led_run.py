@@ -44,5 +44,5 @@ async def train(run: Run, epoch: int, steps: range) -> None:
     """Fetch, ack and publish."""
     for step in steps:
         assert isinstance(await run.batches.part(step, epoch, 0, 0.0), Part)
-        await run.session.ack(step, epoch, None)
-        await run.session.publish(step + 1, epoch, None, "")
+        await run.trainer_calls.ack(step, epoch, None)
+        await run.trainer_calls.publish(step + 1, epoch, None, "")

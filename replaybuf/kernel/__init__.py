@@ -1,4 +1,4 @@
-"""Decisions, pure: no I/O, no clock, no event loop.
+"""Decisions, pure: no I/O, no clock, no event loop. Only calls of plug-ins are timed and logged (`Selector.ask`).
 
 The rooms, from the lowest floor up: `rows`, `figures`, `state`, `strategy`, `decide`.
 """

@@ -31,7 +31,7 @@ from replaybuf.service.peers.balance import SHARE_PERIOD_S, Balance
 from replaybuf.service.peers.living_servers import LivingServers
 from replaybuf.service.peers.side_states import read_side_states
 from replaybuf.service.rotation import TICK_ROUNDS, WATCH_ROUNDS, BusyRuns, Rotation
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
 from replaybuf.service.traffic import Traffic
@@ -295,7 +295,7 @@ class Service:
                 self._drop(run, forget=True)
                 return
             run.journal.lose(error)
-            run.journal.follow(None)
+            run.journal.become_follower(None)
             run.journal.notify()
 
     async def _work_each(self, works: Iterable[tuple[Run, Work]]) -> list[ServiceUnavailable]:
@@ -304,7 +304,7 @@ class Service:
 
     async def _hold(self) -> None:
         if changed := await self._leadership.hold(self.runs):
-            outages = await self._work_each((run, run.ingest) for run in changed)
+            outages = await self._work_each((run, run.read_streams) for run in changed)
             self._added.set()  # follow them closely again
             raise_first(outages)
 
@@ -335,7 +335,7 @@ class Service:
         finally:
             await cancel_all([task for task in (news, added) if not task.done()])
         listed = (self.runs.get(name) for name in names)
-        raise_first(await self._work_each((run, run.ingest) for run in listed if run))
+        raise_first(await self._work_each((run, run.read_streams) for run in listed if run))
 
     async def _tick(self) -> None:
         raise_first(await self._work_each((run, run.tick) for run in self._ticking.next(self.runs)))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from replaybuf.service.peers.living_servers import LivingServers
-from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, RENEWAL_S, TOGETHER_S
+from replaybuf.service.run.lease_timer import EXPECTING_S, LEASE_S, RENEWAL_S, TOGETHER_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import HeldLease, Lease, Store
 
@@ -54,7 +54,7 @@ class Leadership:
             lease = await self._store.runs.take_lease(run.name, self._holder, LEASE_S, force=force)
             ours = lease.token is not None
             if lease.token is not None and not (run.journal.leading and lease.token == run.journal.token):
-                run.journal.follow(self._url)
+                run.journal.become_follower(self._url)
                 await run.lead(lease.token, (lease.entries, lease.stored))
                 logger.info("lead taken run=%s token=%s step=%d", run.name, lease.token, run.state.step)
             self._apply(run, lease, asked_s, ours=ours)
@@ -168,7 +168,7 @@ class Leadership:
                 return  # a renewal is on its way, and its answer would be applied after ours
             async with run.lease.asking:
                 token, handed_over = journal.check_leading(), False
-                journal.follow(None)
+                journal.become_follower(None)
                 try:
                     handed_over = await self._store.runs.hand_over(run.name, token, successor, NAMED_S)
                 finally:
@@ -189,7 +189,7 @@ class Leadership:
             return
         if journal.leading:
             logger.warning("lead lost run=%s holder=%s", run.name, lease.holder)
-        journal.follow(leader_url)
+        journal.become_follower(leader_url)
         journal.notify()
 
 

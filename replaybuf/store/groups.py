@@ -220,7 +220,9 @@ class GroupStore:
         """
         payload_keys = with_columns(payload_keys, columns)
         if self.buckets:
-            await self._connection.call(run, "rb_free", (), [""], token)  # a leader that was replaced stops here
+            # A leader that was replaced stops here. One that is replaced after it deletes nothing that its successor
+            # needs: the ledger has freed these keys, and no append uses a key again.
+            await self._connection.call(run, "rb_free", (), [""], token)
             await self.buckets.unlink(payload_keys)
             payload_keys = []
         for start in range(0, len(payload_keys) or 1, FREED_AT_ONCE):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups, source_code
+from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups, source_hash
 
 _LARGEST_INT32 = 2**31 - 1
 
@@ -47,7 +47,7 @@ def random_groups(
     tokens = rng.integers(2, most, count)
     rollouts = rng.integers(1, 9, count)
     scale = np.float32(3e38 if huge else 1.0)
-    named = np.array([0, source_code("a"), source_code("b"), source_code("c")])
+    named = np.array([0, source_hash("a"), source_hash("b"), source_hash("c")])
     columns: dict[str, npt.NDArray[Any]] = {
         "row": np.cumsum(rng.integers(1, 2**40 if huge else 3, count)),
         "prompt_index": rng.integers(-1, 2**53 if huge else 12, count),

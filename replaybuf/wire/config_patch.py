@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
@@ -69,6 +71,9 @@ else:
     AdapterChange = _change_of(AdapterSpec, "removed")
     BatchChange = _change_of(BatchSpec, "seq_len", "pad_to_multiple_of", "overlong")
 
+FIXED_OF_ADAPTER = ("groups_per_batch", "prompts", "steps_per_publish")
+"""Fields of `AdapterChange` that only the change which adds an adapter sets."""
+
 
 class StrategyChange(Spec, frozen=True):
     """New strategy (None = the run's own) with all its options; an absent option gets its default."""
@@ -103,12 +108,15 @@ class ConfigPatch(Spec, frozen=True):
 
 
 def differing_fields(old: RunConfig, new: RunConfig) -> list[str]:
-    """List the dotted names of the fields in which two configurations differ."""
+    """List the dotted names of the fields in which two configurations differ, of at most two parts."""
+    return [name for name, _, _ in find_changes(msgspec.to_builtins(old), msgspec.to_builtins(new), depth=2)]
 
-    def walk(prefix: str, left: Any, right: Any) -> list[str]:
-        if isinstance(left, dict) and isinstance(right, dict) and prefix.count(".") < 2:
-            keys = sorted(left.keys() | right.keys())
-            return [path for key in keys for path in walk(f"{prefix}{key}.", left.get(key), right.get(key))]
-        return [] if left == right else [prefix.removesuffix(".")]
 
-    return walk("", msgspec.to_builtins(old), msgspec.to_builtins(new))
+def find_changes(before: Any, after: Any, depth: float = math.inf, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted names, of at most `depth` parts, at which two trees differ, with both values; None = missing."""
+    if isinstance(before, dict) and isinstance(after, dict) and depth:
+        for key in sorted(before.keys() | after.keys()):
+            inner = f"{name}.{key}" if name else key
+            yield from find_changes(before.get(key), after.get(key), depth - 1, inner)
+    elif before != after:
+        yield name, before, after

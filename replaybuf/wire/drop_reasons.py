@@ -1,7 +1,8 @@
 """Reasons for which the service drops a group: words of the contract, each the value of a metric label.
 
-Strategies, filters and admission plug-ins add words of their own. The type checker compares what the code uses with
-these tables, and a test compares them with docs/http/groups.md and docs/observe.md, which explain each word.
+Strategies, filters and admission plug-ins add words of their own, so ledger records and `GroupRejected` hold any
+string. The type checker compares the words of `Rejection`, `UsabilityRule` and `broken_payload` with these tables. A
+test compares those of `GroupRejected`, and docs/http/groups.md and docs/observe.md, which explain each word.
 """
 
 from __future__ import annotations

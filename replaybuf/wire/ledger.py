@@ -211,7 +211,7 @@ class PolicyRecord(Record, frozen=True, kw_only=True, tag="POLICY"):
     epoch: int
 
 
-class TicketRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
+class FailedPromptRecord(Record, frozen=True, kw_only=True, tag="TICKET"):
     """A prompt that failed: it ends without a group, for this reason.
 
     `stored`: groups stored before, if the run has a rule for failed prompts.
@@ -275,7 +275,7 @@ AnyRecord = (
     | PurgeRecord
     | CheckpointRecord
     | PolicyRecord
-    | TicketRecord
+    | FailedPromptRecord
     | ColumnsRecord
     | TrimRecord
     | LossRecord

@@ -20,7 +20,7 @@ from replaybuf.strategy import (
     StrategyOptions,
     Waiting,
     fill,
-    source_code,
+    source_hash,
     too_few,
 )
 from replaybuf_strategies.composition import Composed, prefix
@@ -72,7 +72,7 @@ class Replay(Strategy[ReplayOptions]):
         spi = options.samples_per_insert
         self._limiter = None if spi is None else Limiter(spi, options.error_buffer)
         self._propensity = Propensity(COLUMN_OF[options.priority], options.exponent)
-        self._sources = np.array([source_code(name) for name in options.mix], np.int64)
+        self._sources = np.array([source_hash(name) for name in options.mix], np.int64)
         self._shares = tuple(options.mix.values())
         if sum(self._shares) < 1 - ROUNDING:  # the last share is that of all other sources
             self._shares += (1 - sum(self._shares),)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from replaybuf.errors import counted
-from replaybuf.strategy import Budget, StrategyOptions, contradiction, source_code
+from replaybuf.strategy import Budget, StrategyOptions, contradiction, source_hash
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Steps = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -150,8 +150,8 @@ class ReplayOptions(StrategyOptions, frozen=True):
         total = sum(self.mix.values())
         if total > 1 + ROUNDING:
             raise self._contradiction("mix", "shares that sum to at most 1", f"the shares sum to {total:.6g}")
-        if len({source_code(name) for name in self.mix}) < len(self.mix):
-            raise self._contradiction("mix", "names with different codes", "two names have the same source_code")
+        if len({source_hash(name) for name in self.mix}) < len(self.mix):
+            raise self._contradiction("mix", "names with different hashes", "two names have the same source_hash")
 
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:
         """Check the options against the run's batch. Raises `Invalid`.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from replaybuf.wire.ledger import AdapterStep, AnyRecord, BatchEntry, BatchRecord, TicketRecord
+from replaybuf.wire.ledger import AdapterStep, AnyRecord, BatchEntry, BatchRecord, FailedPromptRecord
 from tests.chaos.history import (
     AnyEvent,
     Attached,
@@ -145,4 +145,6 @@ class RunHistory:
 
     def failed(self) -> set[Prompt]:
         """Name every prompt that is recorded as failed."""
-        return {(record.adapter, record.prompt_index) for _, record in self.ledger if isinstance(record, TicketRecord)}
+        return {
+            (record.adapter, record.prompt_index) for _, record in self.ledger if isinstance(record, FailedPromptRecord)
+        }

@@ -15,9 +15,9 @@ from replaybuf.wire.ledger import (
     BatchEntry,
     BatchRecord,
     CheckpointRecord,
+    FailedPromptRecord,
     PolicyRecord,
     RewindRecord,
-    TicketRecord,
 )
 from tests.builders import config_record
 from tests.chaos.checker import GUARANTEES, check
@@ -115,7 +115,7 @@ LEDGER: list[AnyRecord] = [
     CheckpointRecord(step=1, keep=1),
     batch(1, held(3, 2, 1), held(4, 3, 1)),
     AckRecord(step=1, epoch=1),
-    TicketRecord(adapter="", prompt_index=4, outcome="failed", attempts=3, reason="expired"),
+    FailedPromptRecord(adapter="", prompt_index=4, outcome="failed", attempts=3, reason="expired"),
     attach(2, 1),
     RewindRecord(step=1, generation=1, on_resume="redeliver", version=1, until=4),
     AckRecord(step=1, epoch=2),

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from replaybuf.kernel.strategy.contract import source_code
+from replaybuf.kernel.strategy.contract import source_hash
 from tests.conftest import RunClient
 from tests.forked import AwaitedProcess, fork_replaybuf
 from tests.generator.doubles import EngineDouble, Gate, given_logprob, write_tokenizer
@@ -152,8 +152,8 @@ def test_a_finite_supply_is_generated_and_trained_and_the_exit_code_is_0(tmp_pat
         assert len({entry["prompt_id"] for entry in used}) == len(WORDS)
         sources = {entry["prompt_id"]: entry["source"] for entry in run.get("groups").json()["groups"]}
         assert Counter(sources.values()) == {
-            source_code("first words"): 1,
-            source_code("exact-match"): len(WORDS) - 1,
+            source_hash("first words"): 1,
+            source_hash("exact-match"): len(WORDS) - 1,
         }, "by which replay mixes: the prompt's own, else the environment"
 
     bounded(main())

@@ -19,7 +19,7 @@ from replaybuf import Client
 from replaybuf.cli.main import main
 from replaybuf.client.exports import export as exporting
 from replaybuf.client.exports.folder import MANIFEST
-from replaybuf.kernel.state.cursors import MOST_CURSORS
+from replaybuf.kernel.decide.cursors import MOST_CURSORS
 from tests.conftest import RunClient, ServeProcess, group
 
 

@@ -24,9 +24,9 @@ from replaybuf.wire.ledger import (
     CheckpointRecord,
     DeadLetterRecord,
     EvictRecord,
+    FailedPromptRecord,
     PolicyRecord,
     RewindRecord,
-    TicketRecord,
     decode_record,
     encode_record,
 )
@@ -100,7 +100,7 @@ class Run:
         if not shares:
             return
         step, state = self.state.next_step, self.state
-        rows_by_name = {name: share.rows.tolist() for name, share in shares.items()}
+        rows_by_name = {name: share.numbers.tolist() for name, share in shares.items()}
         parts = {}
         for name, numbers in rows_by_name.items():
             own = state.progress_at(step, name)
@@ -251,7 +251,7 @@ def test_each_adapter_has_the_progress_turns_versions_and_groups_of_the_survivin
             step = state.next_step
             run.write(EvictRecord(step=step, numbers=numbers) if move == "evict" else DeadLetterRecord(numbers=numbers))
         elif move == "fail":
-            failed = TicketRecord(adapter=adapter, prompt_index=number, outcome="failed", attempts=1, reason="")
+            failed = FailedPromptRecord(adapter=adapter, prompt_index=number, outcome="failed", attempts=1, reason="")
             run.write(failed)
             stored = number < len(run.groups) and run.groups[number][0] == adapter
             if not stored:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replaybuf.kernel.decide.eviction import PIECE, PLUGIN_PIECE, decide_removals, keeps_all
-from replaybuf.kernel.state.queries import find_group_state
+from replaybuf.kernel.state.lookups import find_group_state
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.kernel.strategy.contract import BufferView, Evictions, Filter, Groups, Strategy, Waiting

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replaybuf.kernel.decide.config import decide_failed_share, decide_patch
-from replaybuf.kernel.decide.prompts import decide_failed
+from replaybuf.kernel.decide.prompts import decide_failed_prompt
 from replaybuf.kernel.state.failed_prompts import LEAST_ENDED, WINDOW, FailedShare, FailedWindow
-from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share, read_failed_share
 from replaybuf.kernel.state.snapshot import decode_snapshot, encode_snapshot, take
 from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.wire.config_patch import ConfigPatch
@@ -28,7 +28,7 @@ def ruled(share: float = 0.25, then: str = "pause") -> Run:
 def fail(run: Run, *prompts: int) -> None:
     for prompt in prompts:
         ticket = Ticket("", 0, prompt, 1, 1)
-        run.apply(decide_failed(run.state, ticket, "engine_timeout: late", 1.0))
+        run.apply(decide_failed_prompt(run.state, ticket, "engine_timeout: late", 1.0))
 
 
 def store(run: Run, *prompts: int) -> None:

@@ -16,7 +16,7 @@ from replaybuf.kernel.figures.histograms import (
     ages_ms,
 )
 from replaybuf.wire.group import hash_name
-from replaybuf.wire.ledger import DeadLetterRecord, EvictRecord, TicketRecord
+from replaybuf.wire.ledger import DeadLetterRecord, EvictRecord, FailedPromptRecord
 from tests.builders import batch_entry, batch_record, entries
 from tests.kernel.test_state import Run
 
@@ -93,7 +93,7 @@ def test_a_prompt_counts_as_trained_only_by_uses_of_the_surviving_history() -> N
 
 def test_a_failed_prompt_counts_as_failed_until_its_late_group_is_stored() -> None:
     run = Run()
-    run.apply(TicketRecord(adapter="", prompt_index=0, outcome="failed", attempts=3, reason="expired"))
+    run.apply(FailedPromptRecord(adapter="", prompt_index=0, outcome="failed", attempts=3, reason="expired"))
     coverage = run.state.totals.histograms.coverage(2, len(run.state.failed.prompts))
     assert (coverage.stored, coverage.failed, coverage.pending) == (0, 1, 1)
     run.state.store(np.array([1]), entries({"prompt_index": 0}))

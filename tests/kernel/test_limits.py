@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.state.limits import Load, count_fitting
+from replaybuf.kernel.decide.intake import count_fitting
+from replaybuf.kernel.state.limits import Load
 from replaybuf.wire.config import Limits
 
 LOADS = st.builds(Load, st.just(1), st.integers(1, 100), st.integers(1, 100))

@@ -37,7 +37,7 @@ class Queues:
         return AdapterShare(np.array(taken, np.int64), None, sum(sizes))
 
     def remove(self, name: str, share: AdapterShare) -> None:
-        gone = set(share.rows.tolist())
+        gone = set(share.numbers.tolist())
         self.queues[name] = [size for at, size in enumerate(self.queues[name]) if at not in gone]
 
 
@@ -49,8 +49,8 @@ def batch(
         queues.remove(name, share)
     parts = {}
     for name, share in shares.items():
-        groups = turns.progress(name).groups + len(share.rows)
-        parts[name] = AdapterStep(turns.progress(name).steps, 0, len(share.rows), groups == sizes[name])
+        groups = turns.progress(name).groups + len(share.numbers)
+        parts[name] = AdapterStep(turns.progress(name).steps, 0, len(share.numbers), groups == sizes[name])
     return shares, turns.after(parts, following)
 
 
@@ -65,8 +65,8 @@ def test_batches_keep_the_budget_and_no_share_crosses_the_end_of_a_step(
         assert tokens is None or sum(share.tokens for share in shares.values()) <= tokens
         for name, share in shares.items():
             old, new = before.progress(name), turns.progress(name)
-            assert old.groups + len(share.rows) <= sizes[name]
-            assert new.steps - old.steps == (old.groups + len(share.rows) == sizes[name])
+            assert old.groups + len(share.numbers) <= sizes[name]
+            assert new.steps - old.steps == (old.groups + len(share.numbers) == sizes[name])
     # the groups left over cannot complete a step of their adapter
     assert all(held.offer(name, tokens, 1) is None or len(queue) < sizes[name] for name, queue in held.queues.items())
 
@@ -90,10 +90,10 @@ def test_an_adapter_whose_share_was_cut_by_the_budget_is_first_in_the_next_batch
     held = Queues({"a": [10] * 9, "b": [10] * 9, "c": [10] * 9})
     sizes = {"a": 3, "b": 3, "c": 3}
     shares, turns = batch(held, Rotation(), sizes, 50)
-    assert {name: len(share.rows) for name, share in shares.items()} == {"a": 3, "b": 2}
+    assert {name: len(share.numbers) for name, share in shares.items()} == {"a": 3, "b": 2}
     assert turns == Rotation("b", {"a": AdapterProgress(1, 0, 3), "b": AdapterProgress(0, 2, 2)})
     shares, turns = batch(held, turns, sizes, 50)
-    assert {name: len(share.rows) for name, share in shares.items()} == {"b": 1, "c": 3, "a": 1}
+    assert {name: len(share.numbers) for name, share in shares.items()} == {"b": 1, "c": 3, "a": 1}
     assert turns.next == "a"
     assert turns.progress("b") == AdapterProgress(1, 0, 3)
     assert turns.progress("a") == AdapterProgress(1, 1, 4)
@@ -132,8 +132,8 @@ def test_no_further_group_of_a_served_adapter_fits_into_the_batch(
     room = tokens - sum(share.tokens for share in shares.values())
     assert room >= 0
     for name, share in shares.items():
-        left = [size for row, size in enumerate(queues[name][:LOOK_AHEAD]) if row not in share.rows]
-        assert len(share.rows) == sizes[name] or min(left, default=tokens + 1) > room
+        left = [size for row, size in enumerate(queues[name][:LOOK_AHEAD]) if row not in share.numbers]
+        assert len(share.numbers) == sizes[name] or min(left, default=tokens + 1) > room
 
 
 CHANGES = st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=20)
@@ -157,7 +157,7 @@ def test_adapters_may_come_and_go_between_batches(
             assert shares.keys() <= active
             assert sum(share.tokens for share in shares.values()) <= tokens
             for name, share in shares.items():
-                assert old.progress(name).groups + len(share.rows) <= sizes[name]
+                assert old.progress(name).groups + len(share.numbers) <= sizes[name]
             waiting -= shares.keys()
         assert not waiting
         for name in set(NAMES) - active:

@@ -14,7 +14,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from replaybuf.errors import Gone, ReplaybufError
 from replaybuf.kernel.decide.trimming import decide_trim
 from replaybuf.kernel.rows.index import ENTRY, FREED
-from replaybuf.kernel.state.queries import check_record_kept, find_batch_entry, find_group_state
+from replaybuf.kernel.state.lookups import check_record_kept, find_batch_entry, find_group_state
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.snapshot import MAGIC, decode_snapshot, encode_snapshot, restore, take
 from replaybuf.wire.ledger import TrimRecord, decode_record

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from replaybuf.errors import LedgerGap, ReplaybufError
 from replaybuf.kernel.decide.records import decide_attach, decide_policy
 from replaybuf.kernel.state.history import add_rewind, lost_version_since
+from replaybuf.kernel.state.lookups import find_group_state
 from replaybuf.kernel.state.pool import COUNTED_LATE
-from replaybuf.kernel.state.queries import find_group_state
 from replaybuf.kernel.state.run_state import FEEDBACK_STEPS, RunState
 from replaybuf.kernel.state.snapshot import encode_snapshot, restore, take
 from replaybuf.wire.contract import AttachRequest
@@ -27,11 +27,11 @@ from replaybuf.wire.ledger import (
     CheckpointRecord,
     DeadLetterRecord,
     EvictRecord,
+    FailedPromptRecord,
     LossRecord,
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
-    TicketRecord,
     TrimRecord,
 )
 from tests.builders import batch_entry, batch_record, config_record, entries
@@ -251,7 +251,9 @@ def test_the_newest_failures_keep_their_reason_until_a_late_group_is_stored(monk
     monkeypatch.setattr("replaybuf.kernel.state.failed_prompts.MAX_FAILURES", 2)
     run = Run()
     for index, reason in enumerate(("first", "second", "third" + 300 * "!")):
-        run.apply(TicketRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0))
+        run.apply(
+            FailedPromptRecord(adapter="", prompt_index=index, outcome="failed", attempts=3, reason=reason, at_s=9.0)
+        )
     kept = [(failed.prompt_index, failed.reason) for failed in run.state.failed.newest.values()]
     assert kept == [(1, "second"), (2, "third" + 195 * "!")]
     assert len(run.state.failed.prompts) == 3

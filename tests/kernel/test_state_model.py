@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replaybuf.kernel.figures.histograms import AGE_MS, TOKENS, VERSIONS, GroupHistograms, Histogram, Prompts
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
-from replaybuf.kernel.state.queries import find_batch_entry, find_group_state, list_purgeable, steps_by_group
+from replaybuf.kernel.state.lookups import find_batch_entry, find_group_state, list_purgeable, steps_by_group
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.ledger import (
     AckRecord,
@@ -30,10 +30,10 @@ from replaybuf.wire.ledger import (
     ColumnsRecord,
     DeadLetterRecord,
     EvictRecord,
+    FailedPromptRecord,
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
-    TicketRecord,
     decode_record,
     encode_record,
 )
@@ -419,7 +419,9 @@ class RunStateMachine(RuleBasedStateMachine):
         lacks_group = not self.model.newest(prompt) or prompt in self.model.waiting
         if lacks_group and prompt not in self.model.gave_up:
             self.model.gave_up[prompt] = self.model.newest(prompt)
-            self.write(TicketRecord(adapter="", prompt_index=prompt, outcome="failed", attempts=3, reason="expired"))
+            self.write(
+                FailedPromptRecord(adapter="", prompt_index=prompt, outcome="failed", attempts=3, reason="expired")
+            )
 
     # -- trainer
 

@@ -293,7 +293,7 @@ class TicketMachine(RuleBasedStateMachine):
             assert book.next_index == issued
             for adapter, prompts in self.prompts.items():
                 left = self.terms[2] is None or len(prompts) < self.terms[2]
-                assert book.used_up(adapter) == (not left and not any(key[0] == adapter for key in due))
+                assert book.prompts_exhausted(adapter) == (not left and not any(key[0] == adapter for key in due))
         assert all(self.book.may_expire(p.deadline_s) for p in out.values())
         for adapter in ADAPTERS:
             deadlines_s = [prompt.deadline_s for key, prompt in out.items() if key[0] == adapter]

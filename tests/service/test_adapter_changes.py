@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from replaybuf.kernel.decide.config import decide_patch
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import AdapterSpec, BatchSpec, RunConfig

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from replaybuf.errors import NotLeader, ServiceUnavailable
-from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.kernel.decide.rendezvous import wanted_leader
 from replaybuf.service.host import Service
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.peers.balance import Balance
 from replaybuf.service.peers.living_servers import FRESH_S, SILENT_S, STEADY_S, LivingServers, name_release
-from replaybuf.service.run.lease import EXPECTING_S, LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S
+from replaybuf.service.run.lease_timer import EXPECTING_S, LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -164,7 +164,7 @@ def test_a_run_is_handed_over_between_two_decisions_and_goes_on(tmp_path: Path) 
             assert await next_leadership.renew([other]) == [other]
             await next_leadership.seek(other)
             assert other.journal.leading and other.state.stored == 3
-            epoch = (await other.session.attach(AttachRequest(dp_world_size=1))).epoch
+            epoch = (await other.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
             await train(other, epoch, range(2))
 
     asyncio.run(main())
@@ -246,7 +246,7 @@ def test_a_free_lease_goes_first_to_the_server_that_should_have_it(tmp_path: Pat
             ours, theirs = (next(run for run in RUNS if here.is_ours(run, "") is is_ours) for is_ours in (True, False))
             runs = [await led(store, LivingServers(store, "http://dead"), name) for name in (ours, theirs)]
             for run in runs:
-                run.journal.follow(None)
+                run.journal.become_follower(None)
                 await store.connection.client.delete(keys.lead(run.name))
             leadership = Leadership(store, here, "http://here")
             assert await leadership.renew(runs) == [runs[0]]
@@ -268,7 +268,7 @@ def test_a_server_that_is_to_get_a_run_asks_for_its_lease_often(tmp_path: Path) 
             await here.announce()
             for name in RUNS[:12]:
                 run = await led(store, there, name)
-                run.journal.follow(None)
+                run.journal.become_follower(None)
                 await Leadership(store, here, "http://here").renew([run])
                 asks_in_s = EXPECTING_S if here.is_ours(name, "") else RENEWAL_S
                 assert asks_in_s - 0.2 < run.lease.due_in_s() <= asks_in_s

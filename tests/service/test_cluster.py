@@ -17,9 +17,9 @@ from replaybuf.cli.main import main
 from replaybuf.client.client import Client
 from replaybuf.client.direct import DirectBodies
 from replaybuf.errors import DataLost, ServiceUnavailable
-from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.kernel.decide.rendezvous import wanted_leader
 from replaybuf.service.host import Service
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.store import Store, WritePolicy, keys
 from replaybuf.store.redis.connection import text
 from tests.appender import WITHIN_S, Appender

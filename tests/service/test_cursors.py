@@ -15,9 +15,11 @@ import pytest
 from replaybuf import Client
 from replaybuf.client.exports import export
 from replaybuf.errors import Conflict, Gone, NoRoom, NotFound
+from replaybuf.kernel.decide import cursors
+from replaybuf.kernel.decide.cursors import find_kept
 from replaybuf.kernel.decide.trimming import decide_trim
-from replaybuf.kernel.state import cursors
-from replaybuf.kernel.state.cursors import Cursor, Position, find_kept, find_page
+from replaybuf.kernel.state import cursors as pages
+from replaybuf.kernel.state.cursors import Cursor, Position, find_page
 from replaybuf.service.clock import Clock
 from replaybuf.service.run.cursors import LONGEST_TICK_S
 from replaybuf.service.run.served_run import Run
@@ -169,7 +171,7 @@ def test_a_cursor_that_fell_behind_gets_a_gap_and_the_metric_counts_it(server: E
     """Bytes are kept within a bound; beyond it the newest groups keep theirs."""
 
     async def work(_: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(resume_step=0))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(resume_step=0))).epoch
         await run.cursors.open("s", "stored")
         await run.cursors.open("t", "trained")
         for step in range(4):
@@ -177,7 +179,7 @@ def test_a_cursor_that_fell_behind_gets_a_gap_and_the_metric_counts_it(server: E
             await train(run, epoch, range(step, step + 1))
         size = int(run.state.index["frame_bytes"][0])
         with patch.object(cursors, "KEPT_BYTES", 2 * size):
-            await run.session.checkpoint(4, epoch, 1)
+            await run.trainer_calls.checkpoint(4, epoch, 1)
         assert run.state.index["number"][run.state.index["state"] == 1].tolist() == [3, 4]
         async with run.journal.decision():
             trim = decide_trim(run.state, kept_groups=1, kept_entries=1)
@@ -335,7 +337,7 @@ def test_a_page_ends_at_its_bytes(run: RunClient, server: EmbeddedServer) -> Non
     async def work(_: Store, run: Run) -> None:
         await append(run, "a", "b", "c")
         cursor = Cursor("c", "stored", Position())
-        with patch.object(cursors, "PAGE_BYTES", 1):
+        with patch.object(pages, "PAGE_BYTES", 1):
             first_page = find_page(run.state, cursor, 100)
         assert [item.number for item in first_page.items] == [1] and first_page.position.number == 1
         assert find_kept(run.state, [], 0) == (None, None)

@@ -202,7 +202,7 @@ class Here:
 
     async def attach(self, **options: Any) -> None:
         """Attach a trainer of two ranks."""
-        self.epoch = (await self.run.session.attach(AttachRequest(dp_world_size=2, **options))).epoch
+        self.epoch = (await self.run.trainer_calls.attach(AttachRequest(dp_world_size=2, **options))).epoch
 
     async def append(self, *group_ids: str) -> None:
         """Store small groups."""
@@ -297,7 +297,7 @@ def test_no_body_is_written_for_a_trainer_that_takes_plans(here: OnARun) -> None
         for step in (0, 1):
             part = await made.run.batches.part(step, made.epoch, 0, 0.0, as_body=False)
             assert isinstance(part, Part) and b'"rows"' in await part.plan()
-            await made.run.session.ack(step, made.epoch, None)
+            await made.run.trainer_calls.ack(step, made.epoch, None)
             await made.prepare()
         assert (made.written, made.outcomes) == ([], {"miss": 1, "hit": 1})
         await made.bodies(1)
@@ -342,7 +342,7 @@ def test_preparation_and_decision_fetch_a_group_once(here: OnARun) -> None:
         assert made.frames_fetched == 2
 
         await made.append("e", "f")
-        await made.run.session.ack(0, made.epoch, None)
+        await made.run.trainer_calls.ack(0, made.epoch, None)
         made.frames_fetched = 0
         made.fetching.clear()
         deciding = asyncio.create_task(made.bodies(2))
@@ -381,7 +381,7 @@ def test_a_batch_beyond_the_look_ahead_is_not_prepared(here: OnARun) -> None:
         made.frames_fetched = 0
         await made.prepare()
         assert made.frames_fetched == 0
-        await made.run.session.ack(0, made.epoch, None)
+        await made.run.trainer_calls.ack(0, made.epoch, None)
         await made.prepare()
         assert made.frames_fetched == 2
 

@@ -178,7 +178,7 @@ def test_a_book_whose_last_write_failed_is_read_again_before_a_batch(server: Emb
     """The answer of Redis is lost while tickets are issued: memory forgets them, Redis has them, the batch waits."""
 
     async def work(store: Store, run: Run) -> None:
-        await run.session.attach(AttachRequest(dp_world_size=1))
+        await run.trainer_calls.attach(AttachRequest(dp_world_size=1))
         issued = (await run.tickets.issue("p", 4, "", 0.0)).tickets
         wires = [wire_group(rollout(), group_id=None, ticket=ticket.ticket) for ticket in issued[1:]]
         await run.appends.append(arriving(Incoming(group_from_json(wire)) for wire in wires))

@@ -154,11 +154,11 @@ def test_a_former_leader_deletes_no_frame_of_the_new_one(server: EmbeddedServer,
                 seed=at,
             )
             first_run = await Run.create(name, first, await token_of(first, name, "a"), spec)
-            epoch = (await first_run.session.attach(AttachRequest())).epoch
+            epoch = (await first_run.trainer_calls.attach(AttachRequest())).epoch
             await fill(first_run, range(12))
             await move(first_run)
             await train(first_run, epoch, range(2))
-            await first_run.session.checkpoint(2, epoch, 1)
+            await first_run.trainer_calls.checkpoint(2, epoch, 1)
 
             second_run, stop, token = await Run.load(name, second), Stop(at), await token_of(second, name, "b")
             assert second_run is not None and second_run.spill.files is not None
@@ -197,7 +197,7 @@ def test_background_work_of_a_leader_ends_with_its_lead(server: EmbeddedServer, 
             spec = RunConfig(batch=BatchSpec(groups_per_batch=2), limits=limits, spill=spill)
             run = await Run.create(name, store, await token_of(store, name, "a"), spec)
             work = run.journal.start(asyncio.sleep(60.0), "work")
-            run.journal.follow(None)
+            run.journal.become_follower(None)
             await asyncio.wait({work}, timeout=10.0)
             assert work.cancelled()
             run.close()
@@ -257,7 +257,7 @@ def test_a_group_is_not_rejected_by_a_server_that_loses_the_lead_meanwhile(serve
             await until_done_or_stopped(appending, answering)
             await other.lead(await token_of(second, name, "b"))
             assert (await other.tickets.issue("me", 1, "", 0.0)).tickets[0].ticket == "t0-0-1-1"
-            loser.journal.follow(None)
+            loser.journal.become_follower(None)
             answering.go()
             with pytest.raises(ServiceUnavailable, match="the lead of run"):
                 await asyncio.wait_for(appending, 30.0)

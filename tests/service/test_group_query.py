@@ -202,7 +202,7 @@ def test_groups_that_are_trimmed_during_a_query_are_left_out(server: EmbeddedSer
 
         async def trimmed_meanwhile(*arguments: Any) -> Any:
             result = await find(*arguments)
-            await run.session.checkpoint(4, epoch, 1)
+            await run.trainer_calls.checkpoint(4, epoch, 1)
             await run.journal.free_payloads(run.spill.forget)
             await run.trimming._trim()
             assert run.state.trimmed
@@ -216,7 +216,7 @@ def test_groups_that_are_trimmed_during_a_query_are_left_out(server: EmbeddedSer
 
 
 async def _attach(run: Run) -> int:
-    return (await run.session.attach(AttachRequest(resume_step=0))).epoch
+    return (await run.trainer_calls.attach(AttachRequest(resume_step=0))).epoch
 
 
 def test_the_client_passes_conditions_on(service: ServeProcess, filled: RunClient) -> None:

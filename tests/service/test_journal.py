@@ -20,7 +20,7 @@ def test_published_groups_are_folded_in_order_with_those_that_others_published_b
         async def publish(writer: Store, *ids: str) -> None:
             results = await writer.groups.append("mixed", [to_append(name) for name in ids], {"": 0}, time.time())
             if writer is store:
-                await journal.ingest(results)
+                await journal.fold_published(results)
 
         try:
             journal = Journal("mixed", store)

@@ -92,7 +92,7 @@ def test_a_column_that_arrives_after_the_batch_was_prepared_is_in_it(server: Emb
 
     async def work(store: Store, run: Run) -> None:
         await append(run, "a", "b")
-        epoch = (await run.session.attach(AttachRequest())).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest())).epoch
         await train(run, epoch, range(1))
         await run.batches.next_batch.work()
         lengths = [len(rollout["completion_ids"]) for rollout in split_rollouts(await stored_group(store, run, 2))]

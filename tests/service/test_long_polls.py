@@ -85,7 +85,7 @@ def test_a_change_asks_the_strategy_once_however_many_ranks_wait(
     appends = 20
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=RANKS))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=RANKS))).epoch
         calls = count_calls(monkeypatch, run.selector, "choose")
         ranks = await ask_for_batches(run, 0, epoch, RANKS)
         assert calls["choose"] == 1
@@ -109,7 +109,7 @@ def test_ranks_that_poll_without_waiting_share_the_answer_until_a_change(
     """The answer is kept for a short time only, by the clock of the run, which stands still here."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=RANKS))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=RANKS))).epoch
         now_s = run.journal.clock.monotonic()
         monkeypatch.setattr(run.journal, "clock", Clock(monotonic=lambda: now_s))
         calls = count_calls(monkeypatch, run.selector, "choose")
@@ -134,7 +134,7 @@ def test_a_time_out_answers_what_is_there_at_that_moment(server: EmbeddedServer)
     """Not what was there when the request came."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest())).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest())).epoch
         poll = asyncio.create_task(run.batches.part(0, epoch, 0, 0.5))
         await all_wait([poll])
         await append(run, "a", "b")
@@ -147,9 +147,9 @@ def test_a_time_out_answers_what_is_there_at_that_moment(server: EmbeddedServer)
 
 def test_an_attach_fences_all_ranks_that_wait(server: EmbeddedServer) -> None:
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=8))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=8))).epoch
         ranks = await ask_for_batches(run, 0, epoch, 8)
-        await run.session.attach(AttachRequest(dp_world_size=8))
+        await run.trainer_calls.attach(AttachRequest(dp_world_size=8))
         outcomes = await asyncio.gather(*ranks, return_exceptions=True)
         assert all(isinstance(outcome, Fenced) for outcome in outcomes)
 
@@ -160,9 +160,9 @@ def test_a_closed_run_answers_all_that_wait(server: EmbeddedServer) -> None:
     """With why they waited; whoever asks then does not wait."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=8))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=8))).epoch
         ranks = await ask_for_batches(run, 0, epoch, 8)
-        polls = [asyncio.create_task(run.session.policy_after(0, WAIT_S)) for _ in range(8)]
+        polls = [asyncio.create_task(run.trainer_calls.policy_after(0, WAIT_S)) for _ in range(8)]
         await all_wait(polls)
         run.close()
         answers = await asyncio.gather(*ranks)
@@ -260,7 +260,7 @@ def test_producers_of_one_adapter_do_not_hold_up_those_of_another(server: Embedd
 
 
 async def _ack(run: Run, epoch: int) -> None:
-    await run.session.ack(0, epoch, None)
+    await run.trainer_calls.ack(0, epoch, None)
 
 
 async def _patch(run: Run, epoch: int) -> None:
@@ -281,14 +281,14 @@ def test_what_opens_the_window_wakes_the_producer(
     """An ack with its publication, a wider window, tickets that expire."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest())).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest())).epoch
         await append(run, "a")
         assert isinstance(await run.batches.part(0, epoch, 0, 0.0), Part)
         await run.tickets.issue("first", 9, "", 0.0)
         (producer,) = await ask_for_tickets(run, 1)
         await opens(run, epoch)
         if opens is _ack:
-            await run.session.publish(1, epoch, None, "")
+            await run.trainer_calls.publish(1, epoch, None, "")
         async with asyncio.timeout(30):
             assert len((await producer).tickets) == 1
 
@@ -304,17 +304,17 @@ def test_a_publication_alone_wakes_those_that_wait_for_it(
     """Each gets the version above its own."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest())).epoch
-        behind = [asyncio.create_task(run.session.policy_after(0, WAIT_S)) for _ in range(PRODUCERS)]
-        ahead = asyncio.create_task(run.session.policy_after(1, WAIT_S))
+        epoch = (await run.trainer_calls.attach(AttachRequest())).epoch
+        behind = [asyncio.create_task(run.trainer_calls.policy_after(0, WAIT_S)) for _ in range(PRODUCERS)]
+        ahead = asyncio.create_task(run.trainer_calls.policy_after(1, WAIT_S))
         await all_wait([*behind, ahead])
-        calls = count_calls(monkeypatch, run.session, "policy")
+        calls = count_calls(monkeypatch, run.trainer_calls, "policy")
         await append(run, "a", "b")
         assert isinstance(await run.batches.part(0, epoch, 0, 0.0), Part)
-        await run.session.ack(0, epoch, None)
+        await run.trainer_calls.ack(0, epoch, None)
         await all_wait([*behind, ahead])
         assert calls["policy"] == 0
-        await run.session.publish(1, epoch, None, "")
+        await run.trainer_calls.publish(1, epoch, None, "")
         assert {policy.version for policy in await asyncio.gather(*behind)} == {1}
         assert calls["policy"] <= 2, "one for the answer of the publication"
         assert not ahead.done()

@@ -60,11 +60,13 @@ def test_a_fetch_overtaken_by_an_attach_assembles_nothing(server: EmbeddedServer
     """The history it asked about is gone: made now, its batch would be many steps ahead of the new trainer."""
 
     async def work(store: Store, run: Run) -> None:
-        old = (await run.session.attach(AttachRequest())).epoch
+        old = (await run.trainer_calls.attach(AttachRequest())).epoch
         await append(run, "a", "b", "c")
         await train(run, old, range(2))
         async with run.journal.decision():  # both wait for this one, the attach first
-            attaching = asyncio.create_task(run.session.attach(AttachRequest(resume_step=0, on_resume="resample")))
+            attaching = asyncio.create_task(
+                run.trainer_calls.attach(AttachRequest(resume_step=0, on_resume="resample"))
+            )
             await asyncio.sleep(0)
             fetching = asyncio.create_task(run.batches.part(2, old, 0, 0.0))
             await asyncio.sleep(0)
@@ -80,7 +82,7 @@ def test_a_fetch_overtaken_by_an_attach_during_its_read_is_fenced(server: Embedd
     """What it would be given is packed for the ranks of another trainer."""
 
     async def work(store: Store, run: Run) -> None:
-        old = (await run.session.attach(AttachRequest(dp_world_size=2))).epoch
+        old = (await run.trainer_calls.attach(AttachRequest(dp_world_size=2))).epoch
         await append(run, "a", "b")
         await train(run, old, range(1))
         run.batches.forget()
@@ -90,7 +92,7 @@ def test_a_fetch_overtaken_by_an_attach_during_its_read_is_fenced(server: Embedd
 
         async def slow_frames(*arguments: Any) -> Any:
             reading.set()
-            await run.session.attach(AttachRequest(dp_world_size=1))
+            await run.trainer_calls.attach(AttachRequest(dp_world_size=1))
             return await frames(*arguments)
 
         store.groups.read_frames = slow_frames  # type: ignore[method-assign, assignment]
@@ -116,7 +118,7 @@ def test_an_older_read_does_not_replace_the_ticket_book_of_a_new_leader(
         await follower.lead(str(token))
         assert len((await follower.tickets.issue("me", 1, "", 0.0)).tickets) == 1
         if not leads_when_it_looks:
-            follower.journal.follow(None)
+            follower.journal.become_follower(None)
         follower.restore_side_state(book, term)
         assert (follower.book.out, follower.book.next_index) == (1, {"": 1})
 
@@ -173,7 +175,7 @@ def test_a_group_checked_before_a_rewind_does_not_survive_it(
     """Else it would be trained as the work of the version of that number which is still to come."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         await append(run, "a", "b")
         await train(run, epoch, range(2))
         checked, rewinding = asyncio.Event(), asyncio.Event()
@@ -188,7 +190,7 @@ def test_a_group_checked_before_a_rewind_does_not_survive_it(
         late = asyncio.create_task(append(run, "late", version=2))
         await checked.wait()
         attach = AttachRequest(dp_world_size=1, resume_step=1, on_resume=on_resume)
-        await run.session.attach(attach)
+        await run.trainer_calls.attach(attach)
         rewinding.set()
         with pytest.raises(InvalidGroups, match="version_above_published"):
             await late
@@ -201,16 +203,16 @@ def test_a_rewind_reaches_a_group_that_another_server_has_just_stored(server: Em
     """The leader has not read it yet; Redis notes the newest group in the entry of the rewind."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest())).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest())).epoch
         await append(run, "a", "b")
         await train(run, epoch, range(2))
         other = await Run.load(run.name, store)
         assert other is not None
         await append(other, "early", version=2)
         assert run.state.stored == 2
-        await run.session.attach(AttachRequest(resume_step=1))
+        await run.trainer_calls.attach(AttachRequest(resume_step=1))
         assert (run.state.stored, run.state.totals.evicted) == (3, {"lost_lineage": 1})
-        await other.arrivals.follow()
+        await other.arrivals.read_streams()
         assert other.state.totals.evicted == {"lost_lineage": 1}
 
     on_a_run(server, work)
@@ -225,7 +227,7 @@ def test_a_direct_append_above_the_published_version_is_lost_lineage(
         mixed = rollout(completion_ids=[1, 2], inference_logprobs=[-0.5, -0.5], version_spans=[(0, 0, 1), (3, 1, 2)])
         group = group_from_json(wire_group(mixed, group_id="early"))
         assert (group.policy_version, group.policy_version_max) == (0, 3)
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         await write_directly(store, run.name, group)
         await run.journal.pull()
         assert isinstance(await run.batches.part(0, epoch, 0, 0.0), WaitingAnswer)
@@ -272,7 +274,7 @@ def test_a_server_that_loses_its_lease_during_the_check_stores_by_the_rules_of_t
         admit = run.group_check.check
 
         def overtaken(item: Incoming) -> PendingGroup:
-            run.journal.follow("http://other")
+            run.journal.become_follower("http://other")
             return admit(item)
 
         monkeypatch.setattr(run.group_check, "check", overtaken)
@@ -389,8 +391,8 @@ def test_a_write_that_arrives_after_the_next_read_only_delays(server: EmbeddedSe
         late = CheckpointRecord(step=0, keep=1)
         await store.ledger.append(run.name, run.journal.token, run.state.entries + 1, late)
         with pytest.raises(ServiceUnavailable, match="arrived late"):
-            await run.session.attach(AttachRequest())
-        assert (await run.session.attach(AttachRequest())).epoch == 1
+            await run.trainer_calls.attach(AttachRequest())
+        assert (await run.trainer_calls.attach(AttachRequest())).epoch == 1
 
     on_a_run(server, work)
 
@@ -416,7 +418,7 @@ def test_a_server_that_loses_the_lead_during_a_decision_records_nothing(server: 
         record, entries = CheckpointRecord(step=0, keep=1), run.state.entries
         async with run.journal.decision():
             successor = await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)
-            run.journal.follow("http://successor")
+            run.journal.become_follower("http://successor")
             with pytest.raises(NotLeader):
                 await run.journal.append(record)
         assert await store.streams.read_end(run.name) == run.journal.ends
@@ -503,11 +505,11 @@ def test_payloads_are_freed_once_while_the_counters_are_reloaded(server: Embedde
     """Redis counts the first checkpoint as freed before the reply comes: the payloads of the second must go too."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest())).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest())).epoch
         await append(run, "a", "b")
         for step in range(2):
             await train(run, epoch, range(step, step + 1))
-            await run.session.checkpoint(step + 1, epoch, 1)
+            await run.trainer_calls.checkpoint(step + 1, epoch, 1)
         free = store.groups.free_payloads
 
         async def reloaded(*arguments: Any) -> None:
@@ -529,7 +531,7 @@ def test_groups_that_a_cut_decision_left_too_old_make_room_for_others(
     """The batch was recorded and its answer failed: the group beside it stayed live, and no other was admitted."""
 
     async def work(_: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         await append(run, "a", "b")
         with monkeypatch.context() as cut, pytest.raises(ServiceUnavailable):
             cut.setattr(run.batches, "_pack", mock.AsyncMock(side_effect=ServiceUnavailable("away")))
@@ -546,7 +548,7 @@ def test_rules_that_a_cut_change_did_not_apply_are_applied_before_the_next_batch
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(_: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         await append(run, "a", "b")
         change = msgspec.convert({"filters": [{"name": "zero-variance"}]}, ConfigPatch)
         with monkeypatch.context() as cut, pytest.raises(ServiceUnavailable):
@@ -562,7 +564,7 @@ def test_exact_slots_wait_for_a_group_that_only_redis_has_yet(server: EmbeddedSe
     """Tickets are read anew after trouble, without those of stored prompts; another server stored the first one."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         first, *later = (await run.tickets.issue("p", 3, "", 0.0)).tickets
         for number, ticket in enumerate(later):
             group = group_from_json(wire_group(rollout(), group_id=f"later-{number}", ticket=ticket.ticket))

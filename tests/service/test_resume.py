@@ -208,7 +208,7 @@ def test_a_follower_serves_no_batch_that_the_rewind_of_its_attach_takes_back(ser
 
     async def work(store: Store, run: Run) -> None:
         await append(run, *(f"g{n}" for n in range(2)))
-        await train(run, (await run.session.attach(AttachRequest())).epoch, range(2))
+        await train(run, (await run.trainer_calls.attach(AttachRequest())).epoch, range(2))
         request = AttachRequest(resume_step=1, on_resume="resample")
         async with run.journal.decision():
             attached = decide_attach(run.state, request, 0.0)
@@ -219,11 +219,11 @@ def test_a_follower_serves_no_batch_that_the_rewind_of_its_attach_takes_back(ser
             with pytest.raises(NotLeader):
                 await follower.batches.part(1, attached.epoch, 0, 0.0)
             await run.journal.append(rewind)
-        await follower.ingest()
+        await follower.read_streams()
         with pytest.raises(NotLeader):
             await follower.batches.part(1, attached.epoch, 0, 0.0)
         assert isinstance(await run.batches.part(1, attached.epoch, 0, 0.0), Part)
-        await follower.ingest()
+        await follower.read_streams()
         assert isinstance(await follower.batches.part(1, attached.epoch, 0, 0.0), Part)
 
     on_a_run(server, work, strategy=StrategySpec("one-step-off-policy", {"max_staleness": 10}))

@@ -9,7 +9,7 @@ from replaybuf.service.clock import Clock
 from replaybuf.service.host import Service
 from replaybuf.service.http.call.metrics import KEPT_S, Exposition
 from replaybuf.service.rotation import BusyRuns, Rotation
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import QUIET_AFTER_S, Run
 from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.config import BatchSpec, RunConfig
@@ -89,7 +89,7 @@ def test_a_quiet_run_stays_quiet_when_it_is_taken_over_unless_there_is_something
             assert follower.quiet()
             if leader is other:
                 await append(leader, "new")
-            leader.journal.follow(None)
+            leader.journal.become_follower(None)
             lease = await store.runs.take_lease(run.name, f"{id(follower)}", LEASE_S, force=True)
             await follower.lead(str(lease.token), (lease.entries, lease.stored))
             quiet.append(follower.quiet())

@@ -129,19 +129,19 @@ def test_a_rewind_hides_samples_of_undone_steps_until_the_new_batch_replaces_the
         async def shown() -> list[tuple[int, str]]:
             return [(sample.step, sample.group_id) for sample in (await run.samples.list_newest(100)).samples]
 
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         for step, name in enumerate("abc"):
             await append(run, name, version=step)
             await train(run, epoch, range(step, step + 1))
         await run.tick()
         before = await shown()
         assert [step for step, _ in before] == [2, 1, 0]
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1, resume_step=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1, resume_step=1))).epoch
         assert await shown() == before[2:]
         await train(run, epoch, range(1, 3))
         assert await shown() == before
         resumed = AttachRequest(dp_world_size=1, resume_step=1, on_resume="resample")
-        epoch = (await run.session.attach(resumed)).epoch
+        epoch = (await run.trainer_calls.attach(resumed)).epoch
         assert await shown() == before[2:]
         await append(run, "d", "e", version=1)
         await train(run, epoch, range(1, 2))
@@ -163,7 +163,7 @@ def test_samples_of_batches_in_memory_are_taken_without_reading_their_groups_aga
     """A rollout as long as a row may have been cut for the trainer, so its stored group is read."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         for step, name in enumerate("ab"):
             await append(run, name, version=step)
             await train(run, epoch, range(step, step + 1))
@@ -173,7 +173,7 @@ def test_samples_of_batches_in_memory_are_taken_without_reading_their_groups_aga
         samples = (await run.samples.list_newest(100)).samples
         assert {(sample.step, sample.group_id) for sample in samples} == {(0, "a"), (1, "b")}
         short = AttachRequest(dp_world_size=1, resume_step=2, seq_len=int(samples[0].completion_tokens) + 2)
-        epoch = (await run.session.attach(short)).epoch
+        epoch = (await run.trainer_calls.attach(short)).epoch
         await append(run, "c", version=2)
         await train(run, epoch, range(2, 3))
         with monkeypatch.context() as patch:
@@ -190,7 +190,7 @@ def test_a_former_leader_keeps_no_samples(server: EmbeddedServer) -> None:
     """The fence is that of all writes of a leader."""
 
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         await append(run, "a")
         await train(run, epoch, range(1))
         assert (await store.runs.take_lease(run.name, "other", 60.0, force=True)).token
@@ -223,7 +223,7 @@ def test_the_oldest_samples_go_when_all_of_a_run_are_too_large(
 
 def test_a_run_with_the_most_samples_keeps_each_rollout_once(server: EmbeddedServer) -> None:
     async def work(store: Store, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest(dp_world_size=1))).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
         await append(run, "a", "b")
         await train(run, epoch, range(1))
         await run.tick()

@@ -16,7 +16,7 @@ import redis
 
 from replaybuf import Client
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.kernel.decide.leaders import wanted_leader
+from replaybuf.kernel.decide.rendezvous import wanted_leader
 from replaybuf.store import EmbeddedServer, keys
 from tests.conftest import ServeProcess
 from tests.ticket_producer import numbered_group

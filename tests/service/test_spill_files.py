@@ -93,12 +93,12 @@ def on_a_spilling_run(
     """Do `work` with a run of some groups, most of them in files, and its epoch. Then free all, and look for files."""
 
     async def fill_and_work(_: object, run: Run) -> None:
-        epoch = (await run.session.attach(AttachRequest())).epoch
+        epoch = (await run.trainer_calls.attach(AttachRequest())).epoch
         await fill(run, range(groups))
         assert len(files(folder)) >= groups - 4
         await work(run, epoch)
         await train(run, epoch, range(run.state.step, run.state.stored))
-        await run.session.checkpoint(run.state.step, epoch, 1)
+        await run.trainer_calls.checkpoint(run.state.step, epoch, 1)
         await free(run)
         await do(run)
         assert group_counts(run.state)["live"] == 0 and not files(folder)
@@ -149,7 +149,7 @@ async def ended(run: Run) -> None:
 async def use(run: Run, epoch: int, steps: range) -> None:
     """Train steps, and free their groups."""
     await train(run, epoch, steps)
-    await run.session.checkpoint(steps.stop, epoch, 1)
+    await run.trainer_calls.checkpoint(steps.stop, epoch, 1)
 
 
 @pytest.mark.parametrize("most_doomed", [spill.MOST_DOOMED, 1])

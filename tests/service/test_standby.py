@@ -15,7 +15,7 @@ import httpx
 import pytest
 import redis
 
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.store import EmbeddedServer
 from tests.conftest import LastingServe, RunClient, ServeProcess, group, lasting
 from tests.valkeys import Valkey

@@ -298,7 +298,7 @@ def test_a_follower_behind_a_trimmed_stream_loads_the_run_again(server: Embedded
         with client_of(server) as client:
             while trial.run.state.stored == 4 or client.xlen(keys.index(trial.name)) > 1:
                 await trial.steps(trial.run.state.step, 1, named=True)
-        await follower.service._work(read_first, read_first.ingest)
+        await follower.service._work(read_first, read_first.read_streams)
         await follower.service._discover()
         assert follower.run is not read_first
         assert encode_snapshot(take(follower.run.state)) == encode_snapshot(take(trial.run.state))
@@ -326,11 +326,11 @@ def test_an_overtaken_trimming_deletes_no_entry_kept_since(
             new.run.trimming.kept_groups, new.epoch = KEPT_GROUPS, old.epoch
             await append_broken(new, "second")
             if leads_again:
-                old.run.journal.follow(None)
+                old.run.journal.become_follower(None)
             for _ in range(40):
                 await new.steps(new.run.state.step, 1, named=True)
                 if leads_again:
-                    await old.run.ingest()
+                    await old.run.read_streams()
         finally:
             await new.http.aclose()
             await new.store.close()

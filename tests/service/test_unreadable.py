@@ -118,7 +118,7 @@ def test_an_unreadable_run_is_reported_at_start_and_on_a_follower(
                 await service.start()
             spoil(client, name)
         if running:
-            await service._work(service.runs[name], service.runs[name].ingest)
+            await service._work(service.runs[name], service.runs[name].read_streams)
             await service._discover()
         else:
             await service.start()

@@ -99,7 +99,7 @@ class Observer:
         async def work(service: Service, gone: Gone) -> GroupPage:
             run = await service.run(self._run)
             if last:
-                await run.ingest()  # a follower that was stopped until now answers with what it knew
+                await run.read_streams()  # a follower that was stopped until now answers with what it knew
             return await list_groups(run, GroupQuery(), None if last else self._number or None, PAGE)
 
         page = (await self._client.observe(self._run, work, only=self._server)).result

@@ -140,7 +140,7 @@ class LostRun(SmallRun):
         """Check that the trainer of before may not write any more."""
 
         async def work(service: Service, gone: Gone) -> None:
-            await (await service.led(LOST_RUN)).session.checkpoint(1, epoch, 1)
+            await (await service.led(LOST_RUN)).trainer_calls.checkpoint(1, epoch, 1)
 
         outcome = None
         while outcome is None or outcome in (*UNAVAILABLE, "not-durable"):

@@ -76,7 +76,7 @@ class SmallRun:
     async def _facts(self, service: Service, gone: Gone) -> dict[str, Any]:
         """Return the counts of the run, and the checksum of each rollout that is still needed."""
         run = await service.led(self.name)
-        await run.ingest()  # another server may have stored the last group
+        await run.read_streams()  # another server may have stored the last group
         state, rollouts = msgspec.to_builtins(run.describe()), {}
         for group in (await list_groups(run, GroupQuery(state="live"), None, GROUPS)).groups:
             shown: Any = (await describe_group(run, group.group_id, None))["rollouts"]
@@ -105,7 +105,7 @@ class SmallRun:
 
     async def _write(self, kind: str, value: int, epoch: int) -> None:
         async def work(service: Service, gone: Gone) -> None:
-            session = (await service.led(self.name)).session
+            session = (await service.led(self.name)).trainer_calls
             if kind == "ack":
                 await session.ack(value, epoch, {})
             elif kind == "checkpoint":

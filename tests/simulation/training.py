@@ -37,7 +37,7 @@ async def attach(
 
     async def work(service: Service, gone: Gone) -> Attachment:
         led = await service.led(run)
-        return await led.session.attach(request)
+        return await led.trainer_calls.attach(request)
 
     done = await client.observe(run, work)
     asked: dict[str, Any] = {"resume_step": request.resume_step, "on_resume": request.on_resume}
@@ -203,7 +203,7 @@ class Trainer:
         priorities = {group_id: priority_of(group_id, value) for group_id in self._trained}
 
         async def work(service: Service, gone: Gone) -> None:
-            session = (await service.led(self._run)).session
+            session = (await service.led(self._run)).trainer_calls
             if kind == "ack":
                 await session.ack(value, epoch, {"priorities": priorities})
             elif kind == "publish":

@@ -13,7 +13,7 @@ import pytest
 from replaybuf.errors import Invalid
 from replaybuf.kernel.strategy.plugin_set import build_strategy
 from replaybuf.lab.simulate.virtual import VirtualRun
-from replaybuf.strategy import Budget, Selection, Waiting, source_code
+from replaybuf.strategy import Budget, Selection, Waiting, source_hash
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec
 from replaybuf.wire.contract import WaitingAnswer
 from replaybuf.wire.ledger import BatchRecord
@@ -98,7 +98,7 @@ def produce(run: VirtualRun, sources: itertools.cycle[str], count: int) -> int:
                     "prompt_index": ticket.prompt_index,
                     "policy_version": version,
                     "policy_version_max": version,
-                    "source": source_code(next(sources)),
+                    "source": source_hash(next(sources)),
                 }
                 for ticket in tickets
             )

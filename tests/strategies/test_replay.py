@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from replaybuf.errors import Invalid
 from replaybuf.kernel.strategy.plugin_set import build_strategy
-from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Strategy, Waiting, source_code
+from replaybuf.strategy import Budget, BufferView, Flow, Groups, Selection, Strategy, Waiting, source_hash
 from replaybuf.testing import ClosedLoop
 from replaybuf_strategies import draws, mixture
 from replaybuf_strategies.draws import Propensity, ascending, drawn
@@ -30,7 +30,7 @@ from replaybuf_strategies.reuse import Limiter
 from tests.builders import buffer_view, live_groups
 
 BATCH_OF_4 = Budget(None, 4, 64)
-A, B, C = (source_code(name) for name in "abc")
+A, B, C = (source_hash(name) for name in "abc")
 FALSE_ALARM = 1e-6
 """Chance that a statistical test fails although the distribution is right; seeds are fixed, so it was met once."""
 

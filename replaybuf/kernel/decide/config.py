@@ -1,4 +1,4 @@
-"""Decide each CONFIG record: create a run, change it and its adapters, pause and finish it. Pure, as `decide`.
+"""Decide each CONFIG record: create a run, change it and its adapters, pause and finish it.
 
 A removed adapter stays in the configuration, marked: its batches may come again after a rewind, and its prompts and
 group ids are used. So a name that is added again continues where it was.
@@ -15,13 +15,13 @@ import numpy as np
 from replaybuf.errors import Conflict, Invalid, NotFound, counted
 from replaybuf.kernel.decide.eviction import PIECE
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
-from replaybuf.kernel.state.queries import explain_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share
 from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.kernel.strategy.plugin_set import Bounds, resolve_config
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.usability import bounded_versions
 from replaybuf.wire.config import AdapterSpec, BatchSpec, RunConfig, StrategySpec, recorded
-from replaybuf.wire.config_patch import AdapterChange, ConfigPatch
+from replaybuf.wire.config_patch import FIXED_OF_ADAPTER, AdapterChange, ConfigPatch
 from replaybuf.wire.ledger import AnyRecord, ConfigRecord, EvictRecord
 
 _MERGED = {"strategy", "limits", "batch", "adapters", "state"}
@@ -63,7 +63,7 @@ def decide_end(state: RunState, selector: Selector, now_s: float) -> Iterator[An
 
     The groups that are left are evicted first. A crash in between leaves fewer of them, and the run ends all the same.
     """
-    if state.next_step > state.step or not selector.supply_ended():
+    if state.next_step > state.step or not selector.batches_exhausted():
         return
     live = state.index["number"][state.index.live()]
     for start in range(0, len(live), PIECE):
@@ -207,7 +207,7 @@ def _add_or_change(name: str, change: AdapterChange, adapters: Mapping[str, Adap
     if before is None and "groups_per_batch" not in change.fields:
         raise Invalid(f"{field} is missing; a new adapter needs it", name=field, value=None, bound=1)
     spec = msgspec.structs.replace(change.of(before or AdapterSpec(groups_per_batch=1)), removed=False)
-    for fixed in ("groups_per_batch", "prompts", "steps_per_publish"):
+    for fixed in FIXED_OF_ADAPTER:
         if before and getattr(spec, fixed) != getattr(before, fixed):
             field, old, new = f"adapters.{name}.{fixed}", getattr(before, fixed), getattr(spec, fixed)
             detail = (

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from replaybuf.kernel.decide.prompts import list_reissued
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
-from replaybuf.kernel.rows.index import LIVE, Index, Numbers
+from replaybuf.kernel.rows.index import LIVE, Index, Numbers, Positions
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.answer_checks import check_evictions
-from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups, Rows, Strategy
+from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups, Strategy
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.config import LARGEST_INTEGER
 from replaybuf.wire.drop_reasons import DeadLetterReason
@@ -45,8 +45,8 @@ def decide_removals(
     a group when it arrives (`only`), and all groups again if `filtered`. Raises `StrategyFault`.
     """
     index, filtered = state.index, filtered or only is not None
-    running = state.phase != "paused"  # a failed plug-in is not called again before the run resumes
-    asks_plugins = running and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
+    may_ask = state.phase != "paused"  # a failed plug-in is not called again before the run resumes
+    asks_plugins = may_ask and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
     size, step = len(index) if only is None else len(only), PLUGIN_PIECE if asks_plugins else PIECE
     for start in range(0, size, step):
         if only is None:
@@ -78,7 +78,7 @@ def _evicts(strategy: Strategy[Any]) -> bool:
     return type(strategy).evict is not Strategy.evict
 
 
-def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filtered: bool) -> Iterator[AnyRecord]:
+def _remove(state: RunState, selector: Selector, now_s: float, rows: Positions, filtered: bool) -> Iterator[AnyRecord]:
     index, config = state.index, selector.config
     rows, unfit = _split_unfit(state, selector, rows)
     if unfit:
@@ -101,7 +101,7 @@ def _remove(state: RunState, selector: Selector, now_s: float, rows: Rows, filte
         yield EvictRecord(step=state.next_step, numbers=numbers, reissued=reissued, at_s=now_s)
 
 
-def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows, ByReason]:
+def _split_unfit(state: RunState, selector: Selector, rows: Positions) -> tuple[Positions, ByReason]:
     """Return the rows that a batch can hold, and by reason the others, stored without an admission check."""
     # Columns of the index, not `Groups`: building those takes longer than all checks of one arrival.
     config, index = selector.config, state.index
@@ -125,7 +125,7 @@ def _split_unfit(state: RunState, selector: Selector, rows: Rows) -> tuple[Rows,
     }
 
 
-def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows, unusable: ByReason) -> Rows:
+def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Positions, unusable: ByReason) -> Positions:
     """Add the groups that no later step may use to `unusable`; return the other rows."""
     for rule in selector.inputs.eviction_rules(adapter):
         kept = rule.holds(state.index, rows)
@@ -136,7 +136,7 @@ def _apply_bounds(state: RunState, selector: Selector, adapter: str, rows: Rows,
 
 
 def _ask_plugins(
-    state: RunState, selector: Selector, adapter: str, rows: Rows, filtered: bool, unusable: ByReason
+    state: RunState, selector: Selector, adapter: str, rows: Positions, filtered: bool, unusable: ByReason
 ) -> None:
     """Add what the plug-ins drop to `unusable`, in their order: the first one that drops a group gives the reason."""
     plugins = list(_plugins(selector, filtered))
@@ -167,5 +167,5 @@ def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, S
         yield f"filter {spec.name!r}", filter_.drop, needed
 
 
-def _checked(plugin: str, call: Evict, index: Index, rows: Rows, view: BufferView) -> Evictions:
+def _checked(plugin: str, call: Evict, index: Index, rows: Positions, view: BufferView) -> Evictions:
     return check_evictions(plugin, call(index.groups(rows), view), index, rows)

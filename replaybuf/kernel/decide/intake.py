@@ -7,20 +7,20 @@ batch lacks may come in spite of the limits. Pure: time comes in as `now_s`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from replaybuf.errors import NoRoom
 from replaybuf.kernel.decide.config import config_of
 from replaybuf.kernel.decide.prompts import may_reissue
-from replaybuf.kernel.state.limits import Load, count_fitting
+from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange
-from replaybuf.kernel.strategy.answer_checks import hold
+from replaybuf.kernel.strategy.answer_checks import check_rules
 from replaybuf.kernel.strategy.inputs import SAMPLED_GROUPS
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.waiting import waiting, waits_for_groups
+from replaybuf.kernel.strategy.waiting_answer import waiting, waits_for_groups
 from replaybuf.wire.config import LARGEST_INTEGER, Limits
 from replaybuf.wire.contract import TICKETS_AT_ONCE, Amount, WaitingAnswer
 
@@ -32,29 +32,29 @@ def decide_tickets(
 ) -> TicketChange | WaitingAnswer:
     """Issue up to `count` tickets from the book, or answer why there are none. Raises `StrategyFault`."""
     if state.phase != "running":
-        return waiting(state.phase, held(state, selector, adapter), state)
+        return waiting(state.phase, count_held(state, selector, adapter), state)
     if (phase := selector.config.phase_of(adapter)) != "running":
         detail = f"adapter {adapter} {'is paused' if phase == 'paused' else 'was removed'}"
-        return waiting(phase, held(state, selector, adapter), state, detail=detail)
-    if book.used_up(adapter):
+        return waiting(phase, count_held(state, selector, adapter), state, detail=detail)
+    if book.prompts_exhausted(adapter):
         # No prompt is left, but a ticket that is out may come back, and a live group may become too stale.
         blocked_on = "producers" if book.out_of(adapter) else "nothing"
         if blocked_on == "nothing" and may_reissue(selector.config) and state.pool.live.totals(adapter).fresh:
             blocked_on = "trainer"
-        return waiting("finished", held(state, selector, adapter), state, blocked_on=blocked_on)
+        return waiting("finished", count_held(state, selector, adapter), state, blocked_on=blocked_on)
     capacity = _capacity(state, book, selector, adapter)
     if capacity < 1:
         return _rate_limited(state, book, selector, adapter, now_s)
     return book.issue(adapter, min(count, capacity, TICKETS_AT_ONCE), state.generation, now_s)
 
 
-def held(state: RunState, selector: Selector, adapter: str) -> Amount:
+def count_held(state: RunState, selector: Selector, adapter: str) -> Amount:
     """Count live groups plus tickets out, and live tokens, of an adapter."""
     view = selector.inputs.view(state.next_step, adapter=adapter)
     return Amount(view.groups_live + view.tickets_out, view.tokens_live)
 
 
-def limits_room(limits: Limits) -> bool:
+def has_limits(limits: Limits) -> bool:
     """Return whether a run bounds its live groups, or their bytes in memory."""
     return (limits.max_tokens_live, limits.max_bytes_live, limits.max_bytes_in_memory) != (None, None, None)
 
@@ -67,7 +67,7 @@ def decide_room(
     `entering`: groups that were let in and are not in the index yet. `in_memory`: bytes of frames in Redis.
     """
     limits = config_of(state).limits
-    if not limits_room(limits):
+    if not has_limits(limits):
         return len(coming), None
     totals = state.pool.live.totals()
     live = Load(0, totals.tokens, totals.frame_bytes, in_memory) + entering
@@ -78,6 +78,27 @@ def decide_room(
     return count_fitting(live, coming, limits, lacking)
 
 
+def count_fitting(
+    held: Load, coming: Sequence[Load], limits: Limits, lacking: Callable[[], int]
+) -> tuple[int, NoRoom | None]:
+    """Return how many of the first groups of `coming` fit beside `held`, and the error for the next one.
+
+    An empty load always fits. `lacking` returns how many groups the next batch waits for; called once, at a bound.
+    """
+    wanted: int | None = None
+    entered = 0
+    for position, load in enumerate(coming):
+        if not load.groups:
+            continue
+        held += load
+        if refusal := held.over(limits):
+            wanted = lacking() if wanted is None else wanted
+            if entered >= wanted:
+                return position, refusal
+        entered += 1
+    return len(coming), None
+
+
 def _capacity(state: RunState, book: TicketBook, selector: Selector, adapter: str) -> int:
     """Return how many more groups of an adapter producers may start now."""
     flow, strategy = selector.inputs.flow(), selector.strategy
@@ -86,7 +107,7 @@ def _capacity(state: RunState, book: TicketBook, selector: Selector, adapter: st
         admitted = strategy.admit(selector.inputs.view(state.next_step, adapter=adapter), flow)
         whole = isinstance(admitted, int | np.integer) and admitted >= 0
         rule = "admits a whole number of groups, 0 or more"
-        hold(selector.config.strategy.name, state.next_step, [(rule, whole, repr(admitted))])
+        check_rules(selector.config.strategy.name, state.next_step, [(rule, whole, repr(admitted))])
         return int(admitted)
 
     capacity = selector.ask("admit", checked)
@@ -128,7 +149,7 @@ def _rate_limited(state: RunState, book: TicketBook, selector: Selector, adapter
 
     In the first case tickets out, or groups without their columns, use the capacity, else those for the trainer.
     """
-    have, oldest_s, waits = held(state, selector, adapter), book.oldest_deadline_s(adapter), None
+    have, oldest_s, waits = count_held(state, selector, adapter), book.oldest_deadline_s(adapter), None
     if oldest_s is not None or selector.inputs.plugins.all_required:
         waits = selector.why_adapter_waits(adapter) if adapter else selector.why_waiting()
     if waits and waits.reason == "awaiting_columns":

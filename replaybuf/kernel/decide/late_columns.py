@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from replaybuf.errors import Conflict, Gone, Invalid, counted
-from replaybuf.kernel.state.queries import find_group_state
+from replaybuf.kernel.state.lookups import find_group_state
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.late_columns import FIXED_NAMES, MOST_PARTS
 from replaybuf.wire.ledger import AddedColumns, ColumnsRecord

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replaybuf.kernel.rows.index import NO_PROMPT_INDEX
-from replaybuf.kernel.state.queries import max_failed_share
+from replaybuf.kernel.state.lookups import max_failed_share
 from replaybuf.kernel.state.reissues import MOST_WAITING, newest_numbers
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import Ticket
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.kernel.strategy.usability import StalePolicies
 from replaybuf.wire.config import RunConfig
-from replaybuf.wire.ledger import TicketRecord
+from replaybuf.wire.ledger import FailedPromptRecord
 
 
-def decide_failed(state: RunState, ticket: Ticket, reason: str, now_s: float) -> TicketRecord:
+def decide_failed_prompt(state: RunState, ticket: Ticket, reason: str, now_s: float) -> FailedPromptRecord:
     """Decide that the prompt of a ticket ends without a group."""
-    return TicketRecord(
+    return FailedPromptRecord(
         adapter=ticket.adapter,
         prompt_index=ticket.prompt_index,
         outcome="failed",
@@ -40,7 +40,7 @@ def list_reissued(state: RunState, selector: Selector, numbers: Sequence[int]) -
     rows = index.rows_of(numbers)
     unused = (index["times_sampled"][rows] == 0) & (index["prompt_index"][rows] != NO_PROMPT_INDEX)
     rows = rows[unused & StalePolicies.of(config).have("reissue", index["source"][rows])]
-    newest, names = newest_numbers(index, rows), state.adapter_codes
+    newest, names = newest_numbers(index, rows), state.adapters_by_hash
     chosen: list[int] = []
     columns = (index[name][rows].tolist() for name in ("adapter", "prompt_index", "number"))
     for code, prompt_index, number in zip(*columns, strict=True):

@@ -2,7 +2,8 @@
 
 Pure: time comes in as `now_s`, groups as a selection. The service writes the record and then applies it; the simulator
 only applies it. None means that nothing changes, so there is no record. Records of their own files: CONFIG in
-`config`, failed prompts in `failed_prompts`, TRIM in `trimming`, COLUMNS in `late_columns`.
+`config`, EVICT of unusable groups in `eviction`, failed prompts in `prompts`, TRIM in `trimming`, COLUMNS in
+`late_columns`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy.typing as npt
 
 from replaybuf.errors import Conflict, Gone, Invalid, RunFinished, WrongStep, counted
 from replaybuf.kernel.decide.config import check_live_groups, config_of
-from replaybuf.kernel.state.cursors import NOTHING_KEPT, Kept
+from replaybuf.kernel.decide.cursors import NOTHING_KEPT, Kept
 from replaybuf.kernel.state.failed_prompts import FAILED_SHARE
-from replaybuf.kernel.state.queries import list_purgeable
+from replaybuf.kernel.state.lookups import list_purgeable
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.plugin_set import resolve_config
 from replaybuf.kernel.strategy.selection import BatchSelection, Selector
@@ -227,8 +228,9 @@ def decide_attach(state: RunState, request: AttachRequest, now_s: float, epoch_b
         resolve_config(config, request.dp_world_size)
         check_live_groups(state, config, request.dp_world_size)
     return AttachRecord(
-        # Trainers that attached after the backup have the epochs that follow those in it. The last digits go on: an
-        # accepted loss raises them, and fences the attaches that Redis lost since the restore.
+        # Trainers that attached after the backup have the epochs that follow those in it. The last six digits count on:
+        # epoch 7,000,012 follows 7,000,011, and an epoch_base of 9,000,000 makes it 9,000,012. An accepted loss raises
+        # them, and fences the attaches that Redis lost since the restore.
         epoch=max(state.epoch, epoch_base + state.epoch % EPOCHS_OF_RESTORE) + 1,
         step=step,
         dp_world_size=request.dp_world_size,

@@ -1,5 +1,5 @@
-"""Counts, histograms and times for people, folded with the state.
+"""Histograms, moments and times for people: folded with the state, but for `waits`, which each server measures itself.
 
-No decision reads them, but two numbers reach one: PATCH compares `changes.revision`, and admission gets the waits of
-the trainer and the counts of evicted groups as rates.
+Decisions read two of them: PATCH compares `changes.revision`, and admission gets the waits of the trainer as a rate.
+Counts that decisions and guarantees need are in `state.group_counts`.
 """

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config_patch import find_changes
 from replaybuf.wire.ledger import CheckpointRecord, ConfigRecord, PolicyRecord, RewindRecord
 
 MOST_MOMENTS = 4096
@@ -45,13 +46,13 @@ class Milestones(msgspec.Struct):
     freeings: list[Freeing] = []
 
     def publish(self, record: PolicyRecord, step: int) -> None:
-        """Note a published version; `step` is the next unacked one."""
+        """Record a published version; `step` is the next unacked one."""
         if record.at_s:
             self.publications.append(Publication(record.adapter, record.version, step, record.at_s))
             del self.publications[:-MOST_MOMENTS]
 
     def checkpoint(self, record: CheckpointRecord, oldest_step: int) -> None:
-        """Note a checkpoint after which a resume needs no step before `oldest_step`."""
+        """Record a checkpoint after which a resume needs no step before `oldest_step`."""
         step = oldest_step if record.kept_from is None else min(oldest_step, record.kept_from)
         newest = self.freeings[-1] if self.freeings else None
         if record.at_s and (newest is None or (step, record.kept_after) != (newest.step, newest.through)):
@@ -104,18 +105,19 @@ class Changes(msgspec.Struct):
     def add_config(
         self, entry: int, step: int, record: ConfigRecord, before: RunConfig | None, phase: str, after: RunConfig
     ) -> None:
-        """Note ledger entry `entry`, which replaces a configuration and a phase at the next unacked step `step`."""
+        """Record ledger entry `entry`, which replaces a configuration and a phase at the next unacked step `step`."""
         self.revision = entry
         if before is None:
             return
-        lines = _lines(msgspec.to_builtins(before), msgspec.to_builtins(after), "")
+        changes = find_changes(msgspec.to_builtins(before), msgspec.to_builtins(after))
+        lines = [f"{name}: {_text(old)} → {_text(new)}" for name, old, new in changes]
         if record.state != phase:
             reason = f" ({record.reason})" if record.reason else ""
             lines.append(f"state: {phase} → {record.state}{reason}")
         self._add(Change(entry, step, record.at_s, record.by, tuple(lines[:MOST_LINES])))
 
     def add_rewind(self, entry: int, record: RewindRecord) -> None:
-        """Note ledger entry `entry`, which rewinds the run."""
+        """Record ledger entry `entry`, which rewinds the run."""
         line = f"rewind to step {record.step} ({record.on_resume})"
         self._add(Change(entry, record.step, record.at_s, "", (line,)))
 
@@ -128,13 +130,6 @@ class Changes(msgspec.Struct):
         if change.lines:
             self.newest.append(change)
             del self.newest[:-MOST_CHANGES]
-
-
-def _lines(before: Any, after: Any, name: str) -> list[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = sorted(before.keys() | after.keys())
-        return [line for key in names for line in _lines(before.get(key), after.get(key), f"{name}.{key}".strip("."))]
-    return [] if before == after else [f"{name}: {_text(before)} → {_text(after)}"]
 
 
 def _text(value: Any) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -26,9 +25,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.rows.index import DEAD, Index
+from replaybuf.kernel.rows.index import DEAD, Index, Positions
 from replaybuf.wire.answer.run_status import Coverage, LengthBias, PromptCounts, Reuse
-from replaybuf.wire.ledger import BatchRecord
 
 STORED, USED, DROPPED = KINDS = ("stored", "used", "dropped")
 """Three length histograms side by side show whether the buffer favours short groups (length bias)."""
@@ -54,7 +52,7 @@ LEAST_BIAS = 0.1
 _MAX_AGE_S = 2_000_000
 """23 days: milliseconds must fit a column of 32 bits."""
 
-Rows = npt.NDArray[np.int64] | slice
+Rows = Positions | slice
 
 
 @functools.cache
@@ -105,13 +103,14 @@ class Counts:
 
     def __add__(self, other: Self) -> Self:
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
-        return type(self)(*(_sum(getattr(self, name), getattr(other, name)) for name in names))
+        return type(self)(*(add_up(getattr(self, name), getattr(other, name)) for name in names))
 
 
-def _sum(first: Any, second: Any) -> Any:
+def add_up(first: Any, second: Any) -> Any:
+    """Add two numbers, or two tables of them name by name."""
     if type(first) is not dict:
         return first + second
-    both = {name: _sum(first[name], second[name]) for name in first.keys() & second.keys()}
+    both = {name: add_up(first[name], second[name]) for name in first.keys() & second.keys()}
     return {**first, **second, **both}
 
 
@@ -290,32 +289,3 @@ def ages_ms(arrival_s: npt.NDArray[np.float64], at_s: float) -> npt.NDArray[np.i
     # A writer that bypasses the service may store a NaN, and machines cast NaN to different integers.
     ages_s = np.nan_to_num(np.clip(at_s - arrival_s, 0, _MAX_AGE_S), nan=0.0)
     return (ages_s * 1000).astype(np.int64)
-
-
-@dataclasses.dataclass(slots=True)
-class AdapterCounts(Counts):
-    """Groups by what became of them.
-
-    `tokens_used`, `used_staleness` and `histograms` count every use, also one that a rewind voids later.
-    """
-
-    stored: int = 0
-    retired: int = 0
-    tokens_used: int = 0
-    used_staleness: Counter[int] = dataclasses.field(default_factory=Counter)
-    evicted: Counter[str] = dataclasses.field(default_factory=Counter)
-    dead_lettered: Counter[str] = dataclasses.field(default_factory=Counter)
-    histograms: GroupHistograms = dataclasses.field(default_factory=GroupHistograms)
-
-    @property
-    def groups_used(self) -> int:
-        """Groups in all batches, each use counted."""
-        return self.used_staleness.total()
-
-
-def count_staleness(record: BatchRecord) -> Counter[tuple[str, int]]:
-    """Count the groups of a batch by adapter and staleness."""
-    if record.adapters:
-        return Counter(map(operator.attrgetter("adapter", "staleness"), record.groups))
-    ages = Counter(map(operator.attrgetter("staleness"), record.groups))  # half the time without pairs
-    return Counter({("", age): uses for age, uses in ages.items()})

@@ -6,18 +6,19 @@ number of steps each, so the whole run stays visible and its newest part keeps e
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import groupby, zip_longest
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.figures.events import Changes, Milestones
+from replaybuf.kernel.figures.histograms import add_up
 from replaybuf.kernel.rows.index import FREED, Index
 from replaybuf.wire.ledger import AckRecord, AnyRecord, BatchRecord, CheckpointRecord, PolicyRecord, RewindRecord
 
@@ -26,7 +27,6 @@ MOST_NAMES = 128
 FIRST = ("loss", "kl", "ref_kl", "entropy", "grad_norm", "mismatch", "clip_fraction", "learning_rate")
 """The metrics that most people look for."""
 _MISSING = math.nan
-T = TypeVar("T", int, float)
 STILL_STEPS = 10
 STILL_S = 30.0
 STILL_UNKNOWN_S = 300.0
@@ -167,12 +167,12 @@ class StepFigures(msgspec.Struct):
     metrics: StepMetrics = msgspec.field(default_factory=StepMetrics)
 
     def apply(self, record: AnyRecord, *, entry: int, step: int, oldest_step: int) -> None:
-        """Fold ledger entry `entry`, which is no batch; `step` is the next unacked one after it."""
+        """Fold ledger entry `entry`, except of a batch (`add_batch`); `step` is the next unacked one after it."""
         self.newest_s = record.at_s or self.newest_s
         match record:
             case AckRecord():
                 if row := self.row_of(record.step):
-                    row.acked_s, row.waited = record.at_s, _sum([row.waited, record.waited_s])
+                    row.acked_s, row.waited = record.at_s, add_up(row.waited, record.waited_s)
                     if row.steps == 1:  # a mean of several steps stays
                         row.metrics = self.metrics.pack(record.metrics)
             case PolicyRecord():
@@ -254,20 +254,11 @@ def merge(rows: Sequence[StepRow]) -> StepRow:
         staleness_max=max(row.staleness_max for row in rows),
         longest=max(row.longest for row in rows),
         stored=newest.stored,
-        dropped=_sum([row.dropped for row in rows]),
-        waited=_sum([row.waited for row in rows]),
+        dropped=functools.reduce(add_up, [row.dropped for row in rows]),
+        waited=functools.reduce(add_up, [row.waited for row in rows]),
         metrics=merge_metrics([(row.steps, row.metrics) for row in rows]),
         **means,
     )
-
-
-def _sum(counted: Sequence[dict[str, T]]) -> dict[str, T]:
-    """Add up numbers by reason."""
-    total: dict[str, T] = {}
-    for counts in counted:
-        for reason, number in counts.items():
-            total[reason] = total[reason] + number if reason in total else number
-    return total
 
 
 def _row_of(

@@ -17,7 +17,7 @@ from replaybuf.wire.late_columns import FIXED_NAMES
 _FIRST_PART = 8
 """Bit of the first reward part; the bits before it are those of `FIXED_NAMES`, and `ADMITTED_BIT`."""
 ADMITTED_BIT = 1 << 7
-"""No column: the service stored the group, after the admission plug-ins of its run. Direct writes do not have it."""
+"""Bit that is not of a column: the service stored the group, after the admission plug-ins. Direct writes lack it."""
 UNKNOWN_BIT = 1 << 16
 """Bit of a column that no group of the run has: it does not fit the columns of the index."""
 _OWN_BITS = tuple((name, 1 << place) for place, name in enumerate(FIXED_NAMES) if name in OPTIONAL_PER_TOKEN)

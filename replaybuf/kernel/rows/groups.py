@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-Rows = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
+"""Numbers of groups: values of `Groups.row`."""
+Positions = npt.NDArray[np.int64]
+"""Positions of groups in columns of the index or of `Groups`."""
 
 _COLUMNS: dict[str, npt.DTypeLike] = {
     "row": np.int64,
@@ -42,7 +45,7 @@ class Groups:
     """Live groups as read-only columns of equal length, in the order they were stored.
 
     - `row` int64: identifies the group in `Selection` and `Evictions`; ascends in the order of storing
-    - `prompt_index` int64 (-1 = none), `adapter` and `source` int32 (`source_code` of the name; 0 = none)
+    - `prompt_index` int64 (-1 = none), `adapter` and `source` int32 (`source_hash` of the name; 0 = none)
     - `policy_version`, `policy_version_max` int32: oldest and newest version that sampled a token
     - `tokens`, `rollouts`, `times_sampled`, `last_step` int32 (`last_step` -1 = never used); `longest_tokens` int32: of
       the longest rollout; `truncated` int32: rollouts that ended at their token limit
@@ -58,8 +61,8 @@ class Groups:
 
     _base: dict[str, npt.NDArray[Any]]
     _size: int
-    _which: Rows | None
-    row: Rows
+    _which: Positions | None
+    row: Numbers
     prompt_index: npt.NDArray[np.int64]
     adapter: npt.NDArray[np.int32]
     policy_version: npt.NDArray[np.int32]
@@ -87,7 +90,7 @@ class Groups:
         )
 
     @classmethod
-    def view_of(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Rows | None) -> Groups:
+    def view_of(cls, columns: dict[str, npt.NDArray[Any]], size: int, which: Positions | None) -> Groups:
         """Return the first `size` groups of `read_only` columns, or of these the ones at positions `which`."""
         shown = object.__new__(cls)
         shown.__dict__.update(_base=columns, _size=size, _which=which)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, bits_of_group
 from replaybuf.kernel.rows.groups import Groups, read_only
+from replaybuf.kernel.rows.groups import Numbers as Numbers
+from replaybuf.kernel.rows.groups import Positions as Positions
 from replaybuf.wire.group import Float64s, Group, hash_name
 
 ENTRY = np.dtype(
@@ -67,11 +69,12 @@ STATE_ROW = np.dtype(
     ]
 )
 """Part of a row that changes after the group is stored. `evicted_at`: step of the eviction; `evicted_version`: version
-of the policy then; `evicted_age_ms`: time from arrival to eviction.
+of the policy then; `evicted_age_ms`: time from arrival to eviction. A rewind never restores an `EVICTED` row whose
+`evicted_at` is `NEVER`: its prompt was issued again.
 """
 
 SPILLED = "spilled"
-"""Column of the leader: bytes of the group that are in files. No fold of the streams: `state.spill` writes it."""
+"""Column of the leader: bytes of the group that are in files. `state.spill` writes it, not the fold of the streams."""
 LATE_ROW = np.dtype(
     [
         ("number", "<i8"),
@@ -97,7 +100,6 @@ _LARGE = 1 << 16
 
 _sum = np.add.reduce
 
-Numbers = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.integer]
 
 
@@ -207,7 +209,7 @@ class Index:
             columns[name][inserted] = NEVER
         columns["priority"][inserted] = columns["advantage_abs_mean"][inserted]
 
-    def rows_of(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def rows_of(self, numbers: npt.ArrayLike) -> Positions:
         """Return the rows of these numbers, without those of freed and unknown groups."""
         wanted = np.asarray(numbers, np.int64)
         number, size = self._columns["number"], self._size
@@ -219,7 +221,7 @@ class Index:
         else:
             rows = np.minimum(np.searchsorted(number[:size], wanted), size - 1)
             rows = rows[number[rows] == wanted]
-        here: npt.NDArray[np.int64] = rows[self._columns["state"][rows] != FREED]
+        here: Positions = rows[self._columns["state"][rows] != FREED]
         return here
 
     def assign(self, column: str, values: Mapping[int, float]) -> None:
@@ -229,7 +231,7 @@ class Index:
         has_row = np.isin(numbers, self._columns["number"][rows])
         own[rows] = np.fromiter(values.values(), own.dtype, len(values))[has_row]
 
-    def free(self, rows: npt.NDArray[np.int64]) -> None:
+    def free(self, rows: Positions) -> None:
         """Mark rows as freed, and remove freed rows when they are more than half of all."""
         self["state"][rows] = FREED
         self._freed += len(rows)
@@ -273,16 +275,16 @@ class Index:
         self["columns"][rows] |= late["late"]
         self["priority"][rows] = late["advantage_abs_mean"]
 
-    def live(self) -> npt.NDArray[np.int64]:
+    def live(self) -> Positions:
         """Return the live rows, in the order of storing."""
         return np.flatnonzero(self["state"] == LIVE)
 
-    def live_slice(self) -> npt.NDArray[np.int64] | slice:
+    def live_slice(self) -> Positions | slice:
         """Return the live rows, as a slice if they have no gap: columns are then viewed, not copied."""
         rows = self.live()
         return slice(int(rows[0]), int(rows[-1]) + 1) if _without_gap(rows) else rows
 
-    def groups(self, rows: npt.NDArray[np.int64] | None) -> Groups:
+    def groups(self, rows: Positions | None) -> Groups:
         """Return rows as the read-only columns that a strategy sees; None = all rows.
 
         Ascending rows without a gap are views. Others are copied when a column is read: 3 ms for a million groups.
@@ -320,7 +322,7 @@ class Index:
             self._shown = self._shown | {shown: read_only(column)}
 
 
-def split_by_adapter(adapters: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt.NDArray[np.int64] | slice]]:
+def split_by_adapter(adapters: npt.NDArray[np.int32]) -> Iterator[tuple[int, Positions | slice]]:
     """Yield each hash of an adapter with its positions; a single hash needs no sort."""
     if not len(adapters):
         return
@@ -331,5 +333,5 @@ def split_by_adapter(adapters: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt
         yield code, np.flatnonzero(adapters == code)
 
 
-def _without_gap(rows: npt.NDArray[np.int64]) -> bool:
+def _without_gap(rows: Positions) -> bool:
     return len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())

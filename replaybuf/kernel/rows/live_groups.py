@@ -63,11 +63,11 @@ class LiveGroups:
         return live & (self._index["adapter"] == hash_name(adapter)) if adapter else live
 
     def count_sources(self, adapter: str, sources: Sequence[int]) -> tuple[int, ...]:
-        """Count the live groups of an adapter by source, for each of these codes: 1 ms per code and million groups."""
+        """Count the live groups of an adapter by source, for each of these hashes: 1 ms per hash and million groups."""
         if not sources:
             return ()
         live, column = self.mask(adapter), self._index["source"]
-        return tuple(int(np.count_nonzero(live & (column == code))) for code in sources)
+        return tuple(int(np.count_nonzero(live & (column == source))) for source in sources)
 
     def forget(self) -> None:
         """Drop the sums: live groups are about to change."""

@@ -1,4 +1,4 @@
-"""Cursors of readers beside the trainer: which groups follow a position, what is missing, what retention keeps.
+"""Cursors of readers beside the trainer: which groups follow a position, and what is missing.
 
 A cursor over stored groups follows their numbers. One over trained groups follows the acked steps of the surviving
 history: a position holds the generation in which it was read, so a batch with a higher generation below it shows that
@@ -8,31 +8,23 @@ a rewind voided what the reader had.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from replaybuf.errors import Conflict, Invalid, NoRoom
-from replaybuf.kernel.rows.index import Integers
+from replaybuf.errors import Conflict, Invalid
 from replaybuf.kernel.state.group_query import GroupMatcher, GroupQuery
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.answer.cursors import CursorGap, CursorKind, CursorState
 
-MOST_CURSORS = 16
-"""Cursors of one run."""
-GIVES_WAY_S = 10.0
-"""Beyond `MOST_CURSORS`, a cursor with a lifetime gives way to a new one after so long without use."""
-KEPT_BYTES = 256 << 20
-"""Bytes of frames that a checkpoint keeps for the cursors of one kind; a cursor that falls further behind has a gap."""
 PAGE_BYTES = 4 << 20
 """Bytes of frames of one page: about 16 MB of JSON. A larger group is a page of its own."""
 _POSITION = re.compile(r"s([0-9]{1,15})|t([0-9]{1,15})\.([0-9]{1,15})\.([0-9]{1,15})")
 
 
 class Position(NamedTuple):
-    """What is done. Stored groups: those up to `number`. Trained: `offset` groups of `step`, all of earlier steps.
+    """How far a reader has come: stored groups up to `number`, or `offset` trained groups of `step` and all before.
 
     `generation`: rewinds before it was read. Positions of one kind are ordered.
     """
@@ -112,28 +104,6 @@ def check_kind(cursor: Cursor, kind: CursorKind | None) -> None:
     if kind not in (None, cursor.kind):
         detail = f"kind is {kind!r}; cursor {cursor.name!r} is over {cursor.kind} groups: use another name"
         raise Conflict(detail, name="kind", value=kind, bound=cursor.kind)
-
-
-def find_superfluous(cursors: Collection[Cursor], idle_s: Callable[[str], float]) -> Cursor | None:
-    """Return the cursor that gives way to a new one; None if there is room. `idle_s`: time since its last use, by name.
-
-    Raises `NoRoom` if one may give way soon, `Conflict` if all are without a lifetime.
-    """
-    count, mortal = len(cursors), [cursor for cursor in cursors if cursor.lifetime_s is not None]
-    if count < MOST_CURSORS:
-        return None
-    if not mortal:
-        detail = f"the run has {count} cursors; the maximum is {MOST_CURSORS}: delete one"
-        raise Conflict(detail, name="cursors", value=count, bound=MOST_CURSORS)
-    longest = max(mortal, key=lambda cursor: idle_s(cursor.name))
-    left_s = GIVES_WAY_S - idle_s(longest.name)
-    if left_s > 0:
-        detail = (
-            f"the run has {count} cursors; the maximum is {MOST_CURSORS}. The {len(mortal)} with a lifetime were "
-            f"all used within {GIVES_WAY_S:g} s: try again, or delete one"
-        )
-        raise NoRoom(detail, retry_after_s=left_s, name="cursors", value=count, bound=MOST_CURSORS)
-    return longest
 
 
 # ---------------------------------------------------------------------- pages
@@ -220,42 +190,3 @@ def describe(state: RunState, cursor: Cursor) -> CursorState:
     position = cursor.position.render(cursor.kind)
     lag = count_lag(state, cursor)
     return CursorState(name=cursor.name, kind=cursor.kind, position=position, lag=lag, lifetime_s=cursor.lifetime_s)
-
-
-# ---------------------------------------------------------------------- retention
-
-
-class Kept(NamedTuple):
-    """Groups whose bytes a checkpoint keeps for cursors: of numbers above `after`, and used at `from_step` or later."""
-
-    after: int | None = None
-    from_step: int | None = None
-
-
-NOTHING_KEPT = Kept()
-
-
-def find_kept(state: RunState, cursors: list[Cursor], oldest: int) -> Kept:
-    """Return what a checkpoint whose oldest step is `oldest` keeps for cursors: at most `KEPT_BYTES` of each kind."""
-    if not cursors:
-        return NOTHING_KEPT
-    stored = [cursor.position.number for cursor in cursors if cursor.kind == "stored"]
-    trained = [cursor.position.step for cursor in cursors if cursor.kind == "trained"]
-    index = state.index
-    freeable = np.flatnonzero(state.pool.freeable(oldest))
-    numbers, steps, sizes = (index[name][freeable] for name in ("number", "last_step", "frame_bytes"))
-    return Kept(
-        _within_bound(numbers, sizes, min(stored) + 1) - 1 if stored else None,
-        _within_bound(steps, sizes, min(trained)) if trained else None,
-    )
-
-
-def _within_bound(places: Integers, sizes: Integers, lowest: int) -> int:
-    """Return the lowest place from `lowest` on from which all groups together have at most `KEPT_BYTES`."""
-    wanted = places >= lowest
-    places, sizes = places[wanted], sizes[wanted]
-    newest_first = np.argsort(-places, kind="stable")
-    too_many = np.cumsum(sizes[newest_first], dtype=np.int64) > KEPT_BYTES
-    if not too_many.any():
-        return lowest
-    return int(places[newest_first[int(np.argmax(too_many))]]) + 1

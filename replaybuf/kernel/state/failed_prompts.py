@@ -4,7 +4,7 @@ A prompt ends with a stored group or as failed. The window holds the newest `WIN
 
     share = failed / ended,  ended = min(WINDOW, groups stored + prompts failed since the last restart of the window)
 
-The rule (`decide.prompts`) acts where ended >= `LEAST_ENDED` and share > `tickets.max_failed_share`. Each
+The rule (`decide.config`) acts where ended >= `LEAST_ENDED` and share > `tickets.max_failed_share`. Each
 failure is recorded with the number of groups stored before it, so the window is the same after a restart. It starts
 anew when a run that the rule stopped runs again; else that run would stop at once.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from replaybuf.kernel.rows.prompt_set import PromptSet
-from replaybuf.wire.ledger import TicketRecord
+from replaybuf.wire.ledger import FailedPromptRecord
 
 FAILED_SHARE = "failed_share"
 """Start of the reason of a run that the rule for failed prompts paused or finished."""
@@ -82,10 +82,10 @@ class FailedPrompts:
     """`prompts`: all; `newest`: the last `MAX_FAILURES` records, oldest first; `window` of the newest ended prompts."""
 
     prompts: PromptSet = dataclasses.field(default_factory=PromptSet)
-    newest: dict[tuple[str, int], TicketRecord] = dataclasses.field(default_factory=dict)
+    newest: dict[tuple[str, int], FailedPromptRecord] = dataclasses.field(default_factory=dict)
     window: FailedWindow = dataclasses.field(default_factory=FailedWindow)
 
-    def add(self, record: TicketRecord) -> None:
+    def add(self, record: FailedPromptRecord) -> None:
         """Record a failed prompt."""
         prompt = record.adapter, record.prompt_index
         self.prompts.add(*prompt)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from replaybuf.kernel.figures.step_figures import StepRow
 from replaybuf.kernel.rows.index import DEAD, EVICTED, Index
-from replaybuf.kernel.state.queries import find_group_state
+from replaybuf.kernel.state.lookups import find_group_state
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.answer.browse import LifeMoment
-
-_DROPS: dict[str, Literal["evicted", "dead_lettered"]] = {"evicted": "evicted", "dead_lettered": "dead_lettered"}
 
 
 def describe_life(
@@ -36,9 +33,9 @@ def describe_life(
     for step in steps:
         moments += _use(state, step, adapter)
     place, reason = find_group_state(state, number)
-    if dropped := _DROPS.get(place):
+    if place in ("evicted", "dead_lettered"):
         at_s, version = _dropped(state.index, number)
-        moments.append(LifeMoment(what=dropped, at_s=at_s, version=version, reason=reason))
+        moments.append(LifeMoment(what=place, at_s=at_s, version=version, reason=reason))
     if place == "retired":
         freed = state.figures.moments.freeing_of(number, max(steps)) if steps else None
         moments.append(LifeMoment(what="freed", at_s=freed.at_s if freed else None))

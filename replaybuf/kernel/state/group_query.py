@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from replaybuf.kernel.rows.column_bits import have_all
 from replaybuf.kernel.rows.index import FREED, LIVE, NEVER, Numbers
+from replaybuf.kernel.state.lookups import GROUP_STATES, check_record_kept
 from replaybuf.kernel.state.pool import PURGED, RETIRED
-from replaybuf.kernel.state.queries import GROUP_STATES, check_record_kept
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.group import hash_name
 

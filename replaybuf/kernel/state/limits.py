@@ -13,7 +13,7 @@ larger. Groups that do not fit are answered 429, and their producer sends them a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import astuple
@@ -54,24 +54,3 @@ class Load(msgspec.Struct, frozen=True):
                 detail = f"with the next group {value} {what} would be {where}; limits.{name} is {bound}"
                 return NoRoom(detail, name=f"limits.{name}", value=value, bound=bound)
         return None
-
-
-def count_fitting(
-    held: Load, coming: Sequence[Load], limits: Limits, lacking: Callable[[], int]
-) -> tuple[int, NoRoom | None]:
-    """Return how many of the first groups of `coming` fit beside `held`, and the error for the next one.
-
-    An empty load always fits. `lacking` returns how many groups the next batch waits for; called once, at a bound.
-    """
-    wanted: int | None = None
-    entered = 0
-    for position, load in enumerate(coming):
-        if not load.groups:
-            continue
-        held += load
-        if refusal := held.over(limits):
-            wanted = lacking() if wanted is None else wanted
-            if entered >= wanted:
-                return position, refusal
-        entered += 1
-    return len(coming), None

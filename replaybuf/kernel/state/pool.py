@@ -16,11 +16,12 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from replaybuf.kernel.figures.histograms import AdapterCounts, ages_ms, count_staleness
+from replaybuf.kernel.figures.histograms import ages_ms
 from replaybuf.kernel.rows.column_table import ColumnTable
 from replaybuf.kernel.rows.index import (
     DEAD,
@@ -32,15 +33,15 @@ from replaybuf.kernel.rows.index import (
     Index,
     Integers,
     Numbers,
+    Positions,
     split_by_adapter,
 )
 from replaybuf.kernel.rows.live_groups import LiveGroups
+from replaybuf.kernel.state.group_counts import AdapterCounts, count_staleness
 from replaybuf.wire.group import hash_name
 from replaybuf.wire.ledger import AddedColumns, BatchRecord
 
-Rows = npt.NDArray[np.int64]
-
-RETIRED = "retired"
+RETIRED: Final = "retired"
 PURGED = 128
 """Bit of a code in `freed_as`: the group was a dead letter."""
 _EVICTION_COLUMNS = ("evicted_at", "evicted_version", "evicted_age_ms")
@@ -52,7 +53,8 @@ COUNTED_LATE = 16_384
 class GroupPool:
     """Rows, reasons and counts of the groups of one run.
 
-    - `live`: sums over the live groups
+    - `live`: sums over the live groups; before `use`, `void_use`, `evict`, `restore` and `change_max_uses` the caller
+      forgets them, as `RunState.apply` does
     - `stored`: number of the last folded group; `trimmed`: of the last one whose history is trimmed
     - `freed_as`: one code per freed group above `trimmed`, at `number - trimmed`: position in `reasons`, with the bit
       `PURGED` for a dead letter; 0 = not freed
@@ -92,15 +94,15 @@ class GroupPool:
         self._update_histograms()
         return functools.reduce(operator.add, self.counts.values()) if self.counts else AdapterCounts()
 
-    def _split(self, rows: Rows) -> Iterator[tuple[AdapterCounts, Rows | slice]]:
+    def _split(self, rows: Positions) -> Iterator[tuple[AdapterCounts, Positions | slice]]:
         """Yield the counts of each adapter that has some of these rows, with the positions of its rows."""
-        for code, positions in split_by_adapter(self.index["adapter"][rows]):
-            yield self._counts(code), positions
+        for adapter_hash, positions in split_by_adapter(self.index["adapter"][rows]):
+            yield self._counts(adapter_hash), positions
 
-    def _counts(self, code: int) -> AdapterCounts:
-        if code not in self.counts:  # not `setdefault`: building seven histograms takes 10 µs per stored group
-            self.counts[code] = AdapterCounts()
-        return self.counts[code]
+    def _counts(self, adapter_hash: int) -> AdapterCounts:
+        if adapter_hash not in self.counts:  # not `setdefault`: building seven histograms takes 10 µs per stored group
+            self.counts[adapter_hash] = AdapterCounts()
+        return self.counts[adapter_hash]
 
     def _update_histograms(self) -> None:
         if self.counted < self.stored:
@@ -112,24 +114,24 @@ class GroupPool:
 
     def count_stored(self, adapters: npt.NDArray[np.int32], rollouts: npt.NDArray[np.int32]) -> None:
         """Count groups as stored, by the hashes of their adapters, and by their rollouts."""
-        for code, positions in split_by_adapter(adapters):
-            self._count_stored(code, rollouts[positions])
+        for adapter_hash, positions in split_by_adapter(adapters):
+            self._count_stored(adapter_hash, rollouts[positions])
 
-    def _count_stored(self, code: int, rollouts: npt.NDArray[np.int32]) -> None:
-        self._counts(code).stored += len(rollouts)
-        sizes = self.sizes.get(code)
+    def _count_stored(self, adapter_hash: int, rollouts: npt.NDArray[np.int32]) -> None:
+        self._counts(adapter_hash).stored += len(rollouts)
+        sizes = self.sizes.get(adapter_hash)
         if sizes is None:
-            sizes = self.sizes[code] = Counter()
+            sizes = self.sizes[adapter_hash] = Counter()
         for size in rollouts.tolist():
             sizes[size] += 1
 
     def count_partial(self, group_size: int | None, adapter: str | None = None) -> int:
         """Count the groups of an adapter, or of the run, that were stored with fewer rollouts than `group_size`."""
-        code = None if adapter is None else hash_name(adapter)
-        tables = (table for own, table in self.sizes.items() if code in (None, own))
+        adapter_hash = None if adapter is None else hash_name(adapter)
+        tables = (table for own, table in self.sizes.items() if adapter_hash in (None, own))
         return sum(count for table in tables for size, count in table.items() if 0 < size < (group_size or 0))
 
-    def _count_evicted(self, rows: Rows, sign: int) -> None:
+    def _count_evicted(self, rows: Positions, sign: int) -> None:
         """Count evicted rows by reason and age, or take them back with `sign` -1."""
         codes = self.index["reason"][rows]
         for code in np.unique(codes).tolist():
@@ -138,7 +140,7 @@ class GroupPool:
             self._count_dropped("evicted", self.reasons[code], own_rows, versions, ages, sign)
 
     def _count_dropped(
-        self, kind: str, reason: str, rows: Rows, versions: Integers, ages: Integers, sign: int = 1
+        self, kind: str, reason: str, rows: Positions, versions: Integers, ages: Integers, sign: int = 1
     ) -> None:
         """Count rows as `evicted` or `dead_lettered` at these versions and ages in ms [rows]."""
         self._update_histograms()
@@ -161,10 +163,11 @@ class GroupPool:
             blank["prompt_index"] = NO_PROMPT_INDEX
             entries = np.where(unfit, blank, entries)
         self.index.insert(numbers, entries)
-        for code, at in split_by_adapter(entries["adapter"]):
+        for adapter_hash, at in split_by_adapter(entries["adapter"]):
             rollouts = entries["rollouts"][at]
-            self._count_stored(code, rollouts if numbers[0] > self.trimmed else rollouts[numbers[at] > self.trimmed])
-            self.live.add(code, entries["tokens"][at], entries["frame_bytes"][at])
+            untrimmed = rollouts if numbers[0] > self.trimmed else rollouts[numbers[at] > self.trimmed]
+            self._count_stored(adapter_hash, untrimmed)
+            self.live.add(adapter_hash, entries["tokens"][at], entries["frame_bytes"][at])
         self.stored = max(self.stored, int(numbers[-1]))
         self.freed_as.extend(bytes(self.stored - self.trimmed + 1 - len(self.freed_as)))
         if self.stored - self.counted > COUNTED_LATE:
@@ -182,7 +185,7 @@ class GroupPool:
             if len(rows) and self.index["state"][rows[0]] == LIVE:
                 self.live.add_bytes(int(self.index["adapter"][rows[0]]), added.frame_bytes)
 
-    def settle(self, rows: Rows) -> None:
+    def settle(self, rows: Positions) -> None:
         """Make rows live, or used up, by their uses."""
         used_up = np.zeros(len(rows), bool)
         if self.max_uses is not None:
@@ -224,7 +227,7 @@ class GroupPool:
         self._drop_unused(rows[evicted])
         self.settle(rows[~evicted & (index["state"][rows] != DEAD)])
 
-    def evict(self, rows: Rows, reason: str, step: int, versions: Integers, at_s: float) -> int:
+    def evict(self, rows: Positions, reason: str, step: int, versions: Integers, at_s: float) -> int:
         """Evict rows at `step`, when their adapters had these versions [rows]; used ones stay for their batches.
 
         Return how many are dropped: no batch used them.
@@ -235,22 +238,22 @@ class GroupPool:
         rows, versions = rows[evictable], versions[evictable]
         if reason == "too_stale":
             live = rows[index["state"][rows] == LIVE]
-            self.stale_adapters |= {code for code, _ in split_by_adapter(index["adapter"][live])}
-        index["state"][rows] = IN_BATCHES
+            self.stale_adapters |= {adapter_hash for adapter_hash, _ in split_by_adapter(index["adapter"][live])}
+        index["state"][rows] = IN_BATCHES  # no longer live; `_drop_unused` finds those that no batch used
         index["reason"][rows] = self._code_of(reason)
         index["evicted_at"][rows] = step
         index["evicted_version"][rows] = versions
         index["evicted_age_ms"][rows] = ages_ms(index["arrival_s"][rows], at_s)
         return self._drop_unused(rows)
 
-    def _drop_unused(self, rows: Rows) -> int:
+    def _drop_unused(self, rows: Positions) -> int:
         """Count evicted rows as evicted that no batch of the surviving history used; return how many."""
         unused = rows[(self.index["times_sampled"][rows] == 0) & (self.index["state"][rows] == IN_BATCHES)]
         self.index["state"][unused] = EVICTED
         self._count_evicted(unused, 1)
         return len(unused)
 
-    def restore(self, rows: Rows) -> None:
+    def restore(self, rows: Positions) -> None:
         """Undo evictions."""
         self._count_evicted(rows[self.index["state"][rows] == EVICTED], -1)
         self.index["reason"][rows] = 0
@@ -258,7 +261,7 @@ class GroupPool:
             self.index[column][rows] = NEVER
         self.settle(rows)
 
-    def dead_letter(self, rows: Rows, reason: str, versions: Integers | None, at_s: float) -> int:
+    def dead_letter(self, rows: Positions, reason: str, versions: Integers | None, at_s: float) -> int:
         """Drop rows for good, also those in batches; `versions` [rows] of their adapters, None = all 0.
 
         Return how many were not dropped before.
@@ -297,10 +300,10 @@ class GroupPool:
         for counts, positions in self._split(rows):
             counts.retired += len(rows[positions])
         retired = self.free(rows, RETIRED)
-        # Rows have moved if `free` removed freed ones.
+        # Positions have moved if `free` removed freed ones.
         return np.concatenate([retired, self.free(self.index.rows_of(evicted_numbers))])
 
-    def free(self, rows: Rows, reason: str | None = None, *, purged: bool = False) -> Numbers:
+    def free(self, rows: Positions, reason: str | None = None, *, purged: bool = False) -> Numbers:
         """Free rows and keep why: `reason`, or the reason of each row. Return the numbers."""
         numbers: Numbers = self.index["number"][rows].copy()
         codes = np.full(len(rows), self._code_of(reason), np.uint8) if reason else self.index["reason"][rows]

@@ -47,7 +47,7 @@ class Reissues:
         The index stream may be read first: then the index has the new group of a prompt already.
         """
         newest = newest_numbers(index, rows)
-        index["evicted_at"][rows] = NEVER  # else a rewind would bring them back
+        index["evicted_at"][rows] = NEVER  # so that no rewind restores them, see `STATE_ROW`
         columns = (index[name][rows].tolist() for name in ("adapter", "prompt_index", "number"))
         for code, prompt_index, number in zip(*columns, strict=True):
             prompt = names.get(code, ""), prompt_index

@@ -1,4 +1,4 @@
-"""Reasons with which producers return tickets: which of them are failures, and which count as no failed attempt."""
+"""Reasons with which producers return tickets: which are failures, and which do not count as a failed attempt."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _SERVERS_AWAY = (
 )
 _NOT_WANTED = frozenset({"shutdown", "superseded", "lost_lineage", "run_paused", "run_finished"})
 FORGIVEN_REASONS = _NOT_WANTED | {*_SERVERS_AWAY}
-"""Reasons of a return that count as no failed attempt, because the prompt is not the cause.
+"""Reasons of a return that do not count as a failed attempt, because the prompt is not the cause.
 
 `engine_timeout` and `engine_lost` count: else a prompt that is too slow or crashes engines would come again for ever.
 """
 
 
 def is_forgiven(reason: str) -> bool:
-    """Return whether a return for `reason` counts as no failed attempt; text after the first `:` is ignored."""
+    """Return whether a return for `reason` does not count as a failed attempt; text after the first `:` is ignored."""
     return _word(reason) in FORGIVEN_REASONS
 
 

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from replaybuf.kernel.rows.groups import Numbers
 from replaybuf.wire.ledger import AdapterStep
 
 
@@ -62,15 +63,18 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterShare:
-    """Groups of one adapter in a batch: their numbers int64 [n], weights float32 [n] or None, sum of tokens."""
+    """Groups of one adapter in a batch: numbers int64 [n], weights float32 [n] or None, sum of tokens."""
 
-    rows: npt.NDArray[np.int64]
+    numbers: Numbers
     weights: npt.NDArray[np.float32] | None
     tokens: int
 
 
 Offer = Callable[[str, int | None, int | None], AdapterShare | None]
-"""Ask an adapter for at most so many tokens and groups (None = unbounded); None = the adapter is not ready."""
+"""Ask an adapter for at most so many tokens and groups (None = unbounded); None = the adapter is not ready.
+
+`share_batch` may ask an adapter twice, the second time only to learn whether it is ready.
+"""
 
 
 def share_batch(
@@ -91,9 +95,11 @@ def share_batch(
             shares[name] = share
             following = names[(names.index(name) + 1) % len(names)]
             left = None if left is None else left - share.tokens
-            is_cut = missing is not None and len(share.rows) < missing
-        else:  # would the share fit the whole budget, though not the rest of it?
-            is_cut = left != tokens and not cut and offer(name, tokens, missing) is not None
+            is_cut = missing is not None and len(share.numbers) < missing
+        elif left == tokens or cut:
+            is_cut = False
+        else:  # ask again: would the share fit the whole budget, though not the rest of it?
+            is_cut = offer(name, tokens, missing) is not None
         if is_cut and not cut:
             cut = name
     return shares, cut or following

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import LedgerGap
-from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE, NEVER, Numbers
 from replaybuf.kernel.state.failed_prompts import FAILED_SHARE, FailedPrompts
+from replaybuf.kernel.state.group_counts import AdapterCounts
 from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch, add_rewind
 from replaybuf.kernel.state.pool import GroupPool
 from replaybuf.kernel.state.reissues import Reissues
@@ -37,18 +37,18 @@ from replaybuf.wire.ledger import (
     ConfigRecord,
     DeadLetterRecord,
     EvictRecord,
+    FailedPromptRecord,
     LossRecord,
     PolicyRecord,
     PurgeRecord,
     RewindRecord,
-    TicketRecord,
     TrimRecord,
     newest_group,
 )
 
 FEEDBACK_STEPS = 16
 """A strategy observes the feedback of this many newest steps."""
-_KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, TicketRecord)
+_KEEPS_LIVE_GROUPS = (AckRecord, AttachRecord, ColumnsRecord, PolicyRecord, FailedPromptRecord)
 """Records after which the sums of `pool.live` still hold; COLUMNS updates them itself."""
 RunPhase = Literal["running", "paused", "finished"]
 _NO_NUMBERS, _NOT_MALFORMED = np.empty(0, np.int64), np.empty(0, bool)
@@ -190,18 +190,18 @@ class RunState:
             )
             raise LedgerGap(detail, name="number", value=first, bound=self.stored + 1)
         entries = self.pool.store(numbers, entries, malformed)
-        self.deliver(entries["adapter"], entries["prompt_index"])
+        self.resolve_prompts(entries["adapter"], entries["prompt_index"])
 
-    def deliver(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
+    def resolve_prompts(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
         """Record that prompts have a group, by hash of the adapter and index: they neither failed nor wait for one."""
         if self.failed.prompts or self.reissues.waiting:
-            names, pairs = self.adapter_codes, zip(adapters.tolist(), prompt_indexes.tolist(), strict=True)
+            names, pairs = self.adapters_by_hash, zip(adapters.tolist(), prompt_indexes.tolist(), strict=True)
             prompts = [(names.get(code, ""), prompt_index) for code, prompt_index in pairs]
             self.failed.forgive(prompts)
             self.reissues.end(prompts)
 
     @property
-    def adapter_codes(self) -> dict[int, str]:
+    def adapters_by_hash(self) -> dict[int, str]:
         """Return the adapters by the hashes of their names."""
         return {hash_name(name): name for name in self._adapter_names()}
 
@@ -254,7 +254,7 @@ class RunState:
         for reason, numbers in record.numbers.items():
             self._evict(self.index.rows_of(numbers), reason, record)
         if record.reissued:
-            self.reissues.record(self.index, self.index.rows_of(record.reissued), self.adapter_codes)
+            self.reissues.record(self.index, self.index.rows_of(record.reissued), self.adapters_by_hash)
 
     def _dead_letter(self, record: DeadLetterRecord) -> None:
         for reason, numbers in record.numbers.items():
@@ -297,7 +297,7 @@ class RunState:
             kept = list(self.feedback.items())[1 - FEEDBACK_STEPS :]
             self.feedback = dict([*kept, (record.step, msgspec.msgpack.encode(record.feedback))])
 
-    def _fail_prompt(self, record: TicketRecord) -> None:
+    def _fail_prompt(self, record: FailedPromptRecord) -> None:
         # Rows still in the index are enough to find the prompt's group: the service completes the tickets of a group as
         # soon as it folds it, so this record precedes every record that could free the row.
         same_adapter = self.index["adapter"] == hash_name(record.adapter)
@@ -348,7 +348,7 @@ class RunState:
         if not lost.any():
             return
         lost &= np.isin(index["state"], (LIVE, IN_BATCHES, EVICTED))
-        kept = (index["evicted_at"] == NEVER) & (index["state"] != EVICTED)  # an evicted one was reissued
+        kept = (index["evicted_at"] == NEVER) & (index["state"] != EVICTED)  # see `STATE_ROW`
         lost &= kept | (index["evicted_at"] > record.step)
         self.pool.restore(np.flatnonzero(lost))
         self._evict(np.flatnonzero(lost), "lost_lineage", record)
@@ -385,7 +385,7 @@ _HANDLERS: dict[type[AnyRecord], Callable[[RunState, Any], Numbers | None]] = {
     PurgeRecord: lambda state, record: state.pool.free(state.index.rows_of(record.numbers), purged=True),
     CheckpointRecord: RunState._checkpoint,
     PolicyRecord: RunState._publish,
-    TicketRecord: RunState._fail_prompt,
+    FailedPromptRecord: RunState._fail_prompt,
     ColumnsRecord: lambda state, record: state.pool.add_columns(record.groups),
     TrimRecord: RunState._trim,
     LossRecord: RunState._accept_loss,

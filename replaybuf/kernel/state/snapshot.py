@@ -4,8 +4,10 @@
 
     b"RBS4"   20 digits: the ledger entry   zlib of msgpack: `Snapshot`
 
-To load one, fold the entries set aside and the index stream behind `trimmed`, call `restore`, then fold the ledger
-behind `entries`. Groups that did not change since they were stored are not in it: a million live ones cost nothing.
+To write one: `freeze` the state, `thaw` and `encode_snapshot` in a thread; `take` does the first two at once. To load
+one: `decode_snapshot`, fold the entries set aside and the index stream behind `trimmed`, call `restore`, then fold the
+ledger behind `entries`. Groups that did not change since they were stored are not in it: a million live ones cost
+nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import DataLost, Unreadable, counted
-from replaybuf.kernel.figures.histograms import AdapterCounts
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import DEAD, FREED, LATE_ROW, LIVE, STATE_ROW
 from replaybuf.kernel.rows.prompt_set import PromptSet
 from replaybuf.kernel.state.failed_prompts import FailedPrompts, FailedWindow
+from replaybuf.kernel.state.group_counts import AdapterCounts
 from replaybuf.kernel.state.history import AttachedTrainer, BatchState, RecordedBatch, VoidedBatch
 from replaybuf.kernel.state.reissues import Reissues
 from replaybuf.kernel.state.rotation import Rotation
 from replaybuf.kernel.state.run_state import RunPhase, RunState
 from replaybuf.wire.config import read_config, recorded
-from replaybuf.wire.ledger import TicketRecord
+from replaybuf.wire.ledger import FailedPromptRecord
 
 MAGIC = b"RBS4"
 """Format and version; snapshots of other versions are rejected."""
@@ -37,10 +39,10 @@ _FASTEST = 1
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields of `RunState` and its pool under their names, and what else a reader needs.
+    """Fields of `RunState` and its pool, most under their names, and what else a reader needs.
 
-    `config`: as the ledger has it; `failed_prompts`, `failed`, `failed_start`, `failed_after`: of `RunState.failed`;
-    `reissued`, `waiting`: of `RunState.reissues`;
+    `config`: as the ledger has it; `failed_prompts`, `newest_failed`, `failed_start`, `failed_after`: of
+    `RunState.failed`; `reissued`, `waiting`: of `RunState.reissues`;
     `rows`: `STATE_ROW` of changed groups; `late_rows`: `LATE_ROW` of groups with late columns; `set_aside`: int64,
     numbers up to `trimmed` of groups that are not freed; `sizes`: only if groups may be partial.
     """
@@ -69,7 +71,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     freed_as: bytearray
     counts: dict[int, AdapterCounts]
     stale_adapters: set[int]
-    failed: list[TicketRecord]
+    newest_failed: list[FailedPromptRecord] = msgspec.field(name="failed")
     stored: int
     trimmed: int
     groups_used: int
@@ -88,7 +90,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _OF_POOL = ("max_uses", "reasons", "freed_as", "counts", "stale_adapters")
-_OF_FAILED = ("failed_prompts", "failed", "failed_start", "failed_after")
+_OF_FAILED = ("failed_prompts", "newest_failed", "failed_start", "failed_after")
 _OF_INDEX = ("stored", "trimmed", "groups_used", "set_aside", "rows", "sizes", "late_names", "late_rows")
 _OTHERS = {"config", "reissued", "waiting", *_OF_POOL, *_OF_FAILED, *_OF_INDEX}
 _OF_STATE = tuple(name for name in Snapshot.__struct_fields__ if name not in _OTHERS)
@@ -123,7 +125,7 @@ def freeze(state: RunState) -> bytes:
         **{name: getattr(pool, name) for name in _OF_POOL},
         config=None if state.config is None else recorded(state.config),
         failed_prompts=state.failed.prompts,
-        failed=list(state.failed.newest.values()),
+        newest_failed=list(state.failed.newest.values()),
         stored=state.stored,
         trimmed=state.trimmed,
         groups_used=groups_used,
@@ -160,7 +162,7 @@ def restore(state: RunState, snapshot: Snapshot) -> None:
     state.config = None if snapshot.config is None else read_config(snapshot.config, "the snapshot")
     state.failed = FailedPrompts(
         snapshot.failed_prompts,
-        {(failed.adapter, failed.prompt_index): failed for failed in snapshot.failed},
+        {(failed.adapter, failed.prompt_index): failed for failed in snapshot.newest_failed},
         FailedWindow(snapshot.failed_start, snapshot.failed_after),
     )
     state.reissues = Reissues(snapshot.reissued, dict.fromkeys(snapshot.waiting))
@@ -177,7 +179,7 @@ def _restore_pool(state: RunState, snapshot: Snapshot) -> None:
     fresh = index["number"] > snapshot.stored
     pool.sizes = snapshot.sizes
     pool.count_stored(index["adapter"][fresh], index["rollouts"][fresh])
-    state.deliver(index["adapter"][fresh], index["prompt_index"][fresh])
+    state.resolve_prompts(index["adapter"][fresh], index["prompt_index"][fresh])
     bad = np.flatnonzero(fresh & (index["state"] == DEAD))  # dead before any ledger record: by the index entry
     if len(bad):
         index["state"][bad] = LIVE

@@ -1,4 +1,4 @@
-"""What is in the files of the spill folder: a column of the index that the run's leader fills, and no fold."""
+"""Bytes of each group in files of the spill folder: the run's leader fills this column of the index, not the fold."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ A ticket belongs to the producer that took it. If that one had sent a heartbeat,
 next leader can take back the tickets of a producer that is gone.
 
 All times are of one clock that does not jump. Storage has deadlines by the clock of Redis instead, which may jump, so
-the deadline of a ticket that was loaded is an estimate: when it expires, that is no failed attempt.
+the deadline of a ticket that was loaded is an estimate: its expiry does not count as a failed attempt.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class TicketBook:
         """Return whether the ticket of a prompt is out or due again."""
         return prompt in self._out or prompt in self._due
 
-    def used_up(self, adapter: str) -> bool:
+    def prompts_exhausted(self, adapter: str) -> bool:
         """Return whether no prompt can be issued now; a ticket that is out may still become due again."""
         supply = self.supplies.get(adapter)
         return supply is not None and self.next_index.get(adapter, 0) >= supply and not self._list_due(adapter)
@@ -305,7 +305,7 @@ class TicketBook:
             return change
         late = [entry for entry in self._out.values() if entry.deadline_s <= now_s]
         for entry in late:
-            self._retry_or_fail(entry, change, failed=not entry.loaded)
+            self._retry_or_fail(entry, change, attempt_failed=not entry.loaded)
         self._earliest_s = min((entry.deadline_s for entry in self._out.values()), default=math.inf)
         self._count(change, "expired", len(late))
         return change
@@ -315,21 +315,21 @@ class TicketBook:
         if not self.holds(ticket):
             raise NotFound(f"ticket {ticket} is not out", name="ticket", value=str(ticket))
         change = TicketChange()
-        self._retry_or_fail(self._out[ticket.prompt], change, failed=not is_forgiven(reason))
+        self._retry_or_fail(self._out[ticket.prompt], change, attempt_failed=not is_forgiven(reason))
         self._count(change, "returned", 1)
         return change
 
     def take_back(self, producers: Collection[str], most: int) -> TicketChange:
         """Remove up to `most` tickets of producers that are gone; they count as expired.
 
-        A lost connection may be the cause, so a prompt fails only if that happens after `max_attempts` tickets: else
-        a prompt that ends each producer would come again for ever.
+        A lost connection may be the cause, so a lost ticket is a failed attempt only after `max_attempts` tickets of
+        the prompt. A prompt that ends every producer fails with its ticket `2 * max_attempts`.
         """
         change = TicketChange()
         held = (entry for entry in self._out.values() if entry.producer in producers)
         lost = list(itertools.islice(held, most))
         for entry in lost:
-            self._retry_or_fail(entry, change, failed=entry.ticket.serial > self.max_attempts)
+            self._retry_or_fail(entry, change, attempt_failed=entry.ticket.serial > self.max_attempts)
         self._count(change, "expired", len(lost))
         return change
 
@@ -382,15 +382,15 @@ class TicketBook:
         if entry.named:
             change.taken_from[entry.ticket] = entry.producer
 
-    def _retry_or_fail(self, entry: _OutTicket, change: TicketChange, *, failed: bool) -> None:
+    def _retry_or_fail(self, entry: _OutTicket, change: TicketChange, *, attempt_failed: bool) -> None:
         ticket = entry.ticket
         self._pop_out(ticket.prompt)
         self._drop(entry, change)
-        if failed and ticket.attempt >= self.max_attempts:
+        if attempt_failed and ticket.attempt >= self.max_attempts:
             self._awaited[ticket.adapter].pop(ticket.prompt_index)
             change.failed.append(ticket)
         else:
-            due = ticket._replace(attempt=ticket.attempt + failed, serial=ticket.serial + 1)
+            due = ticket._replace(attempt=ticket.attempt + attempt_failed, serial=ticket.serial + 1)
             self._due[ticket.prompt] = due
             change.due.append(due)
 

@@ -1,1 +1,1 @@
-"""Strategies: their contract, what they see, and the batches and waits that follow from their answers."""
+"""Strategies, filters and admission plug-ins: their contracts, what they see, and what follows from their answers."""

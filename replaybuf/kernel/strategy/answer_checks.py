@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.errors import StrategyFault
-from replaybuf.kernel.rows.index import Index
+from replaybuf.kernel.rows.index import Index, Numbers, Positions
 from replaybuf.kernel.strategy.contract import (
     MAX_DETAIL,
     STRATEGY_REASONS,
     Budget,
     Evictions,
-    Rows,
     Selection,
     Waiting,
 )
@@ -29,12 +28,12 @@ Rule = tuple[str, bool, Any]
 """A rule, whether it is kept, and the value that was checked."""
 
 
-def hold(strategy: str, step: int, rules: Iterable[Rule]) -> None:
+def check_rules(strategy: str, step: int, rules: Iterable[Rule]) -> None:
     """Check rules for a strategy in order. Raises `StrategyFault` for the first broken rule."""
-    _hold(f"strategy {strategy!r}", strategy, f" at step {step}", rules)
+    _check_rules(f"strategy {strategy!r}", strategy, f" at step {step}", rules)
 
 
-def _hold(plugin: str, name: str, when: str, rules: Iterable[Rule]) -> None:
+def _check_rules(plugin: str, name: str, when: str, rules: Iterable[Rule]) -> None:
     for rule, kept, value in rules:
         if not kept:
             raise StrategyFault(f"{plugin} broke the rule '{rule}'{when}: {value}", name=name, value=value, bound=rule)
@@ -53,18 +52,17 @@ def check_selection(
     `usable_by`: rules for usable groups at this step. Raises `StrategyFault`.
     """
     if isinstance(chosen, Waiting):
-        hold(strategy, step, _rules_of_waiting(chosen))
+        check_rules(strategy, step, _rules_of_waiting(chosen))
         return chosen
-    hold(strategy, step, [("answers Selection or Waiting", isinstance(chosen, Selection), type(chosen).__name__)])
-    hold(strategy, step, _rules_of_form(chosen))
+    check_rules(strategy, step, _rules_of_form(chosen))
     rows = np.asarray(chosen.rows).astype(np.int64)
-    hold(strategy, step, _rules_of_groups(rows, index, usable_by, budget))
+    check_rules(strategy, step, _rules_of_groups(rows, index, usable_by, budget))
     if chosen.weights is None:
         return Selection(rows)
     with np.errstate(over="ignore"):  # values beyond 32 bits become infinite; the check below rejects them
         weights = np.asarray(chosen.weights).astype(np.float32)
     unfit = int(np.count_nonzero(~(np.isfinite(weights) & (weights > 0))))
-    hold(strategy, step, [("gives finite weights above 0", not unfit, unfit)])
+    check_rules(strategy, step, [("gives finite weights above 0", not unfit, unfit)])
     return Selection(rows, weights)
 
 
@@ -79,6 +77,7 @@ def _rules_of_waiting(waiting: Waiting) -> Iterable[Rule]:
 
 
 def _rules_of_form(chosen: Selection) -> Iterable[Rule]:
+    yield "answers Selection or Waiting", isinstance(chosen, Selection), type(chosen).__name__
     rows = np.asarray(chosen.rows)
     yield "selects at least one group, or returns Waiting(reason)", rows.size > 0, "rows is empty: Selection([])"
     yield "selects whole groups, by their row", are_rows(rows), str(rows.ravel()[:8].tolist())
@@ -93,7 +92,9 @@ def are_rows(rows: npt.NDArray[Any]) -> bool:
     return rows.ndim == 1 and rows.dtype.kind in "iu"
 
 
-def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityRule], budget: Budget) -> Iterable[Rule]:
+def _rules_of_groups(
+    numbers: Numbers, index: Index, usable_by: Iterable[UsabilityRule], budget: Budget
+) -> Iterable[Rule]:
     ascending = np.sort(numbers)  # not `unique`, which takes eight times as long for 100,000 groups
     yield "selects a group once", bool((ascending[1:] > ascending[:-1]).all()), len(numbers)
     rows = index.rows_of(ascending)
@@ -110,14 +111,14 @@ def _rules_of_groups(numbers: Rows, index: Index, usable_by: Iterable[UsabilityR
     yield f"keeps the group budget of {budget.groups}", within, len(numbers)
 
 
-def check_evictions(plugin: str, evictions: Evictions, index: Index, rows: Rows) -> Evictions:
+def check_evictions(plugin: str, evictions: Evictions, index: Index, rows: Positions) -> Evictions:
     """Check what a plug-in drops of the groups at ascending `rows`; return it as tuples. Raises `StrategyFault`."""
-    _hold(plugin, plugin, "", [("answers Evictions", isinstance(evictions, Evictions), type(evictions).__name__)])
-    _hold(plugin, plugin, "", _rules_of_evictions(evictions, index, rows))
+    _check_rules(plugin, plugin, "", _rules_of_evictions(evictions, index, rows))
     return Evictions(tuple(np.asarray(evictions.rows).tolist()), tuple(evictions.reasons))
 
 
-def _rules_of_evictions(evictions: Evictions, index: Index, rows: Rows) -> Iterable[Rule]:
+def _rules_of_evictions(evictions: Evictions, index: Index, rows: Positions) -> Iterable[Rule]:
+    yield "answers Evictions", isinstance(evictions, Evictions), type(evictions).__name__
     dropped, reasons = np.asarray(evictions.rows), evictions.reasons
     yield "gives one reason per group it drops", dropped.size == len(reasons), str(len(reasons))
     if dropped.size:

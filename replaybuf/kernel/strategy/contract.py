@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replaybuf.kernel.rows.groups import Groups as Groups
-from replaybuf.kernel.rows.groups import Rows as Rows
+from replaybuf.kernel.rows.groups import Numbers
 from replaybuf.kernel.strategy.options import OptionsT, StrategyOptions
 from replaybuf.packing.subset_sum import closest
 from replaybuf.wire.group import hash_name
@@ -32,7 +32,9 @@ LEFTOVER = 0.01
 _MOST_GIVEN_UP = 3
 _CHUNK = 8192
 _UNBOUNDED = 2**63 - 1
-source_code = hash_name
+Rows = Numbers
+"""Values of `Groups.row`: numbers of groups."""
+source_hash = hash_name
 """Return the number of a source or adapter in `Groups`, from its name."""
 
 STRATEGY_REASONS = ("rate_limited", "all_stale", "reuse_exhausted", "no_groups", "too_few_groups", "too_few_tokens")
@@ -180,7 +182,7 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Return the codes of sources whose live groups `BufferView.sources_live` counts, as `source_code` has them."""
+        """Return the hashes (`source_hash`) of sources whose live groups `BufferView.sources_live` counts."""
         return ()
 
     def check(self, budget: Budget, steps_per_publish: int, max_tokens_live: int | None) -> None:

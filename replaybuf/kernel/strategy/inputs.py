@@ -191,10 +191,12 @@ class StrategyInputs:
             lacks &= rule.holds(index)
         return Amount(int(np.count_nonzero(lacks)), int(index["tokens"][lacks].sum(dtype=np.int64)))
 
-    def awaited(self, usable: Groups, reason: str, adapter: str, budget: Budget, *, supplied: bool) -> Amount | None:
+    def waits_for_columns(
+        self, usable: Groups, reason: str, adapter: str, budget: Budget, *, exhausted: bool
+    ) -> Amount | None:
         """Return the groups that lack columns if the next batch waits for them alone: they would fill the budget.
 
-        `reason`: the strategy's. `supplied`: producers bring no more groups, so any group that lacks columns counts.
+        `reason`: the strategy's. `exhausted`: producers bring no more groups, so any group that lacks columns counts.
         """
         lacking = self.incomplete(self._state.next_step, adapter)
         if not lacking.groups or reason not in ("no_groups", "too_few_groups", "too_few_tokens"):
@@ -202,7 +204,7 @@ class StrategyInputs:
         full = budget.groups is not None and len(usable) + lacking.groups >= budget.groups
         tokens = int(usable.tokens.sum(dtype=np.int64)) + lacking.tokens
         full = full or (budget.tokens is not None and tokens >= budget.tokens)
-        return lacking if full or supplied else None
+        return lacking if full or exhausted else None
 
     def _core_rules(self, step: int, adapter: str) -> Iterator[UsabilityRule]:
         return usability_rules(self._state, self.config, self.plugins.bounds, self.seq_len, step, adapter)

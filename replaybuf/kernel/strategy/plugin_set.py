@@ -145,7 +145,7 @@ class PluginSet:
 
     `required`: columns that the strategy requires, then those of each filter.
     `fault`: why a plug-in cannot be called (not installed any more, import or `observe` fails).
-    `observed`: feedback that the strategy observed, by step as msgpack; None if it observes none. `sources`: codes of
+    `observed`: feedback that the strategy observed, by step as msgpack; None if it observes none. `sources`: hashes of
     sources whose live groups the strategy wants to know.
     """
 

@@ -1,6 +1,6 @@
 """Calls the strategy for the groups of a batch, and explains why a batch waits.
 
-Reads the state (`inputs`), checks the answers (`rules`) and changes nothing.
+Reads the state (`inputs`), checks the answers (`answer_checks`) and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from replaybuf.kernel.strategy.contract import Budget, Groups, Selection, Strate
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.plugin_set import Bounds
 from replaybuf.kernel.strategy.rates import Rates
-from replaybuf.kernel.strategy.waiting import name_columns, nearest, waiting, waits_for_groups
+from replaybuf.kernel.strategy.waiting_answer import name_columns, nearest, waiting, waits_for_groups
 from replaybuf.plugins.time_limit import PLUGIN_ERRORS, TookTooLong, call_twice_limited
 from replaybuf.wire.config import MOST_GROUPS, RunConfig
 from replaybuf.wire.contract import Amount, WaitingAnswer
@@ -143,22 +143,23 @@ class Selector:
             return tail
 
         shares, following = self._share(offer)
-        short: Literal["", "tail", "timeout"] = "tail" if shares.keys() & ending else ""
+        ending &= shares.keys()  # `share_batch` may ask an adapter and give it no share
+        short: Literal["", "tail", "timeout"] = "tail" if ending else ""
         if not shares and overdue:
             shares, following = self._share(
                 lambda adapter, budget: self._choose_fewer(adapter, budget, waits[adapter], overdue=True)
             )
             short = "timeout"
         if not shares or (short == "timeout" and _count(shares) < self.config.batch.min_groups):
-            ended = self._state.next_step > self._state.step and self.supply_ended()
+            ended = self._state.next_step > self._state.step and self.batches_exhausted()
             return self.explain("awaiting_ack") if ended else nearest(waits)
         amounts = list(shares.values())
         weights = None
         if any(share.weights is not None for share in amounts):
-            weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.rows)) for s in amounts])
-        rows = np.concatenate([share.rows for share in amounts])[:MOST_GROUPS]
+            weights = np.concatenate([s.weights if s.weights is not None else np.ones(len(s.numbers)) for s in amounts])
+        rows = np.concatenate([share.numbers for share in amounts])[:MOST_GROUPS]
         weights = None if weights is None else weights[:MOST_GROUPS]
-        return BatchSelection(rows, weights, following, short, frozenset(ending & shares.keys()))
+        return BatchSelection(rows, weights, following, short, frozenset(ending))
 
     def _share(self, offer: Callable[[str, Budget], Selection | None]) -> tuple[dict[str, AdapterShare], str]:
         """Take the shares of the next batch from the offers of its adapters; return the adapter with the next turn."""
@@ -179,7 +180,7 @@ class Selector:
 
         At least one of them was never used, so the tail of a strategy that uses groups again comes to an end.
         """
-        if self.config.batch.tail != "train" or not self._ended(adapter):
+        if self.config.batch.tail != "train" or not self._groups_exhausted(adapter):
             return None
         chosen = self._choose_fewer(adapter, budget, waits)
         if chosen is None:
@@ -223,15 +224,16 @@ class Selector:
         chosen = self.ask("select", checked)
         if isinstance(chosen, Selection):
             return chosen
-        lacking = self.inputs.awaited(groups, chosen.reason, adapter, budget, supplied=self._supplied(adapter))
+        exhausted = self._tickets_exhausted(adapter)
+        lacking = self.inputs.waits_for_columns(groups, chosen.reason, adapter, budget, exhausted=exhausted)
         if lacking:
             waits = self.explain("awaiting_columns", groups, adapter)
             return name_columns(waits, lacking, self.inputs.plugins.all_required)
         reason = self._reason(groups, chosen.reason, adapter)
         return self.explain(reason, groups, adapter, chosen if reason == chosen.reason else None)
 
-    def candidates(self) -> list[int]:
-        """List the oldest groups that the next batch may use, up to its budget."""
+    def list_prefetch_groups(self) -> list[int]:
+        """List the oldest groups that the next batch may use, up to its budget, so that they are read early."""
         numbers: list[int] = []
         for adapter in self._state.rotation.order(self.config.active_adapters):
             groups, budget = self.inputs.usable(self._state.next_step, adapter), self.inputs.own_budget(adapter)
@@ -269,17 +271,17 @@ class Selector:
         """Return whether no producer has asked for a ticket of an adapter for `PRODUCER_SILENCE_S`."""
         return self._clock() - self.last_asked_s[adapter] > PRODUCER_SILENCE_S
 
-    def _supplied(self, adapter: str) -> bool:
+    def _tickets_exhausted(self, adapter: str) -> bool:
         """Return whether no prompt of an adapter is left and none of its tickets is out."""
-        return not self._book.out_of(adapter) and self._book.used_up(adapter)
+        return not self._book.out_of(adapter) and self._book.prompts_exhausted(adapter)
 
-    def _ended(self, adapter: str) -> bool:
+    def _groups_exhausted(self, adapter: str) -> bool:
         """Return whether an adapter gets no more usable groups, neither from producers nor from stages."""
-        return self._supplied(adapter) and not self.inputs.incomplete(self._state.next_step, adapter).groups
+        return self._tickets_exhausted(adapter) and not self.inputs.incomplete(self._state.next_step, adapter).groups
 
-    def supply_ended(self) -> bool:
+    def batches_exhausted(self) -> bool:
         """Return whether no batch can come any more: no prompt left, no ticket out, too few groups everywhere."""
-        if not all(self._ended(name) for name in self.config.kept_adapters):
+        if not all(self._groups_exhausted(name) for name in self.config.kept_adapters):
             return False
         waits = (self.why_adapter_waits(name) for name in self.config.kept_adapters)
         return all(wait is not None and waits_for_groups(wait) for wait in waits)
@@ -333,4 +335,4 @@ def _least(limit: int | None, amount: int) -> int:
 
 
 def _count(shares: dict[str, AdapterShare]) -> int:
-    return sum(len(share.rows) for share in shares.values())
+    return sum(len(share.numbers) for share in shares.values())

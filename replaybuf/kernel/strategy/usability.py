@@ -46,8 +46,9 @@ class StalePolicies(NamedTuple):
         """Return which sources have a policy [rows]."""
         if not self.by_source:
             return np.full(len(sources), self.rest == policy)
-        others = [code for code, own in self.by_source.items() if (own == policy) != (self.rest == policy)]
-        having: npt.NDArray[np.bool_] = np.isin(sources, others) != (self.rest == policy)
+        by_rest = self.rest == policy
+        exceptions = [code for code, own in self.by_source.items() if (own == policy) != by_rest]
+        having: npt.NDArray[np.bool_] = np.isin(sources, exceptions) != by_rest
         return having
 
     def bounded_versions(
@@ -99,7 +100,7 @@ def usability_rules(
     yield UsabilityRule(rule, ("policy_version",), lambda values: values <= version, "later_version")
     if bounds.max_staleness is not None:
         yield _staleness_rule(config, version - bounds.max_staleness, bounds.max_staleness)
-    # Checked before a rewind, then stored after it by a direct writer or a leader that died.
+    # A direct writer, or a leader that died, may store a group after the rewind before which it was checked.
     published = state.published[adapter]
     rule = "has no token of a version that is not published"
     yield UsabilityRule(rule, ("policy_version_max",), lambda values: values <= published, "lost_lineage", "evict")

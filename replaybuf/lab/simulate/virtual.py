@@ -16,7 +16,7 @@ from replaybuf.errors import Invalid
 from replaybuf.kernel.decide.config import decide_create, decide_end
 from replaybuf.kernel.decide.eviction import decide_removals
 from replaybuf.kernel.decide.intake import decide_room, decide_tickets
-from replaybuf.kernel.decide.prompts import decide_failed
+from replaybuf.kernel.decide.prompts import decide_failed_prompt
 from replaybuf.kernel.decide.records import (
     GroupLabel,
     decide_ack,
@@ -31,7 +31,7 @@ from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import Ticket, TicketBook, TicketChange, prompt_key
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.waiting import StepWait
+from replaybuf.kernel.strategy.waiting_answer import BatchTimeout
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest, WaitingAnswer
 from replaybuf.wire.group_check import GroupLimits, Rejection, check_token_limits
@@ -55,7 +55,7 @@ class VirtualRun:
         self.selector = Selector("simulated", self.state, self.book, lambda: self.now_s, self.rates, limited=False)
         self._evicted: list[tuple[str, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
         self._stored_prompts: set[int] = set()
-        self._step_wait = StepWait()
+        self._batch_timeout = BatchTimeout()
         self._apply(created)
         self._apply(decide_attach(self.state, AttachRequest(dp_world_size=ranks), self.now_s))
         batch = self.config.batch
@@ -96,7 +96,7 @@ class VirtualRun:
 
     def _fail(self, change: TicketChange, reason: str) -> None:
         for ticket in change.failed:
-            self._apply(decide_failed(self.state, ticket, reason, self.now_s))
+            self._apply(decide_failed_prompt(self.state, ticket, reason, self.now_s))
 
     def rejection(self, tokens: int, longest_tokens: int) -> Rejection | None:
         """Return why the service would reject a group of this size."""
@@ -155,7 +155,7 @@ class VirtualRun:
         overdue = self.left_s(step) == 0
         chosen = self.selector.choose(overdue=overdue)
         if isinstance(chosen, WaitingAnswer):
-            self._step_wait.record(self.state, step, chosen, self.now_s)
+            self._batch_timeout.record(self.state, step, chosen, self.now_s)
             self._remove(decide_end(self.state, self.selector, self.now_s))
             return self.selector.explain("finished") if self.state.phase == "finished" else chosen
         index = self.state.index
@@ -168,7 +168,7 @@ class VirtualRun:
 
     def left_s(self, step: int) -> float | None:
         """Return the time until the batch of `step` may be short; None = no time-out is coming."""
-        return self._step_wait.left_s(self.state, step, self.now_s)
+        return self._batch_timeout.left_s(self.state, step, self.now_s)
 
     def feedback(self, record: BatchRecord) -> dict[str, Any]:
         """Make up the feedback of a trainer: the mean |advantage| of each group of its batch as priority."""

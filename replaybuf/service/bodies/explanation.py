@@ -18,7 +18,7 @@ from replaybuf.packing.cost import TYPICAL
 from replaybuf.packing.pack import Row, pack
 from replaybuf.store import IndexEntry
 from replaybuf.wire.answer.browse import StepRecord, UsedGroup
-from replaybuf.wire.answer.explain import MOST_ROWS, Choice, ChosenGroup, Layout, PackedRank, PackedRow, Packing
+from replaybuf.wire.answer.explain import MOST_ROWS, Choice, ChosenGroup, PackedRank, PackedRow, Packing, ShownLayout
 from replaybuf.wire.decoding import prepared
 from replaybuf.wire.ledger import BatchEntry, BatchRecord, pieces_of
 
@@ -31,7 +31,7 @@ def explain_record(
     record: BatchRecord,
     index_entries: Sequence[IndexEntry],
     shown: int,
-    layout: Layout | None,
+    layout: ShownLayout | None,
     when: Literal["assembled", "attached"],
 ) -> tuple[Choice, Packing | None]:
     """Return the choice and the packing of a batch; a `layout` needs the index entries of all its groups in `found`."""
@@ -77,7 +77,7 @@ def _describe(group: BatchEntry, entry: IndexEntry | None, at_s: float) -> Chose
 
 
 def describe_packing(
-    record: BatchRecord, entries: Mapping[int, IndexEntry], layout: Layout, when: Literal["assembled", "attached"]
+    record: BatchRecord, entries: Mapping[int, IndexEntry], layout: ShownLayout, when: Literal["assembled", "attached"]
 ) -> Packing:
     """Pack a batch for a layout. `entries`: the index entries of all its groups, by number."""
     own = [np.frombuffer(entries[group.number].strings.lengths, "<i4") for group in record.groups]

@@ -169,7 +169,7 @@ class Application:
             if not record_only or answer.status_code != HTTPStatus.NOT_MODIFIED:
                 return answer
             await answer.aclose()
-            await run.ingest()
+            await run.read_streams()
             record_only = None  # a rewind may have taken the record back: the leader answers then
 
     def _refuse(self, method: str, path: str) -> Response:

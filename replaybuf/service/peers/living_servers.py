@@ -14,10 +14,10 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.kernel.decide.leaders import Seniority, leading_release, wanted_leader
+from replaybuf.kernel.decide.rendezvous import Seniority, leading_release, wanted_leader
 from replaybuf.plugins.entry_points import ADMISSIONS, FILTERS, STRATEGIES, installed
 from replaybuf.service.clock import SYSTEM_CLOCK
-from replaybuf.service.run.lease import LEASE_S
+from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.store import AnnouncedServer, Store
 from replaybuf.version import __version__
 

@@ -1,1 +1,1 @@
-"""Reported state of a run: what `GET /v1/runs/{run}` and the metrics show, and its cache."""
+"""Reported state of a run: what `GET /v1/runs/{run}` and the metrics show, its cache, and candidates of a batch."""

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from replaybuf.kernel.figures.histograms import KINDS, AdapterCounts, GroupHistograms, Histogram
+from replaybuf.kernel.figures.histograms import KINDS, GroupHistograms, Histogram
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE
-from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
+from replaybuf.kernel.state.group_counts import AdapterCounts
+from replaybuf.kernel.state.lookups import explain_failed_share, read_failed_share
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.service.presence import Presence

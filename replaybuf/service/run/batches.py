@@ -13,14 +13,13 @@ import msgspec
 import numpy as np
 
 from replaybuf.errors import Conflict, Invalid, StrategyFault
-from replaybuf.kernel.decide.candidates import count_candidates
 from replaybuf.kernel.decide.config import decide_end
 from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_overlong, draft_batch
 from replaybuf.kernel.figures.waits import TrainerWaits
 from replaybuf.kernel.state.history import BatchState, RecordedBatch
-from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status, find_group_state
+from replaybuf.kernel.state.lookups import entry_of_batch, find_batch_status, find_group_state
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.waiting import StepWait
+from replaybuf.kernel.strategy.waiting_answer import BatchTimeout
 from replaybuf.service.bodies.assembly import (
     FetchedGroups,
     PackedBatch,
@@ -32,6 +31,7 @@ from replaybuf.service.bodies.assembly import (
 )
 from replaybuf.service.bodies.explanation import describe_batch
 from replaybuf.service.bodies.writer import Bodies, Part
+from replaybuf.service.report.candidates import count_candidates
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
@@ -74,7 +74,7 @@ class Batches:
         self.next_batch = NextBatch(journal, selector, self._bodies)
         self._packing = asyncio.Lock()
         self._polls = LongPolls(journal)
-        self._step_wait = StepWait()
+        self._batch_timeout = BatchTimeout()
         self._alarm: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ serving
@@ -156,7 +156,7 @@ class Batches:
             return self._selector.explain("paused")  # the decision has paused the run
         return await self._get_packed(step)
 
-    async def end_if_used_up(self) -> None:
+    async def end_if_exhausted(self) -> None:
         """Finish a run that has no prompts left, no ticket out and too few groups for a batch."""
         state = self._state
         if state.phase != "running" or state.next_step > state.step:
@@ -178,11 +178,11 @@ class Batches:
 
     def _left_s(self, step: int) -> float | None:
         """Return the time until the batch of `step` may be short; None = no time-out is coming."""
-        return self._step_wait.left_s(self._state, step, self._journal.clock.monotonic())
+        return self._batch_timeout.left_s(self._state, step, self._journal.clock.monotonic())
 
     def _record_wait(self, step: int, waits: WaitingAnswer) -> WaitingAnswer:
         """Count the trainer's wait from the first answer on; ask again for it when its time is over."""
-        self._step_wait.record(self._state, step, waits, self._journal.clock.monotonic())
+        self._batch_timeout.record(self._state, step, waits, self._journal.clock.monotonic())
         left_s = self._left_s(step)
         if left_s is None:
             return waits

@@ -10,16 +10,14 @@ from collections.abc import Iterable
 import msgspec
 
 from replaybuf.errors import NotFound, NotLeader
+from replaybuf.kernel.decide.cursors import Kept, find_kept, find_superfluous
 from replaybuf.kernel.state.cursors import (
     Cursor,
-    Kept,
     Page,
     Position,
     check_kind,
     describe,
-    find_kept,
     find_page,
-    find_superfluous,
     new_cursor,
     parse_position,
 )
@@ -96,7 +94,7 @@ class Cursors:
             with journal.recording_loss():
                 await journal.store.cursors.write(journal.name, journal.check_leading(), name, raw)
         except NotLeader:
-            journal.follow(None)
+            journal.become_follower(None)
             raise
         cursors.pop(name, None)
         self._idle_s.pop(name, None)

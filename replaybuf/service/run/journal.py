@@ -151,7 +151,7 @@ class Journal:
                 if not self.leading:
                     self.token = ""
 
-    def follow(self, leader_url: str | None) -> None:
+    def become_follower(self, leader_url: str | None) -> None:
         """Stop deciding, and cancel what was started as the leader."""
         self.token, self.leading, self.leader_url = "", False, leader_url
         for task in self._tasks:
@@ -245,7 +245,7 @@ class Journal:
                     self._apply(*entry)
             await self._read_groups(through)
 
-    async def ingest(self, published: Sequence[AppendResult]) -> None:
+    async def fold_published(self, published: Sequence[AppendResult]) -> None:
         """Fold groups that an append published; read those that others published before them."""
         arrived = [result for result in published if result.entry]
         before = arrived[0].number - 1 if arrived else 0
@@ -318,7 +318,7 @@ class Journal:
                     async with self._reading:
                         await self._read_groups(newest_group(entry.record))
         except NotLeader:
-            self.follow(None)
+            self.become_follower(None)
             raise
         except (ServiceUnavailable, asyncio.CancelledError):
             self._uncertain = True  # this record may be written, or one before it

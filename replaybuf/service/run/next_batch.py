@@ -183,7 +183,7 @@ class NextBatch:
         if isinstance(chosen, BatchSelection):
             numbers = chosen.rows.tolist()
         elif chosen.reason in ("too_few_groups", "too_few_tokens"):
-            numbers = self._selector.candidates()
+            numbers = self._selector.list_prefetch_groups()
         else:
             return
         await asyncio.sleep(0)  # choosing among a million groups takes a while

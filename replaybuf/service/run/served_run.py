@@ -2,8 +2,8 @@
 
 Life: `Run.create`, or `Run.load` (fold of both streams) and, with the lease, `lead` -> requests and `tick` -> `close`.
 
-Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches <- session;
-tickets <- batches.
+Who holds whom: journal <- side state <- tickets <- arrivals <- appends;  journal <- eviction <- batches;
+tickets <- batches <- trainer calls.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.evaluations import RecordedEvaluations
 from replaybuf.service.run.journal import Journal
-from replaybuf.service.run.lease import LeaseTimer
+from replaybuf.service.run.lease_timer import LeaseTimer
 from replaybuf.service.run.samples import Samples
-from replaybuf.service.run.session import Session
 from replaybuf.service.run.side_state import SideState
 from replaybuf.service.run.spill import Spill
 from replaybuf.service.run.tickets import Tickets
+from replaybuf.service.run.trainer_calls import TrainerCalls
 from replaybuf.service.run.trimming import Trimming
 from replaybuf.store import Ends, RunTickets, Store
 from replaybuf.wire.answer.run_status import ChosenStrategy, RunStatus
@@ -57,7 +57,7 @@ DIRECT_WRITES_S = 60.0
 
 
 class Run:
-    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them to the trainer of `session`.
+    """One run: `appends` stores groups, `tickets` admits them, `batches` serves them to the trainer of `trainer_calls`.
 
     `selector` calls the strategy, `journal` keeps state and ledger, `rates` are measured by this server.
     """
@@ -90,7 +90,7 @@ class Run:
         self.cursors = Cursors(journal)
         self.evaluations = RecordedEvaluations(journal)
         self.samples = Samples(journal, self.batches)
-        self.session = Session(
+        self.trainer_calls = TrainerCalls(
             journal, self.selector, self.eviction, self.batches, self.rates, self.cursors, self.samples
         )
         self.trimming = Trimming(journal)
@@ -193,9 +193,9 @@ class Run:
         watched = trained or produced or presence.producers.any_announced()
         return now_s >= self._busy_until_s + for_s and not watched
 
-    async def ingest(self) -> None:
+    async def read_streams(self) -> None:
         """Read what is new in the streams."""
-        await (self._pull() if self.journal.leading else self.arrivals.follow())
+        await (self._pull() if self.journal.leading else self.arrivals.read_streams())
 
     async def check_ends(self, shown: Ends | ReplaybufError) -> None:
         """Check that Redis kept what it acknowledged; read groups that producers wrote to it directly."""
@@ -227,14 +227,14 @@ class Run:
         self.state_cache.look()
 
     async def _tick_leader(self) -> None:
-        """Expire tickets and cursors, finish a used-up run, keep samples, delete freed payloads, trim."""
+        """Expire tickets and cursors, finish an exhausted run, keep samples, delete freed payloads, trim."""
         await self.arrivals.settle()
         await self.side_state.write_removed()
         await self.tickets.take_back(heard=not self.lease.ended())
         await self.tickets.expire()
         await self.tickets.apply_failed_rule()
-        if all(self.book.used_up(name) for name in self.journal.config.kept_adapters):
-            await self.batches.end_if_used_up()
+        if all(self.book.prompts_exhausted(name) for name in self.journal.config.kept_adapters):
+            await self.batches.end_if_exhausted()
         await self.samples.keep()
         await self.journal.free_payloads(self.spill.forget)
         self.spill.start()
@@ -283,7 +283,7 @@ class Run:
         async with self.journal.decision():
             check_deletable(self.state, self.name)
             await self.journal.store.runs.mark_deleted(self.name, self.journal.check_leading())
-            self.journal.follow(None)
+            self.journal.become_follower(None)
 
     async def purge(self, *, by: str = "") -> int:
         """Delete the bytes of dead letters, except those in batches that may be requested again; return how many.

@@ -42,7 +42,7 @@ class SideState:
         self._process_id = self._journal.store.connection.process_id
         self.restore(await self._journal.store.tickets.read_one(self._journal.name))
 
-    async def follow(self) -> None:
+    async def reload_followed(self) -> None:
         """Replace a follower's tickets and counters by those of the leader."""
         term = self._journal.terms
         self.restore_followed(await self._journal.store.tickets.read_one(self._journal.name), term)
@@ -73,7 +73,7 @@ class SideState:
                 with self.uncertain_on_failure():
                     await journal.store.counters.add(journal.name, counts, journal.token)
             except NotLeader:
-                journal.follow(None)
+                journal.become_follower(None)
                 raise
             self.rejected.update(reasons)
 
@@ -106,7 +106,7 @@ class SideState:
                     durably=durably,
                 )
         except NotLeader:
-            journal.follow(None)
+            journal.become_follower(None)
             raise
         for ticket in removed:  # some were added, or written by another task, meanwhile
             self._to_remove.pop(ticket, None)

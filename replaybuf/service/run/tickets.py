@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from replaybuf.errors import Invalid, StrategyFault
 from replaybuf.kernel.decide.config import decide_failed_share
-from replaybuf.kernel.decide.intake import decide_tickets, held
-from replaybuf.kernel.decide.prompts import decide_failed
+from replaybuf.kernel.decide.intake import count_held, decide_tickets
+from replaybuf.kernel.decide.prompts import decide_failed_prompt
 from replaybuf.kernel.decide.records import check_adapter
 from replaybuf.kernel.state.return_reasons import is_failure
 from replaybuf.kernel.state.tickets import Ticket, TicketChange, parse_ticket, prompt_key, reissue_of
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.kernel.strategy.waiting import waiting
+from replaybuf.kernel.strategy.waiting_answer import waiting
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
 from replaybuf.service.run.side_state import SideState
@@ -123,7 +123,7 @@ class Tickets:
                     await self._save(self._book.give_back(ticket, "shutdown"))
                 return Round(shares)
         except StrategyFault:  # `admit` failed: the decision has paused the run
-            return Round([], waiting("paused", held(journal.state, self._selector, adapter), journal.state))
+            return Round([], waiting("paused", count_held(journal.state, self._selector, adapter), journal.state))
 
     def _assign(self, change: TicketChange, shares: Iterable[tuple[_Producer, list[Ticket]]]) -> None:
         """Record which producer got which ticket; it calls, so it is not gone."""
@@ -192,7 +192,7 @@ class Tickets:
         with self._side_state.uncertain_on_failure():
             # The ledger first: if we die between, the ticket of a failed prompt is still there and fails again.
             for ticket in change.failed:
-                await journal.append(decide_failed(journal.state, ticket, reason, journal.clock.wall()))
+                await journal.append(decide_failed_prompt(journal.state, ticket, reason, journal.clock.wall()))
             await self._side_state.save(change)
         if change.failed:
             await self._apply_failed_rule()

@@ -28,7 +28,7 @@ class AdapterCandidates(msgspec.Struct, frozen=True, omit_defaults=True):
     left_out: dict[str, int] = {}
 
 
-class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
+class ShownLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """Layout of the attached trainer: ranks, tokens per row, alignment, and the cost that balances ranks."""
 
     dp_world_size: int
@@ -49,7 +49,7 @@ class Candidates(msgspec.Struct, frozen=True, omit_defaults=True):
     rejected: dict[str, int]
     adapters: dict[str, AdapterCandidates]
     filters: list[str] = []
-    layout: Layout | None = None
+    layout: ShownLayout | None = None
 
 
 class Arrivals(Answer, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from replaybuf.errors import BrokenFrame, Gone, NotFound, SpillAway
 from replaybuf.kernel.rows.column_table import SCORES
 from replaybuf.kernel.state.group_life import describe_life
 from replaybuf.kernel.state.group_query import GroupQuery
-from replaybuf.kernel.state.queries import find_group_state, list_dead_letters, steps_by_group
+from replaybuf.kernel.state.lookups import find_group_state, list_dead_letters, steps_by_group
 from replaybuf.service.bodies.assembly import FetchedGroups, fetch_groups, read_frames
 from replaybuf.service.bodies.shown_rollout import PREVIEW, show_rollout
 from replaybuf.service.http.call.group_pages import find_page

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from replaybuf.errors import Gone
 from replaybuf.kernel.state.cursors import Page
-from replaybuf.kernel.state.queries import steps_by_group
+from replaybuf.kernel.state.lookups import steps_by_group
 from replaybuf.service.http.body.requests import (
     LIMIT,
     WAIT_MS,

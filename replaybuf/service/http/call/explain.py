@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replaybuf.errors import NotFound
-from replaybuf.kernel.decide.candidates import arrivals_between, count_candidates, layout_of
-from replaybuf.kernel.state.queries import entry_of_batch, find_batch_status
+from replaybuf.kernel.state.lookups import entry_of_batch, find_batch_status
 from replaybuf.service.bodies.explanation import explain_record
 from replaybuf.service.http.body.requests import GENERATION, STEP, Number, number, optional_number
 from replaybuf.service.http.call.handlers import json_response, run_of
+from replaybuf.service.report.candidates import arrivals_between, count_candidates, layout_of
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.turns import call_beside
-from replaybuf.wire.answer.explain import Arrivals, BatchExplanation, Candidates, Choice, Layout, Packing
+from replaybuf.wire.answer.explain import Arrivals, BatchExplanation, Candidates, Choice, Packing, ShownLayout
 from replaybuf.wire.ledger import BatchRecord
 
 SHOWN = Number("limit", 20, 0, 1000)
@@ -116,7 +116,7 @@ def _since_last(
 
 def _layout(
     run: Run, own: Candidates | None, *, retained: bool
-) -> tuple[Layout | None, Literal["assembled", "attached"]]:
+) -> tuple[ShownLayout | None, Literal["assembled", "attached"]]:
     """Return the layout to show, and whose it is: an unacked batch is packed for the trainer that is attached now."""
     if own and own.layout and not retained:
         return own.layout, "assembled"
@@ -127,7 +127,7 @@ async def _describe(
     run: Run,
     record: BatchRecord,
     shown: int,
-    layout: Layout | None,
+    layout: ShownLayout | None,
     when: Literal["assembled", "attached"],
     unknown: list[str],
 ) -> tuple[Choice, Packing | None]:

@@ -13,8 +13,8 @@ from replaybuf.errors import Gone, Invalid
 from replaybuf.kernel.decide.records import check_adapter
 from replaybuf.kernel.rows.index import ENTRY, Numbers
 from replaybuf.kernel.state.group_query import Columns, GroupMatcher, GroupOrder, GroupQuery, Ranking, Window
+from replaybuf.kernel.state.lookups import GROUP_STATES
 from replaybuf.kernel.state.pool import RETIRED
-from replaybuf.kernel.state.queries import GROUP_STATES
 from replaybuf.service.http.body.requests import AFTER, LIMIT, Number, Real, Text, number, optional_number, real, text
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import IndexEntry

@@ -215,7 +215,7 @@ async def get_policy(request: Request) -> Response:
     run = await run_of(request)
     after, adapter = optional_number(request, NEWER_THAN), text(request, ADAPTER) or ""
     gone = functools.partial(leaves, request)
-    return json_response(await run.session.policy_after(after, wait_s(request), adapter, gone))
+    return json_response(await run.trainer_calls.policy_after(after, wait_s(request), adapter, gone))
 
 
 async def post_policy(request: Request) -> Response:
@@ -224,13 +224,13 @@ async def post_policy(request: Request) -> Response:
     body = await read_json(request, PolicyRequest)
     step = body.version * run.journal.config.steps_per_publish - 1  # the last one trained into this version
     with _span(run, "publish", step):
-        return json_response(await run.session.publish(body.version, body.epoch, body.weights_uri, body.adapter))
+        return json_response(await run.trainer_calls.publish(body.version, body.epoch, body.weights_uri, body.adapter))
 
 
 async def post_attach(request: Request) -> Response:
     """Attach a trainer and fence older epochs."""
     run = await led_run_of(request)
-    return json_response(await run.session.attach(await read_json(request, AttachRequest)))
+    return json_response(await run.trainer_calls.attach(await read_json(request, AttachRequest)))
 
 
 async def get_batch(request: Request) -> Response:
@@ -252,7 +252,7 @@ async def post_ack(request: Request) -> Response:
     body = await read_ack(request, request.app.state.decoders)
     step = number(request, STEP)
     with _span(run, "ack", step):
-        return json_response(await run.session.ack(step, body.epoch, body.feedback, body.metrics))
+        return json_response(await run.trainer_calls.ack(step, body.epoch, body.feedback, body.metrics))
 
 
 def _span(run: Run, name: str, step: int) -> AbstractContextManager[object]:
@@ -266,7 +266,7 @@ async def post_checkpoint(request: Request) -> Response:
     run = await led_run_of(request)
     body = await read_json(request, CheckpointRequest)
     keep = 1 if body.keep is None else body.keep
-    return json_response(await run.session.checkpoint(body.step, body.epoch, keep))
+    return json_response(await run.trainer_calls.checkpoint(body.step, body.epoch, keep))
 
 
 # ---------------------------------------------------------------------- browsing

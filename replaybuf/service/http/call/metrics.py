@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from replaybuf.kernel.figures.histograms import Histogram
 from replaybuf.kernel.figures.step_figures import StepFigures
 from replaybuf.kernel.rows.index import IN_BATCHES
-from replaybuf.kernel.state.queries import explain_failed_share, read_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share, read_failed_share
 from replaybuf.metric_push import Identity, Pusher
 from replaybuf.service.host import Service
 from replaybuf.service.http.call.metric_text import MetricText

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from replaybuf import report
 from replaybuf.kernel.figures.step_figures import StepRow, stands_still
 from replaybuf.kernel.rows.index import IN_BATCHES, LIVE
-from replaybuf.kernel.state.queries import explain_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share
 from replaybuf.service.http.body.requests import Number, number, optional_number
 from replaybuf.service.http.call.handlers import json_response, run_of, service_of
 from replaybuf.service.http.call.visible_runs import list_runs, list_unreadable

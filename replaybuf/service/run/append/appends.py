@@ -25,7 +25,7 @@ from replaybuf.errors import (
     ServiceUnavailable,
     TooLarge,
 )
-from replaybuf.kernel.decide.intake import NO_LOAD, decide_room, limits_room
+from replaybuf.kernel.decide.intake import NO_LOAD, decide_room, has_limits
 from replaybuf.kernel.state.limits import Load
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.admission_plugins import AdmissionPlugins, PluginTime
@@ -142,7 +142,7 @@ class Appends:
             checked = [item for _, item in ready]
             loads = [_load(item) for item in checked]
             fits, refusal = len(checked), None
-            if limits_room(self._journal.config.limits):
+            if has_limits(self._journal.config.limits):
                 fits, refusal = await self._fitting(checked, loads)
             # Reserve what they take until they are in the index.
             taken = Load.total(loads[:fits])
@@ -168,8 +168,8 @@ class Appends:
         """Take in what was decided since the last check. Raises `NotLeader` if this server has just lost the lead."""
         journal = self._journal
         if not journal.token:
-            await self._arrivals.follow()
-            await self._side_state.follow()
+            await self._arrivals.read_streams()
+            await self._side_state.reload_followed()
         if journal.token:  # this server leads, or takes over meanwhile
             async with journal.decision():
                 pass
@@ -263,7 +263,7 @@ class Appends:
             appended = await journal.store.groups.append(
                 journal.name, items, journal.state.published, journal.clock.wall(), checked_at
             )
-        await journal.ingest(appended)
+        await journal.fold_published(appended)
         for outcome in appended:
             if outcome.entry is None:
                 self._side_state.duplicates += not outcome.taken

@@ -35,7 +35,7 @@ class Arrivals:
         await self._journal.pull()
         await self.settle()
 
-    async def follow(self) -> None:
+    async def read_streams(self) -> None:
         """Read what the leader wrote to both streams."""
         await self._journal.catch_up()
         await self.settle()

@@ -59,7 +59,7 @@ class GroupCheck:
     def check(self, item: Incoming) -> PendingGroup:
         """Return the group with advantages, frame and checksum. Raises `GroupRejected`."""
         if item.rejection or item.group is None:
-            raise item.rejection or GroupRejected("malformed", "the group does not decode")
+            raise item.rejection or GroupRejected("broken_frame", "the group does not decode")
         if self._journal.state.phase == "finished":
             raise GroupRejected("run_finished", f"run {self._journal.name} is finished and takes no groups")
         config = self._journal.config

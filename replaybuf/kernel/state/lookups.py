@@ -1,9 +1,9 @@
-"""Queries on the state of a run: where a group is, which steps used it, its ledger entries, its failed prompts."""
+"""Lookups in the state of a run: where a group is, which steps used it, its ledger entries, its failed prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -13,11 +13,12 @@ from replaybuf.kernel.state.failed_prompts import FAILED_SHARE, FailedShare
 from replaybuf.kernel.state.pool import PURGED, RETIRED
 from replaybuf.kernel.state.run_state import RunState
 
-GROUP_STATES = ("live", "in_batches", "evicted", "dead_lettered", RETIRED)
+GroupState = Literal["live", "in_batches", "evicted", "dead_lettered", "retired"]
+GROUP_STATES: tuple[GroupState, ...] = get_args(GroupState)
 """State of a group by the state of its index row; a freed row was retired, or evicted before."""
 
 
-def find_group_state(state: RunState, number: int) -> tuple[str, str | None]:
+def find_group_state(state: RunState, number: int) -> tuple[GroupState, str | None]:
     """Return the state of group `number`, one of `GROUP_STATES`, and the reason of a drop.
 
     Raises `Gone` for a freed group whose history is trimmed.

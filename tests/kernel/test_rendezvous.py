@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replaybuf.kernel.decide.leaders import Seniority, leading_release, wanted_leader
+from replaybuf.kernel.decide.rendezvous import Seniority, leading_release, wanted_leader
 
 RUNS = [f"run-{number}" for number in range(400)]
 servers = st.sets(st.text(min_size=1, max_size=40), min_size=1, max_size=9).map(frozenset)

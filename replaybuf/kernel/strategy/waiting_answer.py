@@ -1,6 +1,6 @@
 """Answers to a trainer or producer that has to wait: the reason, what is there, what is missing, who has to act.
 
-`StepWait`: after `batch.timeout_s` the next batch of a trainer that waits may be short.
+`BatchTimeout`: after `batch.timeout_s` the next batch of a trainer that waits may be short.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from replaybuf.kernel.state.queries import explain_failed_share
+from replaybuf.kernel.state.lookups import explain_failed_share
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.wire.contract import RETRY_AFTER_S, Amount, WaitingAnswer
 from replaybuf.wire.wait_reasons import REASONS, WAIT_REASONS
@@ -61,7 +61,7 @@ def waiting(
     )
 
 
-class StepWait:
+class BatchTimeout:
     """The wait of the attached trainer for its next unacked step; the caller passes a time that does not jump.
 
     A request for a later step is a prefetch: the trainer is busy, so its time does not count. Nor does time in which

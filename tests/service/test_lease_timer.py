@@ -9,7 +9,7 @@ from typing import Any
 
 from replaybuf.service.leadership import Leadership
 from replaybuf.service.peers.living_servers import LivingServers
-from replaybuf.service.run.lease import LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
+from replaybuf.service.run.lease_timer import LEASE_S, LEFT_S, MARGIN_S, RENEWAL_S, TOGETHER_S, LeaseTimer
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import EmbeddedServer, HeldLease, Store, keys
 from replaybuf.wire.config import BatchSpec, RunConfig

@@ -14,7 +14,7 @@ from replaybuf.kernel.state.history import AttachedTrainer
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.inputs import StrategyInputs
 from replaybuf.kernel.strategy.selection import Selector
-from replaybuf.wire.answer.explain import AdapterCandidates, Arrivals, Candidates, Layout
+from replaybuf.wire.answer.explain import AdapterCandidates, Arrivals, Candidates, ShownLayout
 from replaybuf.wire.contract import Amount
 
 
@@ -58,11 +58,11 @@ def _count_left_out(state: RunState, inputs: StrategyInputs, adapter: str) -> tu
     return left_out, left
 
 
-def layout_of(attachment: AttachedTrainer | None) -> Layout | None:
+def layout_of(attachment: AttachedTrainer | None) -> ShownLayout | None:
     """Return the layout of a trainer; None if none is attached."""
     if attachment is None:
         return None
-    return Layout(attachment.dp_world_size, attachment.seq_len, attachment.pad_to_multiple_of, attachment.cost)
+    return ShownLayout(attachment.dp_world_size, attachment.seq_len, attachment.pad_to_multiple_of, attachment.cost)
 
 
 def arrivals_between(before: Candidates | None, now: Candidates) -> Arrivals:

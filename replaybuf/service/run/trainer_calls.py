@@ -1,4 +1,4 @@
-"""The trainer's side of a run: attach and fence, ack, publish versions, record checkpoints."""
+"""Calls of the trainer of a run: attach and fence, ack, publish versions, record checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from replaybuf.wire.contract import AckedStep, Attachment, AttachRequest, Checkp
 logger = logging.getLogger(__name__)
 
 
-class Session:
+class TrainerCalls:
     """Calls of the attached trainer. A call with an older epoch raises `Fenced`."""
 
     def __init__(
