@@ -1,4 +1,4 @@
 """Decisions, pure: no I/O, no clock, no event loop. Only calls of plug-ins are timed and logged (`Selector.ask`).
 
-The rooms, from the lowest floor up: `rows`, `figures`, `state`, `strategy`, `decide`.
+Read `state`, then `strategy` and `decide`. Below lie `rows`, the index of groups, and `figures`, which are only shown.
 """
