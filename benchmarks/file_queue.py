@@ -200,6 +200,7 @@ def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
     import torch
 
     from replaybuf_trainer.feeds.service import ServiceFeed
+    from replaybuf_trainer.option_groups import ReaderOptions
     from replaybuf_trainer.options import TrainOptions
     from replaybuf_trainer.trainer import Trainer
 
@@ -211,7 +212,7 @@ def train(folder: Folder, engine_url: str, steps: int, seed: int) -> None:
         engines=(engine_url,),
         checkpoint_dir=folder.checkpoints,
         weights_dir=folder.weights,
-        wait_ms=run_file.LONG_POLL_MS,
+        reader_options=ReaderOptions(wait_ms=run_file.LONG_POLL_MS),
         learning_rate=run_file.LEARNING_RATE,
         metrics_file=folder.train_metrics,
         seed=seed,

@@ -144,7 +144,7 @@ def main() -> int:
             "gpus": [torch.cuda.get_device_name(number) for number in range(gpus)],
             "model_parameters": parameters,
             "seq_len": shape.seq_len,
-            "attention": settings["trainer"]["attention"],
+            "attention": settings["trainer"]["model_options"]["attention"],
             "publisher": settings["trainer"]["publisher"],
             **figures_of(folder / "data" / "metrics"),
         }
@@ -231,11 +231,13 @@ def run_settings(shape: Shape, vllm: Path, steps: int, gpus: int) -> dict[str, A
         "trainer": {
             "model": "model",
             "dtype": shape.dtype,
-            "attention": "flash" if gpus and has_flash_attention() else "sdpa",
+            "model_options": {
+                "attention": "flash" if gpus and has_flash_attention() else "sdpa",
+                "activation_checkpointing": int(bool(gpus)),
+            },
             "publisher": "nccl" if apart else "reload",
             "learning_rate": 1e-6,
             "rows_per_forward": 1,
-            "activation_checkpointing": bool(gpus),
             "checkpoint_every_steps": steps,
             "env": {**environment, **({"CUDA_VISIBLE_DEVICES": "1"} if apart else {})},
         },

@@ -108,7 +108,7 @@ def main() -> None:
             address = helper.stdout.readline().split()[-1] if helper.stdout else ""
             publishers: dict[str, Publisher] = {
                 FOLDER: ReloadPublisher(PublisherSetup(weights_dir=root / FOLDER, engines=(engine,)), None),
-                HTTP: HttpPublisher(PublisherSetup(weights_dir=root / HTTP, engines=(address,)), HttpOptions()),
+                HTTP: HttpPublisher(PublisherSetup(weights_dir=root / HTTP, engines=(address,)), HttpOptions(port=0)),
             }
             for version in range(arguments.rounds + 1):
                 for side, publisher in publishers.items():

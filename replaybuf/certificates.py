@@ -52,26 +52,23 @@ class Certificate:
         return tuple(times_ns)
 
 
-def open_certificate(
-    chain: Path | None, key: Path | None, options: tuple[str, str] = ("tls_cert", "tls_key")
-) -> Certificate | None:
-    """Return the certificate of a server; None without files. `options`: names of both. Raises `Invalid`."""
+def open_certificate(chain: Path | str | None, key: Path | str | None) -> Certificate | None:
+    """Return the certificate of a server; None without files. Raises `Invalid`."""
     if chain is not None and key is not None:
-        return Certificate(chain, key)
+        return Certificate(Path(chain), Path(key))
     if chain is None and key is None:
         return None
-    missing = options[key is None]
-    needed = " and ".join(f"--{option.replace('_', '-')}" for option in options)
-    raise Invalid(f"{missing} is not set; TLS needs {needed}", name=missing, value=None)
+    missing = "tls_cert" if chain is None else "tls_key"
+    raise Invalid(f"{missing} is not set; TLS needs tls_cert and tls_key", name=missing, value=None)
 
 
-def client_context(authorities: Path | None, option: str = "tls_ca") -> ssl.SSLContext:
+def client_context(authorities: Path | str | None) -> ssl.SSLContext:
     """Return what verifies servers: by the authorities in a PEM file, else by those of the system. Raises `Invalid`."""
     try:
         return ssl.create_default_context(cafile=authorities)
     except OSError as error:
-        detail = f"{option} is {authorities}: {error}; it must be a PEM file with certificates of authorities"
-        raise Invalid(detail, name=option, value=str(authorities)) from error
+        detail = f"tls_ca is {authorities}: {error}; it must be a PEM file with certificates of authorities"
+        raise Invalid(detail, name="tls_ca", value=str(authorities)) from error
 
 
 def _server_context(chain: Path, key: Path) -> ssl.SSLContext:

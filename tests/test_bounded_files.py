@@ -35,8 +35,9 @@ from replaybuf.service.http.guard.token_file import read_tokens
 from replaybuf.wire.model.checkpoints import read_state
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.engine.lora import read_lora
-from replaybuf_trainer.feeds.fake import read_shapes
+from replaybuf_trainer.feeds.fake import with_vocabulary
 from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.option_groups import FakeShapes
 
 
 class Line(msgspec.Struct):
@@ -59,7 +60,7 @@ READERS: dict[str, tuple[str, int, Callable[[Path], object]]] = {
     "export": ("manifest.json", RECORDING_BYTES, lambda path: ExportReader(path.parent)),
     "tokenizer": ("tokenizer.json", MODEL_FILE_BYTES, lambda path: Tokenizer(path.parent)),
     "model": ("config.json", MODEL_FILE_BYTES, lambda path: load_model(path.parent)),
-    "model of made-up batches": ("config.json", MODEL_FILE_BYTES, lambda path: read_shapes("{}", path.parent)),
+    "made-up batches": ("config.json", MODEL_FILE_BYTES, lambda path: with_vocabulary(FakeShapes(), path.parent)),
     "adapter": ("adapter_config.json", CONFIG_BYTES, lambda path: read_lora(None, path.parent)),
     "checkpoint": ("state.json", STATE_BYTES, lambda path: read_state(path.parent)),
 }

@@ -211,7 +211,7 @@ def test_prometheus_scrapes_the_service_with_the_readers_token() -> None:
     assert "--port 8900" in SERVICES["serve"]["command"]
     for other in others:
         ((name, port),) = (target.split(":") for target in other["static_configs"][0]["targets"])
-        assert other["job_name"] == f"replaybuf-{name}" and f"--metrics-port {port}" in str(
+        assert other["job_name"] == f"replaybuf-{name}" and f"--metrics-address 0.0.0.0:{port}" in str(
             SERVICES[name]["entrypoint"]
         )
     assert all((DOCKER / name).is_file() for name in config["rule_files"])

@@ -139,7 +139,7 @@ def training(folder: Path, url: str) -> Iterator[list[str]]:
     }
     with contextlib.ExitStack() as ends, (folder / "training.log").open("w") as log, engine_process(model) as engine:
         for command, options in commands.items():
-            named = {"url": url, "run": "main", "engine": engine.url, "metrics-port": ports[command], **options}
+            named = {"url": url, "run": "main", "engine": engine.url, "metrics-address": ports[command], **options}
             words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
             process = ForkedProcess("replaybuf", [command, *words], os.environ, log, trainer=command == "train")
             ends.enter_context(process)

@@ -7,6 +7,7 @@ Order: file, environment, flags; the later wins. `replaybuf serve --port 9000` i
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 import tomllib
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cyclopts import App, Argument, ArgumentCollection
-from cyclopts.config import Env, Toml
+from cyclopts.config import Dict, Env
 
 from replaybuf.errors import Invalid
 from replaybuf.files import CONFIG_BYTES, read_bounded
@@ -31,10 +32,7 @@ RUN_OPTION = "--run"
 def sources(app: App, config: Path | None) -> tuple[Any, ...]:
     """Return where cyclopts reads options from, besides the flags. Raises `Invalid` for a broken file."""
     environment = _Environment("REPLAYBUF_")
-    files: tuple[Toml, ...] = ()
-    if config is not None:
-        _check_tables(app, config)
-        files = (Toml(config, must_exist=True, search_parents=False),)
+    files = () if config is None else (_File(_read_tables(app, config), source=str(config.absolute())),)
     return _place_run, environment, _place_run, *files, _place_run, _check_missing
 
 
@@ -101,8 +99,25 @@ class _Environment(Env):
                 logger.warning("environment variable %s is not an option of %s%s", name, " ".join(commands), hint)
 
 
-def _check_tables(app: App, path: Path) -> None:
-    """Raise `Invalid` for a file that is not TOML, or that has anything but one table per command.
+class _File(Dict):
+    """Options from the tables of a file. An option that is itself a table becomes JSON, as its flag has it."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Fill `arguments` from the table of the command."""
+        Dict(_with_json(self.data, len(commands)), source=self.source)(app, commands, arguments)
+
+
+def _with_json(node: Any, depth: int) -> Any:
+    """Write the tables more than `depth` levels below as JSON."""
+    if not isinstance(node, dict):
+        return node
+    if depth < 0:
+        return json.dumps(node, default=str)
+    return {key: _with_json(value, depth - 1) for key, value in node.items()}
+
+
+def _read_tables(app: App, path: Path) -> dict[str, Any]:
+    """Read a file. Raises `Invalid` if it is not TOML, or has anything but one table per command.
 
     The keys of a table are checked when its command runs: plug-in commands are imported only then.
     """
@@ -122,3 +137,4 @@ def _check_tables(app: App, path: Path) -> None:
                 value=name,
                 bound=commands,
             )
+    return tables

@@ -188,8 +188,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         cause = error.strerror or error
         raise ServiceUnavailable(
-            f"cannot listen on {host}:{port}: {cause}; choose another --metrics-port (0 takes a free port)",
-            name="metrics_port",
+            f"cannot listen on {host}:{port}: {cause}; choose another --metrics-address (port 0 takes a free one)",
+            name="metrics_address",
             value=port,
             bound="a free port",
         ) from None

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from cyclopts.types import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt
+from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.engines import Server, open_engine
-from replaybuf.generator.environments.length_penalty import LengthPenaltyOptions
+from replaybuf.generator.environments.length_penalty import LengthPenalty, LengthPenaltyOptions
 from replaybuf.generator.fleet import OnPublish
 from replaybuf.generator.fleet.concurrency import Bounds
 from replaybuf.generator.inflight import PATIENCE_S
 from replaybuf.generator.prompts.filters import PromptFilterOptions
 from replaybuf.generator.stage.logprobs import LogprobOptions
+from replaybuf.option_types import ListenAddress, OptionGroup, Positive, about, group_option
 
 LIVE = ("max_inflight_groups", "min_inflight_groups", "temperature", "report_every_s")
 """Options that SIGHUP changes in a running generator."""
@@ -27,6 +28,18 @@ LIVE = ("max_inflight_groups", "min_inflight_groups", "temperature", "report_eve
 def default_producer() -> str:
     """Return a name for this process: host name and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
+
+
+@group_option
+class EvaluationOptions(OptionGroup, frozen=True, kw_only=True):
+    """Evaluations of --eval-prompts, such as {"samples": 4}."""
+
+    every_versions: Annotated[
+        Positive, about("Weight versions between two evaluations; the first is at the start.")
+    ] = 10
+    environment: Annotated[str | None, about("Environment that scores the prompts. Default: --environment.")] = None
+    samples: Annotated[Positive, about("Completions per held-out prompt.")] = 1
+    temperature: Annotated[float, about("Sampling temperature; 0 = greedy.", ge=0)] = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,44 +135,33 @@ class GenerateOptions(SamplingOptions):
     reward_processes: NonNegativeInt = 0
     """Number of processes that score completions, for rewards that need much CPU time. A process that exceeds
     reward_timeout_s is killed and restarted. 0: score in threads."""
-    length_penalty: Annotated[LengthPenaltyOptions, Parameter(name="*")] = dataclasses.field(
-        default_factory=LengthPenaltyOptions
-    )
-    """Penalty for completions near the maximum length."""
+    length_penalty: LengthPenaltyOptions | None = None
     eval_prompts: str | None = None
     """Source of held-out prompts to evaluate during generation, in the same form as prompts; it must be finite.
     Default: no evaluation."""
-    eval_every: PositiveInt = 10
-    """Number of weight versions between two evaluations. The first evaluation runs at the start."""
-    eval_environment: str | None = None
-    """Environment that scores held-out prompts; default: the value of environment."""
-    eval_samples: PositiveInt = 1
-    """Number of completions per held-out prompt."""
-    eval_temperature: NonNegativeFloat = 0.0
-    """Sampling temperature for held-out prompts; 0 = greedy."""
+    eval_options: EvaluationOptions = dataclasses.field(default_factory=EvaluationOptions)
     compress: bool = False
     """Compress token ids and masks with zstd: less network traffic and Redis memory, more CPU time."""
     metrics_file: Path | None = None
     """File to append one JSON line per report to."""
     report_every_s: PositiveFloat = 10.0
     """Time between two reports, in seconds."""
-    metrics_host: str = "127.0.0.1"
-    """Address to listen on for metrics_port."""
-    metrics_port: Port | None = None
-    """Port of GET /metrics and GET /healthz; 0 takes a free port and prints it. Default: no metrics."""
+    metrics_address: ListenAddress | None = None
+    """Address of GET /metrics and GET /healthz: HOST:PORT, or PORT on 127.0.0.1; port 0 takes a free one and prints it.
+    Default: no metrics."""
     logprobs: Annotated[LogprobOptions, Parameter(name="*")] = dataclasses.field(default_factory=LogprobOptions)
     """Additional logprobs of every group."""
-    filters: Annotated[PromptFilterOptions, Parameter(name="*")] = dataclasses.field(
-        default_factory=PromptFilterOptions
-    )
-    """Prompts to drop at load."""
+    prompt_filter: PromptFilterOptions = dataclasses.field(default_factory=PromptFilterOptions)
 
     def check(self) -> None:
         """Raise `Invalid` where options contradict each other."""
         self.logprobs.check()
-        self.filters.check()
-        self.length_penalty.penalty(self.max_tokens)
+        self.open_length_penalty()
         Bounds(self.min_inflight_groups, self.max_inflight_groups)
+
+    def open_length_penalty(self) -> LengthPenalty | None:
+        """Return the penalty of `length_penalty`. Raises `Invalid` for lengths that `max_tokens` contradicts."""
+        return None if self.length_penalty is None else self.length_penalty.penalty(self.max_tokens)
 
     def live_changes(self, options: GenerateOptions) -> dict[str, Any]:
         """Return the `options` that differ from these, by name. Raises `Invalid` where one of them is not in `LIVE`."""

@@ -79,8 +79,8 @@ def check_length_penalty(penalty: LengthPenalty | None, facts: RunFacts) -> None
     if penalty is not None and facts.advantage == PROCESS:
         raise Invalid(
             f"advantage of the run is {PROCESS!r}, which uses process rewards in place of the reward; remove "
-            "length_penalty_cache, or choose another advantage",
-            name="length_penalty_cache",
+            "length_penalty, or choose another advantage",
+            name="length_penalty",
             value=penalty.cache_tokens,
         )
 
@@ -122,7 +122,7 @@ def check_fit(
 def _remedy(longest_prompt: int) -> str:
     if longest_prompt < 1:
         return "lower --max-tokens"
-    return f"--max-prompt-tokens {longest_prompt} drops prompts that are too long"
+    return f"--prompt-filter '{{\"max_tokens\": {longest_prompt}}}' drops prompts that are too long"
 
 
 def check_vocabulary(facts: RunFacts, tokenizer: Tokenizer) -> None:

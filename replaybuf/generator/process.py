@@ -65,8 +65,8 @@ async def run_generator(options: GenerateOptions, reread: Reread | None = None) 
         fleet = Fleet(servers, on_publish=options.on_publish)
         stack.push_async_callback(fleet.aclose)
         client = await stack.enter_async_context(AsyncClient(options.url, options.run, token=options.token))
-        if options.metrics_port is not None:
-            serving = serve_metrics(options.metrics_host, options.metrics_port, lambda: exposition(options.run, daemon))
+        if options.metrics_address is not None:
+            serving = serve_metrics(*options.metrics_address, lambda: exposition(options.run, daemon))
             announce("metrics at %s/metrics", await stack.enter_async_context(serving))
         daemon = await _unless_stopped(stop, _prepare(options, client, fleet, servers, stack))
         if daemon is not None:
@@ -100,7 +100,7 @@ async def _prepare(
 ) -> Daemon:
     """Build the daemon after all checks; `stack` closes what it uses."""
     tokenizer = Tokenizer(options.tokenizer)
-    supply = Supply(options.prompts, tokenizer, options.filters)
+    supply = Supply(options.prompts, tokenizer, options.prompt_filter)
     prompts = supply.loaded
     rewards = load_rewards(options.environment)
     check_prompts(rewards, prompts)
@@ -108,7 +108,7 @@ async def _prepare(
     check_adapter(options.adapter, facts)
     check_vocabulary(facts, tokenizer)
     group_size = check_group_size(options.group_size, facts)
-    length_penalty = options.length_penalty.penalty(options.max_tokens)
+    length_penalty = options.open_length_penalty()
     check_length_penalty(length_penalty, facts)
     fleet.max_staleness = max_staleness(facts)
     await fleet.prepare(options.start_timeout_s)
@@ -187,24 +187,25 @@ async def _open_scorer(
 def _open_schedule(
     options: GenerateOptions, eval_prompts: str, tokenizer: Tokenizer, facts: RunFacts, fleet: Fleet
 ) -> Schedule:
+    evaluation = options.eval_options
     held_out = open_held_out(
         eval_prompts,
-        options.eval_environment or options.environment,
+        evaluation.environment or options.environment,
         tokenizer,
         max_tokens=options.max_tokens,
-        temperature=options.eval_temperature,
-        samples=options.eval_samples,
+        temperature=evaluation.temperature,
+        samples=evaluation.samples,
         reward_timeout_s=options.reward_timeout_s,
         max_turns=options.max_turns,
     )
     check_fit(
         facts,
         held_out.prompts,
-        group_size=options.eval_samples,
+        group_size=evaluation.samples,
         max_tokens=options.max_tokens,
         longest={"the engine's max_model_len": fleet.max_model_len},
     )
-    return Schedule(held_out, options.eval_every, adapter=options.adapter, producer=options.producer)
+    return Schedule(held_out, evaluation.every_versions, adapter=options.adapter, producer=options.producer)
 
 
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from replaybuf.generator.prompts.filters import PromptFilterOptions
@@ -75,10 +76,13 @@ def _agreement(
     options = [section.options for section in generators.values()]
     if len({values.get("seed") for values in options}) > 1:
         yield "generator: the entries have different seeds; all generators of a run need the same seed"
-    for field in dataclasses.fields(PromptFilterOptions):
-        pairs = {(values.get("adapter"), values.get(field.name, field.default)) for values in options}
-        if len(pairs) > len({adapter for adapter, _ in pairs}):
-            yield f"generator: the entries have different {field.name}; a prompt index needs the same prompt in all"
+    filters = {(values.get("adapter"), _prompt_filter(values)) for values in options}
+    if len(filters) > len({adapter for adapter, _ in filters}):
+        yield "generator: the entries have different prompt_filter; a prompt index needs the same prompt in all"
+
+
+def _prompt_filter(values: Mapping[str, Any]) -> PromptFilterOptions:
+    return msgspec.convert(values.get("prompt_filter", {}), PromptFilterOptions)
 
 
 def _adapter_problems(clients: Clients, adapters: Sequence[str]) -> Iterator[str]:

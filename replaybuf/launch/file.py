@@ -89,8 +89,13 @@ class _Decoder:
 
     def _struct(self, where: str, table: Mapping[str, Any], shape: type[StructT]) -> StructT | object:
         values = self.values(where, table, shape)
-        lacks = any(field.required and field.name not in values for field in msgspec.structs.fields(shape))
-        return _WRONG if lacks else shape(**values)
+        if any(field.required and field.name not in values for field in msgspec.structs.fields(shape)):
+            return _WRONG
+        try:
+            return shape(**values)
+        except Invalid as error:  # values that contradict each other
+            self._reject(where, f": {error.detail}")
+            return _WRONG
 
     def _value(self, where: str, value: Any, key: Key) -> Any:
         shape, inner = _struct_in(key.hint), _items_of(key.hint)

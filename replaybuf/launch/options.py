@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
@@ -20,6 +21,7 @@ from msgspec import Meta
 
 from replaybuf.errors import Invalid, ReplaybufError
 from replaybuf.generator.options import EvaluateOptions, GenerateOptions
+from replaybuf.option_types import ListenAddress
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.service.options import ServeOptions
 
@@ -79,7 +81,7 @@ def _flags(option: Option, value: Any) -> Iterator[str]:
         yield option.flag if value else option.no_flag
         return
     for item in value if isinstance(value, list) else [value]:
-        text = str(item)
+        text = json.dumps(item, default=str) if isinstance(item, dict) else str(item)
         yield from (f"{option.flag}={text}",) if text.startswith("-") else (option.flag, text)
 
 
@@ -110,9 +112,11 @@ def _option(argument: Argument, secret: frozenset[str]) -> Option:
 
 
 def _toml_type(hint: Any) -> Any:
-    """Return the type of a value in TOML, which has no paths, tuples and nulls."""
+    """Return the type of a value in TOML, which has no paths, addresses, tuples and nulls."""
     if hint is Path:
         return str
+    if hint is ListenAddress:
+        return str | int
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return Union[tuple(_toml_type(part) for part in arguments if part is not type(None))]  # noqa: UP007 - a value

@@ -245,7 +245,10 @@ def file_schema() -> dict[str, Any]:
         definition = schema["$defs"][shape.__name__]
         del definition["properties"]["options"]
         keys = _option_keys(shape)
-        definition["properties"] |= {key: _key_schema(shape, key, text) for key, text in keys.items()}
+        properties = {key: _key_schema(shape, key, text) for key, text in keys.items()}
+        for property_ in properties.values():
+            schema["$defs"] |= property_.pop("$defs", {})
+        definition["properties"] |= properties
         definition["required"] = [key for key in keys if keys[key].required]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 

@@ -40,7 +40,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["explain", "--ge"], {"--generation"}),
         (["groups", "list", "--state", "li"], {"live"}),
         (["completion", ""], {"bash", "zsh", "fish"}),
-        (["train", "--mod"], {"--model"}),
+        (["train", "--mod"], {"--model", "--model-options"}),
         (["nothing-starts-like-this"], set()),
     ],
 )

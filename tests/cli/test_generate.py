@@ -178,7 +178,7 @@ def test_metrics_are_served_and_sighup_changes_options(tmp_path: Path, run: RunC
     """SIGHUP applies live options; one invalid value or change rejects all of them."""
     put(run)
     config, prompts = tmp_path / "options.toml", tmp_path / "filtered.jsonl"
-    config.write_text("[generate]\nmax_inflight_groups = 1\nmetrics_port = 0\nmax_prompt_tokens = 3\n")
+    config.write_text("[generate]\nmax_inflight_groups = 1\nmetrics_address = 0\nprompt_filter = { max_tokens = 3 }\n")
     prompts.write_text(write_prompts(tmp_path).read_text() + '{"prompt": "abcd", "answer": ""}\n')
 
     async def main() -> None:
@@ -207,7 +207,8 @@ def test_metrics_are_served_and_sighup_changes_options(tmp_path: Path, run: RunC
                     ("max_inflight_groups = ", "cannot be read"),
                     ("max_inflight_groups = 3\ntemperature = 0.5\n", "changed: temperature=0.5, max_inflight_groups=3"),
                 ):
-                    fixed = "metrics_port = 0\nmax_tokens = 7\nmax_prompt_tokens = 3\n"  # a flag beats the file
+                    # a flag beats the file
+                    fixed = "metrics_address = 0\nmax_tokens = 7\nprompt_filter = { max_tokens = 3 }\n"
                     config.write_text(f"[generate]\n{fixed}{text}")
                     process.send_signal(signal.SIGHUP)
                     assert said in await line_of(process.stderr, "options ")
@@ -246,7 +247,7 @@ def test_a_length_penalty_is_in_the_rewards_of_groups_and_not_of_evaluations(tmp
     """The engine answers with as many tokens as the prompt has; the reward itself is 1."""
     put(run, tickets={"prompts": 4})
     config, prompts = tmp_path / "options.toml", tmp_path / "lengths.jsonl"
-    config.write_text("[generate]\nlength_penalty_cache = 4\nlength_penalty_max = 7\nreward_processes = 1\n")
+    config.write_text("[generate]\nreward_processes = 1\n[generate.length_penalty]\ncache_tokens = 4\nmax_tokens = 7\n")
     words = ("a", "abc", "abcde", "abcdefgh")
     prompts.write_text("".join(json.dumps({"prompt": word, "answer": word[::-1]}) + "\n" for word in words))
     options = {"config": str(config), "prompts": str(prompts), "eval-prompts": str(prompts)}
@@ -270,11 +271,11 @@ def test_logprobs_of_reference_old_policy_and_teacher_come_with_every_group(tmp_
         async with EngineDouble().up() as engine, judges[0].up() as reference, judges[1].up() as teacher:
             options = {
                 "ref-engine": reference.url,
-                "ref-micro-batch": "3",
                 "old-engine": engine.url,
-                "old-micro-batch": "2",
                 "teacher-engine": teacher.url,
-                "teacher-served-name": "large",
+                "logprob-options": json.dumps(
+                    {"ref": {"micro_batch": 3}, "old": {"micro_batch": 2}, "teacher": {"served_name": "large"}}
+                ),
             }
             async with generator(tmp_path, _url(run), run.run, engine.url, **options) as process:
                 _, error = await process.communicate()
@@ -359,11 +360,12 @@ def test_a_signal_ends_it_while_it_waits_for_the_run(tmp_path: Path) -> None:
     [
         ({"environment": "chess"}, "replaybuf: environment is 'chess'; installed: "),
         ({"group-size": "8"}, "replaybuf: group_size is 8; the run's group_size is 4"),
-        ({"max-tokens": "63"}, "a rollout has 66; the engine's max_model_len is 64; --max-prompt-tokens 1 drops"),
-        ({"max-prompt-tokens": "2"}, "the filters drop all 6 prompts of prompts"),
-        ({"length-penalty-cache": "9"}, "replaybuf: length_penalty_cache is 9; the maximum is 8"),
+        ({"max-tokens": "63"}, "has 66; the engine's max_model_len is 64; --prompt-filter '{\"max_tokens\": 1}' drops"),
+        ({"prompt-filter": '{"max_tokens": 2}'}, "the filters drop all 6 prompts of prompts"),
+        ({"length-penalty": '{"cache_tokens": 9}'}, "replaybuf: cache_tokens is 9; the maximum is 8"),
         ({"max-tokens": "0"}, 'Invalid value "0" for --max-tokens. Must be > 0.'),
-        ({"ref-micro-batch": "0"}, "replaybuf: ref_micro_batch is 0; the minimum is 1"),
+        ({"logprob-options": '{"ref": {"micro_batch": 0}}'}, "Expected `int` >= 1 - at `$.ref.micro_batch`"),
+        ({"ref-micro-batch": "2"}, "Unknown option: --ref-micro-batch"),
         (
             {"environment": "tests.generator.turn_environments:Echo", "reward-processes": "1"},
             "replaybuf: environment 'Echo' plays turns; it must be the only one, without weight and reward processes",

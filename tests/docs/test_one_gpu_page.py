@@ -17,7 +17,7 @@ def test_the_file_of_the_page_has_no_problem() -> None:
     tables = tomllib.loads(text)
     assert decode_file(tables).problems == []
     table = PAGE.partition("| you see | do |")[2].partition("\n## ")[0]
-    changes = [tomllib.loads(change) for change in re.findall(r"`(\w+ = [^`{]+)`", table)]
+    changes = [tomllib.loads(change) for change in re.findall(r"`([\w.]+ = [^`{]+)`", table)]
     tables["trainer"] |= {key: value for change in changes for key, value in change.items() if key != "max_staleness"}
     assert decode_file(tables).problems == []
-    assert {"activation_checkpointing", "lora_rank"} <= tables["trainer"].keys()
+    assert {"model_options", "lora_rank"} <= tables["trainer"].keys()

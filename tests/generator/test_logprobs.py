@@ -20,7 +20,15 @@ from replaybuf.generator.fleet import TRIES
 from replaybuf.generator.fleet import fleet as fleet_module
 from replaybuf.generator.fleet import member as member_module
 from replaybuf.generator.stage import logprobs as logprobs_module
-from replaybuf.generator.stage.logprobs import EngineStage, LogprobOptions, LogprobStage, PolicyStage, open_stages
+from replaybuf.generator.stage.logprobs import (
+    EngineStage,
+    LogprobOptions,
+    LogprobStage,
+    PolicyStage,
+    StageOptions,
+    StagesOptions,
+    open_stages,
+)
 from replaybuf.generator.stage.stages import Rollout
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.group import Float32s
@@ -51,7 +59,8 @@ async def faults_of(computing: Awaitable[Any]) -> tuple[str, str]:
 
 async def test_each_completion_token_gets_its_own_logprob_after_the_tokens_before_it() -> None:
     async with EngineDouble().up() as engine, AsyncExitStack() as stack:
-        stage = await opened(stack, ref_engine=engine.url, ref_micro_batch=2)
+        how = StagesOptions(ref=StageOptions(micro_batch=2))
+        stage = await opened(stack, ref_engine=engine.url, logprob_options=how)
         values = (await stage.compute(ROLLOUTS)).values
         expected = [
             [given_logprob(1, 4), given_logprob(4, 1), given_logprob(1, 5)],
@@ -166,7 +175,8 @@ async def test_a_server_of_the_policy_cannot_be_the_reference() -> None:
 async def test_an_unknown_served_name_is_rejected_at_start() -> None:
     async with EngineDouble().up() as engine, AsyncExitStack() as stack:
         with pytest.raises(EngineUnfit, match="the requested model is 'base'"):
-            await opened(stack, ref_engine=engine.url, ref_served_name="base")
+            how = StagesOptions(ref=StageOptions(served_name="base"))
+            await opened(stack, ref_engine=engine.url, logprob_options=how)
 
 
 async def test_a_rollout_may_be_one_token_shorter_than_the_context() -> None:
@@ -211,7 +221,8 @@ async def test_old_logprobs_record_their_version() -> None:
         policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
         await policy.prepare()
         stack.push_async_callback(policy.aclose)
-        asked = LogprobOptions(old_engine=engine.url, old_micro_batch=3)
+        how = StagesOptions(old=StageOptions(micro_batch=3))
+        asked = LogprobOptions(old_engine=engine.url, logprob_options=how)
         (stage,) = await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
         computed = await stage.compute(ROLLOUTS, least_version=3)
         assert computed.policy_version == 3
@@ -322,7 +333,7 @@ async def test_servers_with_weights_from_before_a_rewind_are_not_used() -> None:
         ({"weight_info": False}, {}, "reports no policy version, which old_logprobs need"),
         ({"version": "a-name"}, {}, "labels its weights 'a-name'"),
         ({"model": "another"}, {}, r"serves \['another'\]; the requested model is 'tiny'"),
-        ({}, {"old_served_name": "base"}, "the requested model is 'base'"),
+        ({}, {"served_name": "base"}, "the requested model is 'base'"),
     ],
     ids=["no version", "no number", "another model", "another name"],
 )
@@ -336,7 +347,8 @@ async def test_a_server_that_cannot_have_the_policy_is_rejected_at_start(
         policy = VllmEngine(engine.url, timeout_s=TIMEOUT_S)
         await policy.prepare()
         stack.push_async_callback(policy.aclose)
-        asked = LogprobOptions(old_engine=other.url, **options)
+        how = StagesOptions(old=StageOptions(**options))
+        asked = LogprobOptions(old_engine=other.url, logprob_options=how)
         with pytest.raises(EngineUnfit, match=message):
             await open_stages(asked, stack, policy=[policy], timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
 
@@ -348,9 +360,6 @@ async def test_a_server_that_cannot_have_the_policy_is_rejected_at_start(
     ("options", "message"),
     [
         ({"ref_engine": "http://a", "ref_model": Path("m")}, "ref_engine and ref_model are both set"),
-        ({"ref_micro_batch": 0}, "ref_micro_batch is 0; the minimum is 1"),
-        ({"old_micro_batch": 0}, "old_micro_batch is 0; the minimum is 1"),
-        ({"teacher_micro_batch": -1}, "teacher_micro_batch is -1"),
         (
             {"ref_engine": "sglang+http://a:1"},
             r"ref_engine is 'sglang\+.*; it must be the address of a vLLM server",
@@ -402,7 +411,8 @@ def models(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
 
 async def test_a_model_computes_in_one_thread_of_its_own(models: list[Counting]) -> None:
     async with AsyncExitStack() as stack:
-        stage = await opened(stack, ref_model=Path("folder"), ref_micro_batch=2)
+        how = StagesOptions(ref=StageOptions(micro_batch=2))
+        stage = await opened(stack, ref_model=Path("folder"), logprob_options=how)
         first, other = await asyncio.gather(stage.compute(ROLLOUTS), stage.compute(ROLLOUTS[:1]))
         assert [values.tolist() for values in first.values] == [[-5.0] * 3, [-3.0] * 2]
         assert [values.tolist() for values in other.values] == [[-5.0] * 3]

@@ -98,6 +98,6 @@ async def test_metrics_and_liveness_are_served_on_a_free_port() -> None:
         assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
         assert values.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert samples(values.content) == {"ready": 0}
-        with pytest.raises(ServiceUnavailable, match="choose another --metrics-port"):
+        with pytest.raises(ServiceUnavailable, match="choose another --metrics-address"):
             async with serve_metrics("127.0.0.1", int(url.rpartition(":")[2]), bytes):
                 pass

@@ -29,7 +29,7 @@ SMALLER = {
     "port = 8900": "port = 0",
     '"reasoning-gym"': '"exact-match"',
     'name = "small"\n': 'name = "small"\nport = 0\n',
-    "wait_ms = 1000": "wait_ms = 1000\ncheckpoint_every_steps = 2",
+    "learning_rate = 1e-4": "learning_rate = 1e-4\ncheckpoint_every_steps = 2",
 }
 
 

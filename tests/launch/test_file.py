@@ -94,8 +94,11 @@ def test_all_problems_of_single_keys_are_listed_with_the_nearest_key() -> None:
         ({"engines": [{"url": "http://x", "command": ["/no/vllm"]}]}, "engine-1: the command '/no/vllm' is not"),
         ({"generator": GENERATOR | {"group_size": 4}, "run": RUN | {"group_size": 8}}, "group_size is 4, and run."),
         ({"generator": [GENERATOR | {"seed": 1}, GENERATOR | {"seed": 2}]}, "the entries have different seeds"),
-        ({"generator": [GENERATOR, GENERATOR | {"max_prompt_tokens": 9}]}, "entries have different max_prompt_tokens"),
-        ({"generator": GENERATOR | {"min_difficulty": 0.1}}, "generator: difficulty_field is missing"),
+        ({"generator": [GENERATOR, GENERATOR | {"prompt_filter": {"max_tokens": 9}}]}, "have different prompt_filter"),
+        (
+            {"generator": GENERATOR | {"prompt_filter": {"min_difficulty": 0.1}}},
+            "generator.prompt_filter: difficulty_field is missing",
+        ),
         ({"generator": GENERATOR | {"adapter": "x"}}, "generator.adapter is 'x'; run.adapters has none"),
         ({"run": RUN | {"batch": {}, "adapters": {"x": {"groups_per_batch": 1}}}}, "generator.adapter is missing"),
         ({"generator": GENERATOR | {"prompts": "no.jsonl"}}, "generator.prompts is 'no.jsonl': "),
@@ -103,7 +106,7 @@ def test_all_problems_of_single_keys_are_listed_with_the_nearest_key() -> None:
         ({"generator": GENERATOR | {"min_inflight_groups": 100}}, "generator: min_inflight_groups is 100"),
         ({"generator": {key: GENERATOR[key] for key in ("environment", "prompts", "max_tokens")}}, "tokenizer is miss"),
         (
-            {"trainer": {"command": ["sh"], "wait_ms": 1}},
+            {"trainer": {"command": ["sh"], "steps": 1}},
             "trainer has command; remove the options of",
         ),
         ({"trainer": {"model": "no"}}, "trainer.model is 'no': "),
@@ -191,4 +194,5 @@ def test_the_schema_is_valid_and_accepts_the_example() -> None:
     validator = jsonschema.Draft202012Validator(schema)
     assert [error.message for error in validator.iter_errors(example)] == []
     assert list(validator.iter_errors(example | {"trainer": {"model": "m", "learning-rate": 1}})) != []
+    assert list(validator.iter_errors(example | {"trainer": {"model": "m", "reader_options": {"wait_s": 1}}})) != []
     assert list(validator.iter_errors({"run": RUN})) != []

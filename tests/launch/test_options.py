@@ -42,8 +42,8 @@ def test_values_are_checked_as_the_command_checks_them(tmp_path: Path) -> None:
 
 def test_the_loss_of_a_trainer_is_checked_before_anything_starts() -> None:
     """Its name, and its options; only the trainer's package knows them."""
-    check("train", {"model": "m", "loss": "gspo", "loss_options": '{"clip_low": 0.1}'})
+    check("train", {"model": "m", "loss": "gspo", "loss_options": {"clip_low": 0.1}})
     with pytest.raises(Invalid, match=r"loss is 'gpso'; installed: .*gspo"):
         check("train", {"model": "m", "loss": "gpso"})
-    with pytest.raises(Invalid, match=r"loss-options of grpo: .*unknown field `clip`"):
-        check("train", {"model": "m", "loss_options": '{"clip": 0.1}'})
+    with pytest.raises(Invalid, match=r"loss-options of grpo .*unknown field `clip`"):
+        check("train", {"model": "m", "loss_options": {"clip": 0.1}})

@@ -18,6 +18,7 @@ from replaybuf.errors import Invalid
 from replaybuf.wire.group import group_to_json
 from replaybuf_trainer import publications
 from replaybuf_trainer.feeds.service import ServiceFeed
+from replaybuf_trainer.option_groups import AdapterOptions, ReaderOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.publishers.folder import FolderPublisher
 from replaybuf_trainer.trainer import Trainer
@@ -63,7 +64,7 @@ def options(run: RunClient, folder: Path, model: Path, **fields: Any) -> TrainOp
         "lora_rank": 4,
         "learning_rate": 1e-2,
         "warm_up_steps": 2,
-        "wait_ms": 200,
+        "reader_options": ReaderOptions(wait_ms=200),
     }
     return TrainOptions(**filled | fields)
 
@@ -172,7 +173,7 @@ def test_a_checkpoint_of_other_adapters_or_another_model_is_rejected_before_the_
     epoch = run.state()["epoch"]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"lora_rank": 8}, r"adapters with rank 4; this trainer has 8"),
-        ({"lora_targets": ("q_proj",)}, r"adapters with targets all; this trainer has \['q_proj'\]"),
+        ({"lora_options": AdapterOptions(targets=("q_proj",))}, r"adapters with targets all; .* has \['q_proj'\]"),
         ({"lora_rank": None}, "LoRA adapters of rank 4; --lora-rank is not given"),
         ({"model": models / "b"}, r"adapters of the model .*/a; --model .*/b has other weights"),
     ]

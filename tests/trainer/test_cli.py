@@ -6,10 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-from cyclopts import App, Parameter
 
 from replaybuf.cli.main import main
 from replaybuf.errors import MissingExtra
@@ -60,33 +59,6 @@ def test_a_trainer_needs_a_run_and_a_model_and_no_engine(
         main(["train", "r", "--url", "http://127.0.0.1:8900", "--model", "m"])
     assert ended.value.code == 1
     assert "pip install 'replaybuf[trainer]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        ([], False),
-        (["--activation-checkpointing"], True),
-        (["--no-activation-checkpointing"], False),
-        (["--activation-checkpointing", "2"], 2),
-        (["--activation-checkpointing", "0"], False),
-    ],
-)
-def test_activation_checkpointing_is_a_flag_or_an_interval(words: list[str], value: bool | int) -> None:
-    def options_of(options: Annotated[TrainOptions, Parameter(name="*")]) -> bool | int:
-        return options.activation_checkpointing
-
-    app = App(default_command=options_of, result_action="return_value")
-    assert app(["--model", "m", *words]) == value
-
-
-@pytest.mark.parametrize("number", ["-1", "all"])
-def test_an_interval_of_checkpointed_layers_outside_its_bounds_is_rejected(
-    number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "r", "--model", "m", "--activation-checkpointing", number])
-    assert "--activation-checkpointing" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("number", ["-1", "257"])

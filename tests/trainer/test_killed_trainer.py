@@ -20,6 +20,7 @@ import torch
 from replaybuf.client.client import Client
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.option_groups import ReaderOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient, ServeProcess
@@ -83,7 +84,7 @@ def options_of(run: RunClient, folder: Path, model: Path, **fields: Any) -> Trai
         checkpoint_every_steps=2,
         schedule="cosine",
         warm_up_steps=1,
-        wait_ms=500,
+        reader_options=ReaderOptions(wait_ms=500),
         **fields,
     )
 

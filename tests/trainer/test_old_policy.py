@@ -17,7 +17,7 @@ def test_stored_old_logprobs_match_only_the_recorded_version(run: RunClient, tmp
     versions = [write_version(tmp_path, version) for version in range(VERSIONS)]
     with served(versions[0]) as sampler, served(versions[0]) as other:
         urls = (sampler.url, other.url)
-        options = {"old-engine": ",".join(urls), "old-micro-batch": "3"}
+        options = {"old-engine": ",".join(urls), "logprob-options": '{"old": {"micro_batch": 3}}'}
         groups = generated(
             tmp_path,
             run,

@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from replaybuf.generator.prompts import Prompts
 from replaybuf.wire.group import group_to_json
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 from replaybuf_trainer.feeds.service import ServiceFeed
+from replaybuf_trainer.option_groups import ReaderOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient
@@ -35,7 +37,7 @@ from tests.waiting import eventually, patience
 TIMEOUT_S = 60.0
 STEPS, BEFORE = 4, 2
 """Number of steps of the run, and of steps before the restart of the engine."""
-OPTIONS = {"reload": "{}", "nccl": '{"backend": "gloo"}'}
+OPTIONS: dict[str, dict[str, Any]] = {"reload": {}, "nccl": {"backend": "gloo"}}
 """Publishers and their options."""
 
 
@@ -60,7 +62,7 @@ def training(
         checkpoint_dir=folder / "checkpoints",
         weights_dir=folder / "weights",
         metrics_file=folder / "train.jsonl",
-        poll_s=0.05,
+        reader_options=ReaderOptions(poll_s=0.05),
     )
     with Client(options.url, options.run) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
         trainer = Trainer(options, Held(options, client))

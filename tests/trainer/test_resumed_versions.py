@@ -127,7 +127,10 @@ def test_without_the_published_weights_nothing_is_published_before_the_next_vers
     assert "the weights of version 1 are not here any more" in caplog.text
 
 
-@pytest.mark.parametrize("publisher", ["folder", "http"])
+PORTS: dict[str, dict[str, Any]] = {"folder": {}, "http": {"port": 0}}
+
+
+@pytest.mark.parametrize("publisher", PORTS)
 def test_the_version_that_a_checkpoint_needs_outlives_the_newest_three(
     run: RunClient, tmp_path: Path, models: Path, caplog: pytest.LogCaptureFixture, publisher: str
 ) -> None:
@@ -139,11 +142,12 @@ def test_the_version_that_a_checkpoint_needs_outlives_the_newest_three(
         steps_per_publish=2,
     )
     fill_numbers(run, range(LATER))
-    train(run, tmp_path, models, BETWEEN, publisher=publisher, publish_port=0)
+    how: dict[str, Any] = {"publisher": publisher, "publisher_options": PORTS[publisher]}
+    train(run, tmp_path, models, BETWEEN, **how)
     before = digests(tmp_path)
-    train(run, tmp_path, models, LATER, publisher=publisher, publish_port=0, checkpoint_every_steps=100)
+    train(run, tmp_path, models, LATER, **how, checkpoint_every_steps=100)
     assert sorted(digests(tmp_path)) == ["v000001", "v000002", "v000003", "v000004"]
     shutil.rmtree(tmp_path / "checkpoints" / f"step-{LATER:06d}")  # as if the trainer had died before it was whole
-    train(run, tmp_path, models, LATER, publisher=publisher, publish_port=0, checkpoint_every_steps=100)
+    train(run, tmp_path, models, LATER, **how, checkpoint_every_steps=100)
     assert "are not here any more" not in caplog.text
     assert digests(tmp_path)["v000001"] == before["v000001"]

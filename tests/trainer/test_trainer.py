@@ -27,6 +27,7 @@ from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.policy import Policy
+from replaybuf_trainer.option_groups import ReaderOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.proximal import with_proximal_logprobs
 from replaybuf_trainer.publishers.publisher import NeededVersions, PublisherSetup
@@ -67,8 +68,7 @@ def options(tmp_path: Path, models: Path, **fields: Any) -> TrainOptions:
         "checkpoint_dir": tmp_path / "checkpoints",
         "weights_dir": tmp_path / "weights",
         "metrics_file": tmp_path / "train.jsonl",
-        "poll_s": 0.01,
-        "prefetch": False,
+        "reader_options": ReaderOptions(poll_s=0.01, prefetch=False),
         "service_timeout_s": 5.0,
     }
     return TrainOptions(**filled | fields)
@@ -144,7 +144,7 @@ def test_the_next_batch_is_requested_while_this_one_trains(
     scripted: ScriptedService, monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
     """With prefetch, the trainer requests step 1 before it trains step 0."""
-    made = make(prefetch=True)
+    made = make(reader_options=ReaderOptions(poll_s=0.01))
     train_step = made._train_step
     seen: list[str] = []
 
@@ -168,7 +168,7 @@ def test_a_prefetch_that_is_too_early_is_repeated(
     scripted: ScriptedService, early: WaitingAnswer | Exception, make: Make
 ) -> None:
     scripted.answers[1] = [early]
-    assert make(prefetch=True).train() == STEPS
+    assert make(reader_options=ReaderOptions(poll_s=0.01)).train() == STEPS
     assert scripted.events.count("fetch 1") == 2
 
 
@@ -537,7 +537,7 @@ def test_a_fenced_trainer_stops_without_a_checkpoint(scripted: ScriptedService, 
 
 def test_a_stop_while_waiting_writes_a_checkpoint(scripted: ScriptedService, tmp_path: Path, make: Make) -> None:
     """The trainer waits for a batch; the checkpoint has the steps so far, and the service records it."""
-    made = make(poll_s=2 * TIMEOUT_S)
+    made = make(reader_options=ReaderOptions(poll_s=2 * TIMEOUT_S, prefetch=False))
     scripted.answers[2] = [WAIT] * 1000
     scripted.when["fetch 2"] = made.stop
     assert made.train() == 2
@@ -606,7 +606,8 @@ def test_a_real_run_is_trained_to_its_end(
     filled_run: RunClient, engine: ServedEngine, tmp_path: Path, models: Path
 ) -> None:
     """Service and engine end at the last version. The engine samples with the weights of the last checkpoint."""
-    made = options(tmp_path, models, engines=(engine.url,), prefetch=True, checkpoint_every_steps=2, wait_ms=500)
+    reading = ReaderOptions(wait_ms=500)
+    made = options(tmp_path, models, engines=(engine.url,), reader_options=reading, checkpoint_every_steps=2)
     url = str(filled_run.http.base_url)
     with Client(url, filled_run.run) as client:
         assert Trainer(made, ServiceFeed(made, client)).train() == STEPS

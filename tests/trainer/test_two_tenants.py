@@ -77,7 +77,7 @@ async def trainer(run: RunClient, engine: str, model: Path, folder: Path) -> Asy
         "weights-dir": str(folder / "weights"),
         "checkpoint-dir": str(folder / "checkpoints"),
         "metrics-file": str(folder / "train.jsonl"),
-        "wait-ms": "500",
+        "reader-options": '{"wait_ms": 500}',
         "checkpoint-every-steps": "1000",  # a checkpoint frees the groups before it
     }
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]

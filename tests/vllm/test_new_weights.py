@@ -89,7 +89,8 @@ def test_stored_logprobs_are_those_of_the_versions_stamped_and_of_no_neighbour(
 
     The server that samples computes them too, and cuts off requests for them to load weights.
     """
-    old = {"old-engine": vllm, "old-micro-batch": "3"} if on_publish == "abort-and-resume" else {}
+    micro_batch = '{"old": {"micro_batch": 3}}'
+    old = {"old-engine": vllm, "logprob-options": micro_batch} if on_publish == "abort-and-resume" else {}
     # Drained, completions end before the load, so none may be frozen.
     sampling = (lambda: True) if on_publish == "drain" else (lambda: frozen_in_sampling(vllm))
     groups = generated(tmp_path, run, vllm, versions, on_publish, (), sampling, **old)

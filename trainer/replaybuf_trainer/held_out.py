@@ -54,7 +54,7 @@ def open_held_out(options: TrainOptions, objective: Objective, ranks: Ranks) -> 
     if options.eval_from is None:
         return None
     reader = ExportReader(options.eval_from)
-    groups = list(itertools.islice(stored_groups(reader), options.eval_groups))
+    groups = list(itertools.islice(stored_groups(reader), options.eval_options.groups))
     if not groups:
         raise Invalid(
             f"{options.eval_from} has no rollouts to evaluate on: a checkpoint had freed them before the export",

@@ -10,6 +10,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, NormFloat, Port, PositiveFloat, PositiveInt
 
+from replaybuf.option_types import ListenAddress, json_option
+from replaybuf_trainer.option_groups import (
+    AdapterOptions,
+    FakeShapes,
+    HeldOutOptions,
+    ModelOptions,
+    ReaderOptions,
+    TablesOptions,
+)
+
 OnPublish: TypeAlias = Literal["drain", "in-flight", "abort-and-resume", "abort"]
 """How engines pause while they load weights; `replaybuf generate --on-publish` has the same values."""
 
@@ -88,12 +98,6 @@ CHECKPOINTS = Path(".replaybuf/checkpoints")
 """Default folder of the checkpoints of a run."""
 
 
-def _check_layer_interval(_: Any, interval: int) -> None:
-    # validators.Number would bound the bool as well, and the schema of the run file has no bounds for a bool
-    if interval < 0:
-        raise ValueError("Must be >= 0.")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Run, folders and hyperparameters of a trainer."""
@@ -104,9 +108,7 @@ class TrainOptions:
     """Name of the run. Without it, batches come from --from-export or --fake-data."""
     fake_data: Annotated[bool, Parameter(negative="")] = False
     """Train on made-up batches, without a service: to try, debug and profile a trainer. Give --steps."""
-    fake_shapes: str = "{}"
-    """Shapes of made-up batches as a JSON object, such as {"seq_len": 8192, "groups": 32, "tail": 1.5}; other keys are
-    group_size, pad_to_multiple_of, prompt_tokens, completion_tokens, masked_share, staleness and vocab_size."""
+    fake_shapes: FakeShapes = dataclasses.field(default_factory=FakeShapes)
     from_export: Path | None = None
     """Folder of replaybuf export: train on its recorded steps, without a service."""
     model: Path
@@ -127,18 +129,10 @@ class TrainOptions:
     on_resume: Literal["redeliver", "resample"] = "redeliver"
     """Batches after the checkpoint. redeliver: the service sends the same batches again; resample: it selects new
     ones."""
-    poll_s: PositiveFloat = 0.5
-    """Seconds between two requests for a batch."""
-    wait_ms: NonNegativeInt = 0
-    """Maximum time that the service may hold a request for a batch (long poll), in milliseconds; 0 = no long poll."""
-    prefetch: bool = True
-    """Request the next batch while this one trains."""
+    reader_options: ReaderOptions = dataclasses.field(default_factory=ReaderOptions)
     eval_from: Path | None = None
     """Folder of replaybuf export with held-out groups: their loss, KLs and entropy are figures eval_... of a step."""
-    eval_every_steps: PositiveInt = 20
-    """Steps between two passes over the held-out groups."""
-    eval_groups: PositiveInt = 64
-    """Maximum number of held-out groups, the first of the export."""
+    eval_options: HeldOutOptions = dataclasses.field(default_factory=HeldOutOptions)
     learning_rate: PositiveFloat = 1e-4
     """Learning rate of AdamW after the warm-up."""
     warm_up_steps: NonNegativeInt = 10
@@ -155,37 +149,28 @@ class TrainOptions:
     """Maximum norm of the gradient; larger gradients are scaled down."""
     loss: str = "grpo"
     """Policy loss: cispo, clip-cov, decoupled-ppo, dr-grpo, grpo, gspo, kl-cov, truncated-ratio, or a plug-in."""
-    loss_options: str = "{}"
-    """Options of the loss as a JSON object, such as {"clip_high": 0.28}. The keys correction, reference and entropy
-    add a mismatch correction, a penalty to a reference and an entropy bonus to any loss."""
+    loss_options: Annotated[
+        dict[str, Any],
+        json_option(
+            'Options of the loss, such as {"clip_high": 0.28}. The keys correction, reference and entropy add a '
+            "mismatch correction, a penalty to a reference and an entropy bonus to any loss; normalise_constant is the "
+            "divisor of --normalise constant, such as the maximum number of completion tokens."
+        ),
+    ] = dataclasses.field(default_factory=dict)
     normalise: Literal["token", "sequence", "constant"] | None = None
     """Mean of the loss. token: every loss token counts the same; sequence: every rollout does; constant: sum divided by
-    rollouts and --normalise-constant. The default is that of the loss."""
-    normalise_constant: PositiveInt | None = None
-    """Divisor of each rollout's sum for constant, such as the maximum number of completion tokens."""
-    attention: Literal["eager", "sdpa", "flash"] = "sdpa"
-    """Attention of the model. flash: FlashAttention 3 or 2, needs a GPU, its package and --dtype bfloat16. Gemma 2
-    needs eager or flash."""
+    rollouts and normalise_constant of --loss-options. The default is that of the loss."""
+    model_options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the layers compute. Weights, gradients, logprobs and loss are float32 in both."""
     fsdp: bool = False
     """Shard weights, gradients and moments over the processes of torchrun; each trains its own part of every batch."""
     rank_timeout_s: PositiveFloat = 1800.0
     """Seconds that a process of torchrun waits for the others before it fails."""
-    activation_checkpointing: Annotated[bool | int, Parameter(validator=_check_layer_interval)] = False
-    """Keep only the inputs of each layer for the backward pass, which computes the layers again. A number n does so for
-    every n-th layer only: less is computed again, and less memory is saved."""
-    compile: bool = False
-    """Compile the layers by torch.compile. The first step takes minutes; on a CPU it needs a C++ compiler."""
-    liger: bool = False
-    """Use the kernels of liger-kernel for norms, rotary positions and gated MLPs. Needs a CUDA GPU."""
     lora_rank: PositiveInt | None = None
     """Train LoRA adapters of this rank on the frozen model, one per adapter of the run. In a run without adapters it is
     one adapter, published merged into the weights."""
-    lora_alpha: PositiveFloat | None = None
-    """Adapters are scaled by alpha / rank. The default is 2 * rank."""
-    lora_targets: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", show_default=False)] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj. The default is all but the output layer."""
+    lora_options: AdapterOptions = dataclasses.field(default_factory=AdapterOptions)
     epochs_per_batch: PositiveInt = 1
     """Optimizer steps on each batch, every one over all its rows. The batch is acked and its version published once,
     after the last. Proximal logprobs that the loss needs and no generator sent are computed once, before the first. Not
@@ -198,10 +183,9 @@ class TrainOptions:
     """Seed of torch."""
     metrics_file: Path | None = None
     """File to append one JSON line per step to."""
-    metrics_host: str = "127.0.0.1"
-    """Address to listen on for metrics_port."""
-    metrics_port: Port | None = None
-    """Port of GET /metrics for Prometheus; 0 takes a free port and logs it. Default: no metrics."""
+    metrics_address: ListenAddress | None = None
+    """Address of GET /metrics for Prometheus: HOST:PORT, or PORT on 127.0.0.1; port 0 takes a free one and logs it.
+    Default: no metrics."""
     push_metrics: str | None = dataclasses.field(default=None, repr=False)
     """Server to push the metrics to: http://HOST:PORT of a Prometheus Pushgateway, otlp+http://HOST:4318 of an
     OpenTelemetry collector."""
@@ -213,10 +197,7 @@ class TrainOptions:
     """Project of Weights & Biases to log the figures of each step to; WANDB_MODE=offline needs no network."""
     tables: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0
     """Number of rollouts per step to write with a value for every token, as Parquet and as an HTML page."""
-    tables_dir: Path = Path(".replaybuf/tables")
-    """Folder of the tables."""
-    keep_tables: PositiveInt = 20
-    """Number of newest steps whose tables stay."""
+    tables_options: TablesOptions = dataclasses.field(default_factory=TablesOptions)
     token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token with the role trainer."""
     service_timeout_s: NonNegativeFloat = 60.0
@@ -229,21 +210,16 @@ class TrainOptions:
     folder), http (each engine's helper downloads the folder), nccl (each engine gets tensors, by vLLM's weight
     transfer), none, or a plug-in. The default is reload with
     --engine, none without --run, else folder."""
-    publisher_options: str = "{}"
-    """Options of the publisher as a JSON object."""
-    publish_host: str = "127.0.0.1"
-    """Address at which the publisher http serves weights; without --publish-token it must be a loopback address."""
-    publish_port: Port = 8910
-    """Port at which the publisher http serves weights; 0 takes a free port."""
+    publisher_options: Annotated[
+        dict[str, Any],
+        json_option(
+            'Options of the publisher, such as {"host": "10.0.0.2"} of http.\n'
+            "http: host, port, url, tls_cert, tls_key, tls_ca, shard_bytes\n"
+            "nccl: backend, host, dtype, buffer_bytes"
+        ),
+    ] = dataclasses.field(default_factory=dict)
     publish_token: str | None = dataclasses.field(default=None, repr=False)
     """Bearer token between the publisher http and the helpers of engines."""
-    publish_tls_cert: Path | None = None
-    """Certificate chain (PEM): the publisher http serves weights with TLS. A renewed file is read again."""
-    publish_tls_key: Path | None = None
-    """Key of the certificate (PEM), without a password."""
-    publish_tls_ca: Path | None = None
-    """Certificates (PEM) of authorities to trust for helpers of engines at https addresses. Default: those of the
-    system."""
     on_publish: OnPublish = "in-flight"
     """Running completions while an engine loads weights. drain: the engine finishes them first; in-flight: it pauses
     them; abort-and-resume, abort: it aborts them. Give the generators the same value."""
@@ -253,9 +229,8 @@ class TrainOptions:
 
         Losses need torch, which takes seconds to import: not for the default, which is right.
         """
-        loss = (self.loss, self.loss_options, self.normalise, self.normalise_constant)
-        default = (TrainOptions.loss, TrainOptions.loss_options, None, None)
-        if loss != default and find_spec("torch") is not None:
+        loss = (self.loss, self.loss_options, self.normalise)
+        if loss != (TrainOptions.loss, {}, None) and find_spec("torch") is not None:
             from replaybuf_trainer.losses import load_objective
 
             load_objective(*loss)

@@ -65,9 +65,7 @@ class Trainer:
         )
         publisher = open_publisher(options, self._checkpoints.needed_versions)
         self._publications = Publications(publisher, feed, self._ranks, self._retries)
-        self._objective = load_objective(
-            options.loss, options.loss_options, options.normalise, options.normalise_constant
-        )
+        self._objective = load_objective(options.loss, options.loss_options, options.normalise)
         self._held_out = open_held_out(options, self._objective, self._ranks)
         self._report = Report(options, self._ranks, feed.confirm)
         self._watch = Stopwatch()
@@ -277,8 +275,8 @@ class Trainer:
         logger.warning("%s; the weights stay as they are", what)
 
     def _evaluate_if_due(self) -> dict[str, float]:
-        """Return figures of the held-out groups every `--eval-every-steps`."""
-        if self._held_out is None or self._step % self._options.eval_every_steps:
+        """Return figures of the held-out groups, every `every_steps` of `--eval-options`."""
+        if self._held_out is None or self._step % self._options.eval_options.every_steps:
             return {}
         self._watch.enter("evaluate")
         return self._held_out.figures(self._policy)

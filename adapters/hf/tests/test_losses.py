@@ -26,7 +26,7 @@ def test_loss_and_gradient_are_those_of_grpo(weighted: bool) -> None:
 
     ours = sum(clipped_policy_loss(token_logprobs(model, row), row) for row in rows) / tokens
     gradients = torch.autograd.grad(ours, list(model.parameters()))
-    objective = load_objective("grpo", "{}", "token", None)
+    objective = load_objective("grpo", normalise="token")
     theirs = objective.value(packed_forward(model, rows), BatchTotals(tokens, 4), Tally())
     expected = torch.autograd.grad(theirs, list(model.parameters()))
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)

@@ -53,7 +53,7 @@ class ReplaybufWeightTransfer:
     """TRL's `WeightTransferProtocol` by a publisher of `replaybuf train`: folders that engines load, with `engines`.
 
     `model`: the model that TRL trains, a folder or a name. `engines`: addresses; without any, your engines must load
-    the announced folders themselves. `publisher` and `publisher_options` (JSON) as in `replaybuf train`.
+    the announced folders themselves. `publisher` and `publisher_options` as in `replaybuf train`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReplaybufWeightTransfer:
         *,
         weights_dir: str | Path = "weights",
         publisher: str = "",
-        publisher_options: str = "{}",
+        publisher_options: Mapping[str, Any] | None = None,
         engine_timeout_s: float = 60.0,
         engines_away_s: float = 300.0,
         on_publish: OnPublish = "in-flight",
@@ -78,7 +78,7 @@ class ReplaybufWeightTransfer:
             on_publish=on_publish,
         )
         name = publisher or ("reload" if engines else "folder")
-        self._publisher: Publisher = load_publisher(name, publisher_options, setup)
+        self._publisher: Publisher = load_publisher(name, publisher_options or {}, setup)
         self._retries = Retries(engines_away_s)
         self._beside: Sequence[Any] = ()
         self._watching = False

@@ -12,13 +12,14 @@ Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.4, equation 13 ("soft overlo
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
-from cyclopts.types import PositiveInt
 
 from replaybuf.errors import Invalid, counted
 from replaybuf.generator.environments.scoring import Scores, reward_fault
 from replaybuf.generator.prompts import Prompt
+from replaybuf.option_types import OptionGroup, Positive, about, group_option
 from replaybuf.wire.group import Float64s, Int32s
 
 PART = "length_penalty"
@@ -46,38 +47,28 @@ class LengthPenalty:
         return dataclasses.replace(scores, rewards=scores.rewards + penalties, parts=scores.parts | {PART: penalties})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LengthPenaltyOptions:
-    """Which lengths to punish; by default none."""
+@group_option
+class LengthPenaltyOptions(OptionGroup, frozen=True, kw_only=True):
+    """Penalty for completions near the maximum length, such as {"cache_tokens": 128}: that of DAPO.
 
-    length_penalty_cache: PositiveInt | None = None
-    """Number of tokens before length_penalty_max over which a penalty, added to the reward, falls from 0 to -1: the
-    soft overlong punishment of DAPO, with L_cache. Evaluations are without it. Default: no penalty."""
-    length_penalty_max: PositiveInt | None = None
-    """Length of a completion in tokens from which the penalty is -1: L_max of DAPO. Default: max_tokens."""
+    It is added to the reward, but not in evaluations.
+    """
 
-    def penalty(self, max_tokens: int) -> LengthPenalty | None:
-        """Return the penalty for completions of at most `max_tokens`, or None. Raises `Invalid`."""
-        cache, bound = self.length_penalty_cache, self.length_penalty_max or max_tokens
-        if cache is None:
-            if self.length_penalty_max is not None:
-                detail = "length_penalty_cache is missing: length_penalty_max alone is no penalty"
-                raise Invalid(detail, name="length_penalty_cache")
-            return None
+    cache_tokens: Annotated[Positive, about("Tokens before max_tokens over which it falls from 0 to -1: L_cache.")]
+    max_tokens: Annotated[Positive | None, about("Length from which it is -1: L_max. Default: --max-tokens.")] = None
+
+    def penalty(self, longest: int) -> LengthPenalty:
+        """Return the penalty for completions of at most `longest` tokens. Raises `Invalid`."""
+        cache, bound = self.cache_tokens, self.max_tokens or longest
         if cache > bound:
+            detail = f"cache_tokens is {cache}; the maximum is {bound}, the length at which the length penalty is -1"
+            raise Invalid(detail, name="cache_tokens", value=cache, bound=bound)
+        if bound - cache >= longest:
             raise Invalid(
-                f"length_penalty_cache is {cache}; the maximum is {bound}, the length at which the penalty is -1",
-                name="length_penalty_cache",
-                value=cache,
-                bound=bound,
-            )
-        if bound - cache >= max_tokens:
-            raise Invalid(
-                f"length_penalty_max is {bound} and length_penalty_cache {cache}: the penalty begins above "
-                f"{counted(bound - cache, 'token')}, and a completion has at most {max_tokens}; lower "
-                "length_penalty_max",
-                name="length_penalty_max",
+                f"max_tokens is {bound} and cache_tokens {cache}: the length penalty begins above "
+                f"{counted(bound - cache, 'token')}, and a completion has at most {longest}; lower max_tokens",
+                name="max_tokens",
                 value=bound,
-                bound=max_tokens + cache - 1,
+                bound=longest + cache - 1,
             )
         return LengthPenalty(bound, cache)

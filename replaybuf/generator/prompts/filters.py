@@ -6,55 +6,48 @@ restarted generator maps a ticket to the same prompt.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections import Counter
-from typing import Any
-
-from cyclopts.types import PositiveInt
+from typing import Annotated, Any
 
 from replaybuf.errors import Invalid
 from replaybuf.generator.prompts.prompt import Prompt, invalid_row
+from replaybuf.option_types import OptionGroup, Positive, about, group_option
 
 REASONS = {
-    "too_short": "--min-prompt-tokens",
-    "too_long": "--max-prompt-tokens",
-    "difficulty_missing": "--difficulty-field",
-    "difficulty_low": "--min-difficulty",
-    "difficulty_high": "--max-difficulty",
-    "duplicate": "--drop-duplicate-prompts",
+    "too_short": "min_tokens",
+    "too_long": "max_tokens",
+    "difficulty_missing": "difficulty_field",
+    "difficulty_low": "min_difficulty",
+    "difficulty_high": "max_difficulty",
+    "duplicate": "drop_duplicates",
 }
-"""Why a prompt is dropped, with the option that drops it, in the order of the checks."""
+"""Why a prompt is dropped, with the key of `--prompt-filter` that drops it, in the order of the checks."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptFilterOptions:
-    """Which prompts to drop at load; by default none."""
+@group_option
+class PromptFilterOptions(OptionGroup, frozen=True, kw_only=True):
+    """Prompts to drop at load, such as all longer ones: {"max_tokens": 512}.
 
-    min_prompt_tokens: PositiveInt | None = None
-    """Minimum length of a prompt in tokens, with the chat template; shorter prompts are dropped at load."""
-    max_prompt_tokens: PositiveInt | None = None
-    """Maximum length of a prompt in tokens, with the chat template; longer prompts are dropped at load. Default: a
-    prompt that does not fit the run or the engines ends the start."""
-    difficulty_field: str | None = None
-    """Number in the metadata of a prompt, such as pass_rate or stats.pass_rate, for min_difficulty and max_difficulty.
-    Prompts without it are dropped at load."""
-    min_difficulty: float | None = None
-    """Minimum of the difficulty field; prompts below it are dropped at load."""
-    max_difficulty: float | None = None
-    """Maximum of the difficulty field; prompts above it are dropped at load."""
-    drop_duplicate_prompts: bool = False
-    """Keep the first of all prompts with the same text, of all sources; white space does not count."""
+    Raises `Invalid` for a contradiction.
+    """
 
-    @property
-    def active(self) -> bool:
-        """Whether a prompt can be dropped."""
-        return self != PromptFilterOptions()
+    min_tokens: Annotated[Positive | None, about("Minimum length in tokens, with the chat template.")] = None
+    max_tokens: Annotated[
+        Positive | None, about("Maximum length. Default: a prompt that does not fit ends the start.")
+    ] = None
+    difficulty_field: Annotated[
+        str | None, about("Number in the metadata, such as stats.pass_rate. Prompts without it are dropped.")
+    ] = None
+    min_difficulty: Annotated[float | None, about("Minimum of that number.")] = None
+    max_difficulty: Annotated[float | None, about("Maximum of that number.")] = None
+    drop_duplicates: Annotated[
+        bool, about("Keep the first prompt of each text, of all sources; white space does not count.")
+    ] = False
 
-    def check(self) -> None:
-        """Raise `Invalid` where options contradict each other."""
-        for name in ("prompt_tokens", "difficulty"):
+    def __post_init__(self) -> None:
+        for name in ("tokens", "difficulty"):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if low is not None and high is not None and low > high:
                 raise Invalid(
@@ -73,8 +66,7 @@ class PromptFilter:
     """Decides about the prompts of all sources, one after another. `dropped`: prompts by reason."""
 
     def __init__(self, options: PromptFilterOptions) -> None:
-        options.check()
-        self.active = options.active
+        self.active = options != PromptFilterOptions()
         self.dropped: Counter[str] = Counter()
         self._options = options
         self._contents: set[bytes] = set()
@@ -88,9 +80,9 @@ class PromptFilter:
 
     def _reason(self, prompt: Prompt) -> str | None:
         options, length = self._options, len(prompt.token_ids)
-        if options.min_prompt_tokens is not None and length < options.min_prompt_tokens:
+        if options.min_tokens is not None and length < options.min_tokens:
             return "too_short"
-        if options.max_prompt_tokens is not None and length > options.max_prompt_tokens:
+        if options.max_tokens is not None and length > options.max_tokens:
             return "too_long"
         if options.difficulty_field is not None:
             difficulty = _difficulty(prompt, options.difficulty_field)
@@ -100,7 +92,7 @@ class PromptFilter:
                 return "difficulty_low"
             if options.max_difficulty is not None and difficulty > options.max_difficulty:
                 return "difficulty_high"
-        return "duplicate" if options.drop_duplicate_prompts and not self._is_first(prompt) else None
+        return "duplicate" if options.drop_duplicates and not self._is_first(prompt) else None
 
     def _is_first(self, prompt: Prompt) -> bool:
         content = " ".join(prompt.text.split()).encode() or prompt.token_ids.tobytes()  # special tokens have no text
@@ -113,9 +105,10 @@ class PromptFilter:
 def nothing_left(source: str, dropped: Counter[str]) -> Invalid:
     """Describe a source of which the filters keep no prompt."""
     counts = ", ".join(f"{dropped[reason]} {reason}" for reason in REASONS if dropped[reason])
-    options = ", ".join(option for reason, option in REASONS.items() if dropped[reason])
+    keys = ", ".join(key for reason, key in REASONS.items() if dropped[reason])
     return Invalid(
-        f"the filters drop all {dropped.total()} prompts of {source} ({counts}); change {options}, or the source",
+        f"the filters drop all {dropped.total()} prompts of {source} ({counts}); change {keys} of "
+        "--prompt-filter, or the source",
         name="prompts",
         value=source,
         bound="at least 1 prompt",

@@ -131,7 +131,7 @@ def invalid_row(where: str, what: str) -> Invalid:
 def duplicate_id(prompt: Prompt, first: Prompt, *, generated: bool = False) -> Invalid:
     """Describe two rows with one `prompt_id`; `generated`: made from the content, which is then the same."""
     origin = ", made from its content," if generated else ""
-    remedy = "; --drop-duplicate-prompts keeps the first" if generated else ""
+    remedy = "; drop_duplicates of --prompt-filter keeps the first" if generated else ""
     return invalid_row(prompt.where, f"prompt_id {prompt.prompt_id!r}{origin} is already used in {first.where}{remedy}")
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -19,60 +19,53 @@ from replaybuf.errors import EngineAway, EngineFault, EngineUnfit, Invalid, coun
 from replaybuf.generator.engines import Server, VllmEngine
 from replaybuf.generator.fleet import BEHIND, RETRY_PAUSE_S, Fleet, ServerStatus, stale_fault
 from replaybuf.generator.fleet.publication import ahead, stale
-from replaybuf.generator.preflight import check_least
 from replaybuf.generator.stage.local import LocalStage, open_model
 from replaybuf.generator.stage.stages import Computed, Rollout, Stage, count_tokens, stage_name
+from replaybuf.option_types import OptionGroup, Positive, about, group_option
 from replaybuf.wire.group import OPTIONAL_LOGPROBS, OptionalLogprobs
 
 logger = logging.getLogger(__name__)
 
 
+class StageOptions(OptionGroup, frozen=True, kw_only=True):
+    """How a stage calls its model."""
+
+    served_name: Annotated[str | None, about("Name of the model on its servers.")] = None
+    micro_batch: Annotated[Positive, about("Rollouts per request.")] = 8
+
+
+@group_option
+class StagesOptions(OptionGroup, frozen=True, kw_only=True):
+    """Calls of the models of logprobs, such as {"ref": {"served_name": "base", "micro_batch": 16}}."""
+
+    ref: Annotated[
+        StageOptions,
+        about("served_name: model on the servers (default: their first). micro_batch: rollouts per call (8)."),
+    ] = StageOptions()
+    old: Annotated[StageOptions, about("The same. Default of served_name: the policy that samples.")] = StageOptions()
+    teacher: Annotated[StageOptions, about("The same as for ref.")] = StageOptions()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogprobOptions:
-    """Sources of logprobs in addition to those of the sampling engines.
-
-    Parameters
-    ----------
-    ref_engine
-        vLLM server of the reference model; adds ref_logprobs to groups. Separate several servers by commas.
-    ref_model
-        Model folder of the reference model; use it instead of ref_engine. torch computes ref_logprobs in this process.
-    ref_served_name
-        Name of the reference model on its servers; default: the first model that they serve.
-    ref_micro_batch
-        Rollouts per request for ref_logprobs.
-    old_engine
-        vLLM server of the policy; adds old_logprobs of one weight version to each group. The trainer must load the
-        weights into it. Separate several servers by commas. A sampling engine is allowed.
-    old_served_name
-        Name of the policy on these servers; default: its name on the sampling engines.
-    old_micro_batch
-        Rollouts per request for old_logprobs.
-    teacher_engine
-        vLLM server of a teacher model; adds teacher_logprobs to groups. Separate several servers by commas.
-    teacher_served_name
-        Name of the teacher on its servers; default: the first model that they serve.
-    teacher_micro_batch
-        Rollouts per request for teacher_logprobs.
-    """
+    """Sources of logprobs in addition to those of the sampling engines."""
 
     ref_engine: str | None = None
+    """vLLM server of the reference model; adds ref_logprobs to groups. Separate several servers by commas."""
     ref_model: Path | None = None
-    ref_served_name: str | None = None
-    ref_micro_batch: int = 8
+    """Model folder of the reference model; use it instead of ref_engine. torch computes ref_logprobs in this
+    process."""
     old_engine: str | None = None
-    old_served_name: str | None = None
-    old_micro_batch: int = 8
+    """vLLM server of the policy; adds old_logprobs of one weight version to each group. The trainer must load the
+    weights into it. Separate several servers by commas. A sampling engine is allowed."""
     teacher_engine: str | None = None
-    teacher_served_name: str | None = None
-    teacher_micro_batch: int = 8
+    """vLLM server of a teacher model; adds teacher_logprobs to groups. Separate several servers by commas."""
+    logprob_options: StagesOptions = dataclasses.field(default_factory=StagesOptions)
 
     def check(self) -> None:
         """Raise `Invalid` if options are out of bounds or contradict each other."""
         for column in OPTIONAL_LOGPROBS:
-            urls, _, micro_batch = self.servers(column)
-            check_least(f"{stage_name(column)}_micro_batch", micro_batch, 1)
-            for url in urls:
+            for url in self.servers(column):
                 if not url.startswith(("http://", "https://")):
                     name = f"{stage_name(column)}_engine"
                     detail = f"{name} is {url!r}; it must be the address of a vLLM server: http://HOST:PORT"
@@ -80,13 +73,10 @@ class LogprobOptions:
         if self.ref_engine is not None and self.ref_model is not None:
             raise Invalid("ref_engine and ref_model are both set; set one of them", name="ref_model")
 
-    def servers(self, column: OptionalLogprobs) -> tuple[list[str], str | None, int]:
-        """Return the addresses of the servers of a column, the model name there, and rollouts per call."""
-        name = stage_name(column)
-        addresses, served_name, micro_batch = (
-            getattr(self, f"{name}_{what}") for what in ("engine", "served_name", "micro_batch")
-        )
-        return [] if addresses is None else [url.strip() for url in addresses.split(",")], served_name, micro_batch
+    def servers(self, column: OptionalLogprobs) -> list[str]:
+        """Return the addresses of the servers of a column."""
+        addresses: str | None = getattr(self, f"{stage_name(column)}_engine")
+        return [] if addresses is None else [url.strip() for url in addresses.split(",")]
 
 
 class EngineStage(Stage):
@@ -241,16 +231,18 @@ async def open_stages(
     """
     stages: list[LogprobStage] = []
     if options.ref_model is not None:
-        stages.append(await open_model("ref_logprobs", options.ref_model, options.ref_micro_batch, timeout_s))
+        micro_batch = options.logprob_options.ref.micro_batch
+        stages.append(await open_model("ref_logprobs", options.ref_model, micro_batch, timeout_s))
     for column in OPTIONAL_LOGPROBS:
-        urls, name, micro_batch = options.servers(column)
+        urls = options.servers(column)
         if not urls:
             continue
-        of_policy = column == "old_logprobs"
+        how: StageOptions = getattr(options.logprob_options, stage_name(column))
+        name, of_policy = how.served_name, column == "old_logprobs"
         if of_policy and name is None:
             name = next((server.model for server in policy), None)
         servers = [VllmEngine(url, timeout_s=timeout_s, model=name, api_key=api_key) for url in urls]
-        remote = (PolicyStage if of_policy else EngineStage)(column, servers, micro_batch)
+        remote = (PolicyStage if of_policy else EngineStage)(column, servers, how.micro_batch)
         stack.push_async_callback(remote.aclose)
         await remote.prepare(start_timeout_s, policy)
         stages.append(remote)

@@ -97,7 +97,7 @@ model = $model
 checkpoint_every_steps = $checkpoint_every_steps
 keep_checkpoints = $keep_checkpoints
 learning_rate = $learning_rate
-wait_ms = $wait_ms
+reader_options = { wait_ms = $wait_ms }
 seed = $seed
 env = $env$trainer_options
 

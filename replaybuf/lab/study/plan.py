@@ -32,7 +32,8 @@ SET_BY_STUDY = {
     "checkpoint_every_steps": "set checkpoints",
     "keep_checkpoints": "set checkpoints",
 } | dict.fromkeys(
-    ("checkpoint_dir", "command", "engines", "env", "metrics_file", "wait_ms", "weights_dir"), "the study sets it"
+    ("checkpoint_dir", "command", "engines", "env", "metrics_file", "reader_options", "weights_dir"),
+    "the study sets it",
 )
 """Keys of the trainer's section that a strategy cannot have, each with the way out."""
 

@@ -50,12 +50,11 @@ def test_it_is_the_soft_overlong_punishment_of_dapo() -> None:
     assert LengthPenalty(20480, 4096).penalties(lengths).tolist() == [0.0, -0.25, -0.5, -1.0]
 
 
-def options(cache: int | None = None, longest: int | None = None) -> LengthPenaltyOptions:
-    return LengthPenaltyOptions(length_penalty_cache=cache, length_penalty_max=longest)
+def options(cache: int, longest: int | None = None) -> LengthPenaltyOptions:
+    return LengthPenaltyOptions(cache_tokens=cache, max_tokens=longest)
 
 
 def test_the_maximum_is_by_default_that_of_a_completion() -> None:
-    assert options().penalty(100) is None
     assert options(20).penalty(100) == LengthPenalty(100, 20)
     assert options(20, 80).penalty(100) == LengthPenalty(80, 20)
     assert options(100).penalty(100) == LengthPenalty(100, 100)
@@ -64,15 +63,12 @@ def test_the_maximum_is_by_default_that_of_a_completion() -> None:
 @pytest.mark.parametrize(
     ("cache", "longest", "named"),
     [
-        (101, None, "length_penalty_cache"),
-        (81, 80, "length_penalty_cache"),
-        (20, 120, "length_penalty_max"),
-        (None, 80, "length_penalty_cache"),
+        (101, None, "cache_tokens"),
+        (81, 80, "cache_tokens"),
+        (20, 120, "max_tokens"),
     ],
 )
-def test_options_that_punish_nothing_or_everything_are_refused(
-    cache: int | None, longest: int | None, named: str
-) -> None:
+def test_options_that_punish_nothing_or_everything_are_refused(cache: int, longest: int | None, named: str) -> None:
     with pytest.raises(Invalid) as caught:
         options(cache, longest).penalty(100)
     assert caught.value.name == named

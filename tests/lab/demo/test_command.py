@@ -213,7 +213,9 @@ def test_a_broken_file_of_a_demo_is_named_with_its_problems(tmp_path: Path) -> N
     write_run_file(folder, Request(seed=0, steps=7))
     text = folder.run_file.read_text()
     folder.run_file.write_text(text.replace("group_size = 8", "group_size = 0").replace("wait_ms", "wait_s"))
-    with pytest.raises(Invalid, match=r"run\.toml cannot be used: run\.group_size .*; trainer\.wait_s is not a key"):
+    with pytest.raises(
+        Invalid, match=r"run\.toml cannot be used: run\.group_size .*; trainer\.reader_options\.wait_s is not"
+    ):
         read_plan(folder, None, PROGRAM)
 
 

@@ -15,6 +15,7 @@ from replaybuf.errors import Invalid
 from replaybuf.wire.model.checkpoints import latest_checkpoint
 from replaybuf_trainer.feeds.opening import open_feed
 from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.option_groups import HeldOutOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.conftest import RunClient, ServeProcess
@@ -80,7 +81,7 @@ def test_held_out_groups_are_evaluated_on_schedule_and_change_nothing(
     folder: Path, models: Path, tmp_path: Path
 ) -> None:
     """The first evaluation has the loss of a step with the same groups and weights; the training is the same."""
-    held_out = {"eval_from": folder, "eval_every_steps": 2, "eval_groups": 1}
+    held_out = {"eval_from": folder, "eval_options": HeldOutOptions(every_steps=2, groups=1)}
     train(tmp_path, models, tmp_path / "m.jsonl", from_export=folder, steps=4, **held_out)
     lines = figures(tmp_path / "m.jsonl")
     assert [line["step"] for line in lines if "eval_loss" in line] == [1, 3]

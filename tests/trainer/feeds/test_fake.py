@@ -12,8 +12,9 @@ import pytest
 
 from replaybuf.errors import Invalid
 from replaybuf.wire.batch import Batch, read_batch
-from replaybuf_trainer.feeds.fake import FakeBatches, FakeShapes, read_shapes
+from replaybuf_trainer.feeds.fake import FakeBatches, with_vocabulary
 from replaybuf_trainer.feeds.opening import open_feed
+from replaybuf_trainer.option_groups import FakeShapes
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.trainer import Trainer
 from tests.forked import run_forked
@@ -76,25 +77,16 @@ def test_ranks_get_their_own_parts_of_one_batch() -> None:
     assert parts[0].meta.micro_batches == parts[1].meta.micro_batches
 
 
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ('{"groups": 0}', r"Expected `int` >= 1 - at `\$\.groups`; it is a JSON object with the options groups"),
-        ('{"group": 2}', "unknown field `group`"),
-        ("{", "--fake-shapes is '{'"),
-        ('{"prompt_tokens": 400}', "prompts have up to 600 tokens, and seq_len is 512"),
-    ],
-)
-def test_wrong_shapes_get_one_clear_answer(shapes: str, message: str, models: Path) -> None:
-    with pytest.raises(Invalid, match=message):
-        read_shapes(shapes, models / "a")
+def test_shapes_in_which_no_completion_fits_are_refused() -> None:
+    with pytest.raises(Invalid, match="prompts have up to 600 tokens, and seq_len is 512"):
+        FakeShapes(prompt_tokens=400)
 
 
 def test_the_vocabulary_is_that_of_the_model(models: Path, tmp_path: Path) -> None:
-    assert read_shapes("{}", models / "a").vocab_size == 98
-    assert read_shapes('{"vocab_size": 12}', models / "a").vocab_size == 12
+    assert with_vocabulary(FakeShapes(), models / "a").vocab_size == 98
+    assert with_vocabulary(FakeShapes(vocab_size=12), models / "a").vocab_size == 12
     with pytest.raises(Invalid, match=r"config\.json has no vocab_size: .*check --model"):
-        read_shapes("{}", tmp_path)
+        with_vocabulary(FakeShapes(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +106,9 @@ def test_every_loss_gets_the_columns_that_it_needs(models: Path, tmp_path: Path)
         fake_data=True,
         model=models / "a",
         steps=1,
-        fake_shapes='{"groups": 1, "group_size": 2, "completion_tokens": 8}',
+        fake_shapes=FakeShapes(groups=1, group_size=2, completion_tokens=8),
         loss="decoupled-ppo",
-        loss_options='{"reference": {"weight": 0.1}}',
+        loss_options={"reference": {"weight": 0.1}},
         metrics_file=tmp_path / "train.jsonl",
     )
     with open_feed(options) as feed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -35,7 +34,7 @@ class Reinforce(PolicyLoss, frozen=True, kw_only=True):
 
 
 def made(name: str, **options: Any) -> Objective:
-    return load_objective(name, json.dumps(options), constant=12)
+    return load_objective(name, options | {"normalise_constant": 12})
 
 
 def value_and_gradient(objective: Objective, tokens: LossTokens, totals: BatchTotals) -> tuple[float, list[float]]:
@@ -57,8 +56,9 @@ def test_all_parts_together_equal_a_formula_written_apart(level: str, mode: str,
         "ratio_to": "old",
         "correction": {"level": level, "mode": mode, **bounds},
         "reference": {"weight": 0.3, "estimate": estimate},
+        "normalise_constant": 12,
     }
-    objective = load_objective("grpo", json.dumps(options), normalise, 12)
+    objective = load_objective("grpo", options, normalise)
     tokens = as_columns(rollouts)
     totals = BatchTotals(len(tokens.rollout), len(rollouts))
     value, gradient = value_and_gradient(objective, tokens, totals)
@@ -155,19 +155,18 @@ def test_statistics_are_means_over_tokens_by_staleness() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ppo", "{}", r"loss is 'ppo'; installed: .*cispo, clip-cov, .*truncated-ratio"),
-        ("grpo", "[1]", "must be a JSON object"),
-        ("grpo", "{", "must be a JSON object"),
-        ("grpo", '{"clip": 0.2}', r"unknown field `clip`; options are ratio_to, clip_low, clip_high, .*correction"),
-        ("grpo", '{"clip_low": 1.5}', r"<= 1.*\$\.clip_low"),
-        ("gspo", '{"correction": {"level": "row"}}', r"Invalid enum value 'row'.*\$\.correction\.level"),
-        ("grpo", '{"reference": {"estimate": "k1"}}', "missing required field `weight`"),
-        ("grpo", '{"correction": {"mode": "truncate"}}', "already weights tokens by the mismatch"),
-        ("decoupled-ppo", '{"correction": {"mode": "mask"}}', "already weights tokens by the mismatch"),
-        ("dr-grpo", "{}", "--normalise-constant"),
+        ("ppo", {}, r"loss is 'ppo'; installed: .*cispo, clip-cov, .*truncated-ratio"),
+        ("grpo", {"clip": 0.2}, r"unknown field `clip`; .*the keys ratio_to, clip_low, clip_high, .*correction"),
+        ("grpo", {"clip_low": 1.5}, r"<= 1.*\$\.clip_low"),
+        ("gspo", {"correction": {"level": "row"}}, r"Invalid enum value 'row'.*\$\.correction\.level"),
+        ("grpo", {"reference": {"estimate": "k1"}}, "missing required field `weight`"),
+        ("grpo", {"correction": {"mode": "truncate"}}, "already weights tokens by the mismatch"),
+        ("decoupled-ppo", {"correction": {"mode": "mask"}}, "already weights tokens by the mismatch"),
+        ("dr-grpo", {}, "normalise_constant in --loss-options"),
+        ("dr-grpo", {"normalise_constant": 0}, r">= 1.*\$\.normalise_constant"),
     ],
 )
-def test_wrong_options_are_rejected_with_a_clear_error(name: str, options: str, message: str) -> None:
+def test_wrong_options_are_rejected_with_a_clear_error(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Invalid, match=message):
         load_objective(name, options)
 

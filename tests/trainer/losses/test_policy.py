@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -43,7 +42,7 @@ def names(case: Any) -> str:
 def test_value_and_gradient_equal_a_formula_written_apart(name: str, options: dict[str, Any], seed: int) -> None:
     """In float64, with sampling weights, an empty rollout, and rollouts of other ranks in the mean."""
     rollouts = drawn(seed)
-    objective = load_objective(name, msgspec.json.encode(options).decode(), constant=CONSTANT)
+    objective = load_objective(name, options | {"normalise_constant": CONSTANT})
     tokens = as_columns(rollouts)
     totals = BatchTotals(len(tokens.rollout) + 10 * ELSEWHERE, len(rollouts) + ELSEWHERE)
     value = objective.value(tokens, totals, Tally())
@@ -69,7 +68,7 @@ def test_every_built_in_loss_has_a_slow_formula() -> None:
 def test_the_gradient_equals_finite_differences(name: str) -> None:
     """For losses without a stop-gradient. The ratio of GSPO has one; its slow formula has the exact derivative."""
     rollouts = drawn(7)
-    objective = load_objective(name, constant=CONSTANT)
+    objective = load_objective(name, {"normalise_constant": CONSTANT})
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         tokens = as_columns(rollouts, logprobs=logprobs)
@@ -82,7 +81,7 @@ def test_gspo_has_the_derivative_of_the_sequence_ratio() -> None:
     """The token form of the paper's section 4.3 equals the plain form, in which every token moves the whole ratio."""
     rollouts = drawn(3, lengths=(4, 7))
     clips = {"clip_low": 0.9, "clip_high": 9.0}
-    objective = load_objective("gspo", msgspec.json.encode(clips).decode())
+    objective = load_objective("gspo", clips)
     tokens = as_columns(rollouts)
     torch.autograd.backward(objective.value(tokens, BatchTotals(11, 2), Tally()))
     assert tokens.logprobs.grad is not None
@@ -107,5 +106,5 @@ def test_a_loss_of_no_tokens_is_zero() -> None:
     """A forward pass whose rollouts have all tokens masked changes nothing."""
     for name in BUILT_IN:
         tokens = as_columns(drawn(0, lengths=(0, 0)))
-        value = load_objective(name, constant=1).value(tokens, BatchTotals(10, 4), Tally())
+        value = load_objective(name, {"normalise_constant": 1}).value(tokens, BatchTotals(10, 4), Tally())
         assert value.item() == 0.0, name

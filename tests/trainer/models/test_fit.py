@@ -12,12 +12,14 @@ import pytest
 from replaybuf.errors import Invalid
 from replaybuf.wire.answer.run_status import BatchFacts, RunFacts
 from replaybuf_trainer.models.fit import attention_bytes, check_fit, tokenizer_size
+from replaybuf_trainer.option_groups import ModelOptions
 from replaybuf_trainer.options import TrainOptions
 from tests.trainer.models.families import tiny
 
 
 def check(folder: Path, facts: RunFacts | None = None, family: str = "qwen3", attention: Any = "sdpa") -> None:
-    check_fit(tiny(family, attention), TrainOptions(run="r", model=folder, attention=attention), facts or RunFacts())
+    options = TrainOptions(run="r", model=folder, model_options=ModelOptions(attention=attention))
+    check_fit(tiny(family, attention), options, facts or RunFacts())
 
 
 def write_tokenizer(folder: Path, vocabulary: object, added: list[int]) -> None:
@@ -25,10 +27,11 @@ def write_tokenizer(folder: Path, vocabulary: object, added: list[int]) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(made))
 
 
-@pytest.mark.parametrize(("option", "layers"), [(False, 5), (True, 1), (1, 1), (2, 3), (4, 4), (5, 5)])
-def test_checkpointed_layers_keep_no_attention_weights(option: bool | int, layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "layers"), [(0, 5), (1, 1), (2, 3), (4, 4), (5, 5)])
+def test_checkpointed_layers_keep_no_attention_weights(option: int, layers: int, tmp_path: Path) -> None:
     """Five layers: those that are not checkpointed, and one that the backward pass computes again."""
-    options = TrainOptions(run="r", model=tmp_path, activation_checkpointing=option, rows_per_forward=1)
+    how = ModelOptions(activation_checkpointing=option)
+    options = TrainOptions(run="r", model=tmp_path, model_options=how, rows_per_forward=1)
     model = tiny("qwen3", "eager", num_hidden_layers=5)
     assert attention_bytes(model, options, 10) == 100 * 4 * 4 * (layers + 2)  # float32, four heads
 
@@ -61,7 +64,7 @@ def test_a_run_with_fewer_tokens_than_the_tokenizer_is_noticed(models: Path, cap
     ("attention", "seq_len", "warned"),
     [
         ("sdpa", 4096, None),
-        ("sdpa", 8192, "attention sdpa needs about 3.0 GiB for 8 rows of 8192 tokens; use --attention flash"),
+        ("sdpa", 8192, "attention sdpa needs about 3.0 GiB for 8 rows of 8192 tokens; use attention flash"),
         ("eager", 4096, "attention eager needs about 8.0 GiB"),
     ],
 )

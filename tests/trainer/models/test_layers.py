@@ -13,6 +13,7 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.models.layers import checkpoint_activations, compile_layers, decoder_layers
 from replaybuf_trainer.models.packed_forward import packed_forward
 from replaybuf_trainer.models.policy import load_trained_model
+from replaybuf_trainer.option_groups import ModelOptions
 from replaybuf_trainer.options import TrainOptions
 from tests.trainer.batches import packed, rollouts, trained_rows
 from tests.trainer.models.families import tiny, write_tiny
@@ -79,18 +80,18 @@ def test_checkpointing_keeps_the_input_of_each_layer_only() -> None:
 
 @pytest.mark.parametrize(
     ("option", "wrapped"),
-    [(False, []), (True, [0, 1, 2, 3, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (5, [0]), (9, [0])],
+    [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (5, [0]), (9, [0])],
 )
-def test_the_option_counts_layers_from_the_first(option: bool | int, wrapped: list[int], tmp_path: Path) -> None:
-    """A flag without a number is every layer."""
+def test_the_option_counts_layers_from_the_first(option: int, wrapped: list[int], tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "qwen3", num_hidden_layers=5)
-    model = load_trained_model(folder, TrainOptions(run="r", model=folder, activation_checkpointing=option))
+    how = ModelOptions(activation_checkpointing=option)
+    model = load_trained_model(folder, TrainOptions(run="r", model=folder, model_options=how))
     assert [index for index, layer in enumerate(decoder_layers(model)) if "forward" in vars(layer)] == wrapped
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(Invalid, match=r"--compile needs a C\+\+ compiler on the CPU: no-such-compiler is not"):
+    with pytest.raises(Invalid, match=r"compile needs a C\+\+ compiler on the CPU: no-such-compiler is not"):
         compile_layers(tiny("qwen3"))
 
 

@@ -14,6 +14,7 @@ from replaybuf.errors import Invalid, MissingExtra
 from replaybuf_trainer.models import liger
 from replaybuf_trainer.models.liger import liger_kernels
 from replaybuf_trainer.models.policy import load_trained_model
+from replaybuf_trainer.option_groups import ModelOptions
 from replaybuf_trainer.options import TrainOptions
 from tests.trainer.models.families import write_tiny
 
@@ -36,7 +37,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def options(folder: Path, *, enabled: bool = True) -> TrainOptions:
-    return TrainOptions(run="r", model=folder, liger=enabled)
+    return TrainOptions(run="r", model=folder, model_options=ModelOptions(liger=enabled))
 
 
 def test_the_kernels_come_into_the_loaded_model_without_their_loss(
@@ -63,5 +64,5 @@ def test_a_missing_package_is_named_with_the_install_command(monkeypatch: pytest
 
 
 def test_a_cpu_is_rejected_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="--liger needs a CUDA GPU"):
+    with pytest.raises(Invalid, match="liger needs a CUDA GPU"):
         load_trained_model(tmp_path / "no-model", options(tmp_path))

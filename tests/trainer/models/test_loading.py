@@ -14,6 +14,7 @@ from replaybuf.errors import Invalid
 from replaybuf_trainer.engine.served_models import load_engine_model
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.policy import load_policy
+from replaybuf_trainer.option_groups import ModelOptions
 from replaybuf_trainer.options import TrainOptions
 from tests.trainer.models.families import tiny, write_tiny
 
@@ -66,13 +67,16 @@ def test_the_engine_serves_qwen3_only(tmp_path: Path) -> None:
         load_engine_model(tmp_path)
 
 
+FLASH = ModelOptions(attention="flash")
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("opt", {}, "OPTForCausalLM, --attention sdpa.* mixes the rollouts .*This trainer cannot train it"),
+        ("opt", {}, "OPTForCausalLM, attention sdpa.* mixes the rollouts .*This trainer cannot train it"),
         ("gemma2", {}, "Gemma2ForCausalLM does not support .*scaled_dot_product_attention"),
-        ("qwen3", {"attention": "flash", "dtype": "bfloat16"}, "--attention flash needs a CUDA GPU; use --attention"),
-        ("qwen3", {"attention": "flash"}, "--attention flash needs --dtype bfloat16"),
+        ("qwen3", {"model_options": FLASH, "dtype": "bfloat16"}, "attention flash needs a CUDA GPU; use sdpa"),
+        ("qwen3", {"model_options": FLASH}, "attention flash needs --dtype bfloat16"),
     ],
 )
 def test_a_model_that_the_trainer_cannot_train_is_rejected(

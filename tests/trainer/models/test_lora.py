@@ -155,8 +155,8 @@ def test_merged_weights_the_engine_and_peft_give_the_same_logits(
             {"rank": 65},
             r"--lora-rank is 65; layer model.layers.0.self_attn.k_proj is \(64, 128\), so the maximum is 64",
         ),
-        ({"targets": ("q_proj", "nope")}, r"--lora-targets has 'nope'; the linear layers .* are down_proj, gate_proj"),
-        ({"targets": ("lm_head",)}, "--lora-targets has 'lm_head'"),
+        ({"targets": ("q_proj", "nope")}, r"targets of --lora-options has 'nope'; the linear layers .* are down_proj"),
+        ({"targets": ("lm_head",)}, "targets of --lora-options has 'lm_head'"),
     ],
 )
 def test_a_rank_above_a_layer_and_unknown_targets_are_rejected(

@@ -22,11 +22,12 @@ from tests.trainer.batches import Rollout, logprobs_alone, packed, rollouts, tra
 from tests.trainer.models import varlen
 
 ROWS = [[4, 0, 2], [1], [], [5, 3]]
-CLIPPED = load_objective("grpo", '{"clip_high": 0.28}')
-WITH_EVERY_PART = (
-    '{"correction": {"level": "geometric", "mode": "reject", "lower": 0.5}, '
-    '"reference": {"weight": 0.3, "estimate": "k2"}, "entropy": {"weight": 0.1, "share": 0.5}}'
-)
+CLIPPED = load_objective("grpo", {"clip_high": 0.28})
+WITH_EVERY_PART: dict[str, Any] = {
+    "correction": {"level": "geometric", "mode": "reject", "lower": 0.5},
+    "reference": {"weight": 0.3, "estimate": "k2"},
+    "entropy": {"weight": 0.1, "share": 0.5},
+}
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +173,14 @@ def largest_difference_of_logprobs(model: Any, members: list[Rollout]) -> float:
     return float((logprobs - torch.stack([every for every, _ in expected])).abs().max())
 
 
-@pytest.mark.parametrize("options", ["{}", WITH_EVERY_PART], ids=["plain", "with every part"])
+@pytest.mark.parametrize("options", [{}, WITH_EVERY_PART], ids=["plain", "with every part"])
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_value_and_gradient_equal_those_of_single_rollouts(
-    attending: Any, members: list[Rollout], name: str, options: str
+    attending: Any, members: list[Rollout], name: str, options: dict[str, Any]
 ) -> None:
     """With masked tokens, padding and a filler row; the weights have the same gradient within 1e-5."""
     model = attending
-    objective = load_objective(name, options, constant=9)
+    objective = load_objective(name, options | {"normalise_constant": 9})
     batch = packed(members, ROWS, pad_to_multiple_of=8)
     rows = [
         row | {"old_logprobs": row["inference_logprobs"] + 0.1 * row["position_ids"].float().cos()}
@@ -270,4 +271,4 @@ def test_a_penalty_without_reference_logprobs_is_rejected(model: Any, members: l
     """The message names the missing logprobs."""
     batch = packed(members, ROWS, with_ref=False)
     with pytest.raises(Invalid, match="ref_logprobs"):
-        loss_of(model, batch, load_objective("grpo", '{"reference": {"weight": 0.1}}'))
+        loss_of(model, batch, load_objective("grpo", {"reference": {"weight": 0.1}}))

@@ -21,6 +21,7 @@ from replaybuf.errors import Fenced, Invalid, ReplaybufError
 from replaybuf.wire.model.checkpoints import latest_checkpoint, read_state
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.option_groups import ReaderOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.parallel.launch import open_ranks
 from tests.conftest import RunClient, ServeProcess
@@ -61,7 +62,7 @@ def new_run(
         checkpoint_every_steps=2,
         warm_up_steps=1,
         rows_per_forward=1,
-        wait_ms=500,
+        reader_options=ReaderOptions(wait_ms=500),
         fsdp=fsdp,
     )
 

@@ -7,7 +7,6 @@ import shutil
 import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -54,10 +53,10 @@ class CopiedWeights:
 
 
 @contextlib.contextmanager
-def publishing(weights_dir: Path, *engines: str, **setup: Any) -> Iterator[HttpPublisher]:
+def publishing(weights_dir: Path, *engines: str, token: str | None = None, **options: str) -> Iterator[HttpPublisher]:
     """Open a publisher on a free port, and close it at the end."""
-    made = PublisherSetup(weights_dir=weights_dir, engines=engines, engine_timeout_s=20.0, **setup)
-    publisher = HttpPublisher(made, HttpOptions(shard_bytes=SHARD_BYTES))
+    made = PublisherSetup(weights_dir=weights_dir, engines=engines, engine_timeout_s=20.0, publish_token=token)
+    publisher = HttpPublisher(made, HttpOptions(port=0, shard_bytes=SHARD_BYTES, **options))
     try:
         yield publisher
     finally:
@@ -77,7 +76,7 @@ def test_an_engine_samples_with_weights_that_came_by_http(engine: ServedEngine, 
     """The announced address has the version and the digest, and any helper with the token can download it."""
     with (
         helper_process(tmp_path / "local", engine.url, token="secret") as helper,
-        publishing(tmp_path / "weights", helper.url, publish_token="secret") as publisher,
+        publishing(tmp_path / "weights", helper.url, token="secret") as publisher,
     ):
         publisher.prepare(4, CopiedWeights(models / "b"))
         assert engine.version() == "0"
@@ -182,9 +181,9 @@ def test_a_kept_version_is_published_again_after_a_restart(engine: ServedEngine,
 
 
 def test_weights_are_open_to_other_machines_only_with_a_token(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="publish-token"), publishing(tmp_path, publish_host="0.0.0.0"):
+    with pytest.raises(Invalid, match="publish-token"), publishing(tmp_path, host="0.0.0.0"):
         pass
-    with publishing(tmp_path, publish_host="0.0.0.0", publish_token="secret"):
+    with publishing(tmp_path, host="0.0.0.0", token="secret"):
         pass
 
 
@@ -208,9 +207,9 @@ def write_certificate(authority: trustme.CA, folder: Path) -> str:
     return issued.cert_chain_pems[0].bytes().decode().strip()
 
 
-def tls(folder: Path) -> dict[str, Path]:
+def tls(folder: Path) -> dict[str, str]:
     """Files of a publisher with TLS, without the authority that it trusts."""
-    return {"publish_tls_cert": folder / "cert.pem", "publish_tls_key": folder / "key.pem"}
+    return {"tls_cert": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
 
 
 def test_weights_and_calls_of_the_trainer_are_encrypted_both_ways(
@@ -223,8 +222,8 @@ def test_weights_and_calls_of_the_trainer_are_encrypted_both_ways(
         publishing(
             tmp_path / "weights",
             helper.url,
-            publish_token="secret",
-            publish_tls_ca=tmp_path / "ca.pem",
+            token="secret",
+            tls_ca=str(tmp_path / "ca.pem"),
             **tls(tmp_path),
         ) as publisher,
     ):
@@ -264,24 +263,24 @@ def test_a_trainer_that_does_not_know_the_authority_of_a_helper_says_what_to_do(
         publishing(tmp_path / "weights", helper.url) as publisher,
     ):
         publisher.prepare(1, CopiedWeights(models / "b"))
-        with pytest.raises(ServiceUnavailable, match=f"engine {helper.url} .*--publish-tls-ca names"):
+        with pytest.raises(ServiceUnavailable, match=f"engine {helper.url} .*tls_ca of --publisher-options names"):
             publisher.commit(1, confirmed)
 
 
 @pytest.mark.parametrize(
     ("files", "detail"),
     [
-        ({"publish_tls_cert": "cert.pem"}, "publish_tls_key is not set; TLS needs --publish-tls-cert and --publish-"),
-        ({"publish_tls_key": "key.pem"}, "publish_tls_cert is not set"),
-        ({"publish_tls_cert": "key.pem", "publish_tls_key": "key.pem"}, "certificate .* cannot be used"),
-        ({"publish_tls_ca": "missing.pem"}, "publish_tls_ca is .*missing.pem: .*No such file"),
-        ({"publish_tls_ca": "key.pem"}, "publish_tls_ca is .*key.pem: .*it must be a PEM file with certificates"),
+        ({"tls_cert": "cert.pem"}, "tls_key is not set; TLS needs tls_cert and tls_key"),
+        ({"tls_key": "key.pem"}, "tls_cert is not set"),
+        ({"tls_cert": "key.pem", "tls_key": "key.pem"}, "certificate .* cannot be used"),
+        ({"tls_ca": "missing.pem"}, "tls_ca is .*missing.pem: .*No such file"),
+        ({"tls_ca": "key.pem"}, "tls_ca is .*key.pem: .*it must be a PEM file with certificates"),
     ],
 )
 def test_unusable_files_of_tls_are_named_before_the_training(
     authority: trustme.CA, tmp_path: Path, files: dict[str, str], detail: str
 ) -> None:
-    named = {option: tmp_path / name for option, name in files.items()}
+    named = {option: str(tmp_path / name) for option, name in files.items()}
     with pytest.raises(Invalid, match=detail), publishing(tmp_path / "weights", "http://127.0.0.1:9", **named):
         pass
 
@@ -360,7 +359,7 @@ def test_the_command_trains_a_run_with_an_engine_that_shares_no_folder(
             "--model": str(models / "a"),
             "--engine": helper.url,
             "--publisher": "http",
-            "--publish-port": "0",
+            "--publisher-options": '{"port": 0}',
             "--publish-token": "secret",
             "--checkpoint-dir": str(tmp_path / "checkpoints"),
             "--weights-dir": str(tmp_path / "weights"),

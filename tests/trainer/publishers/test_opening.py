@@ -66,7 +66,7 @@ def test_the_default_reloads_engines_and_writes_a_folder_without_engines() -> No
 
 
 def test_a_plug_in_gets_its_own_options() -> None:
-    publisher = opened(publisher="bucket", publisher_options='{"bucket": "b"}')
+    publisher = opened(publisher="bucket", publisher_options={"bucket": "b"})
     assert publisher.commit(3, lambda: None) == "s3://b/3" and publisher.figures() == {}
 
 
@@ -76,9 +76,9 @@ def test_a_plug_in_gets_its_own_options() -> None:
         ({"publisher": "ftp"}, r"publisher is 'ftp'; installed: broken, bucket, folder, http, nccl, none, reload"),
         ({"publisher": "broken"}, r"plug-in 'broken' is 7; it must be a class that inherits"),
         ({"publisher": "reload"}, r"publisher reload needs at least one --engine"),
-        ({"publisher_options": "{"}, r"--publisher-options of folder is '\{': .* options none"),
-        ({"publisher_options": '{"x": 1}'}, r"unknown field `x`"),
-        ({"publisher": "bucket"}, r"missing required field `bucket`.* options bucket"),
+        ({"publisher_options": {"x": 1}}, r"of folder is \{'x': 1\}: .*field `x`; .* a JSON object without keys"),
+        ({"publisher": "http", "publisher_options": {"port": 65536}}, r"<= 65535 .*`\$\.port`; .*the keys host, port"),
+        ({"publisher": "bucket"}, r"missing required field `bucket`.* the keys bucket"),
     ],
 )
 def test_a_wrong_publisher_or_option_is_rejected_before_training(options: dict[str, Any], message: str) -> None:

@@ -12,8 +12,10 @@ import torch
 
 from replaybuf.client.client import Client
 from replaybuf.errors import Invalid
+from replaybuf.option_types import ListenAddress
 from replaybuf_trainer.feeds.service import ServiceFeed
 from replaybuf_trainer.models.loading import load_model
+from replaybuf_trainer.option_groups import ReaderOptions, TablesOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.report.sinks.json_lines import JsonLines
 from replaybuf_trainer.trainer import Trainer
@@ -29,8 +31,7 @@ def trained(folder: Path, model: Path, **fields: Any) -> ScriptedService:
         "checkpoint_dir": folder / "checkpoints",
         "weights_dir": folder / "weights",
         "metrics_file": folder / "train.jsonl",
-        "poll_s": 0.01,
-        "prefetch": False,
+        "reader_options": ReaderOptions(poll_s=0.01, prefetch=False),
         "service_timeout_s": 5.0,
     }
     options = TrainOptions(**filled | fields)
@@ -54,12 +55,11 @@ def test_all_sinks_and_tables_work_beside_a_training_and_do_not_change_it(
         trained(
             full,
             models / "a",
-            metrics_port=0,
+            metrics_address=ListenAddress("127.0.0.1", 0),
             push_metrics=f"http://{receiver.address}",
             tensorboard=full / "tb",
             tables=2,
-            tables_dir=full / "tables",
-            keep_tables=3,
+            tables_options=TablesOptions(dir=str(full / "tables"), keep=3),
         )
     plain, watched = weights(tmp_path / "plain"), weights(full)
     assert all(torch.equal(plain[name], watched[name]) for name in plain)

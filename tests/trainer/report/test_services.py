@@ -148,7 +148,7 @@ def test_the_page_describes_every_metric_with_its_labels(prometheus: Prometheus)
 def test_a_taken_port_is_rejected_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(Invalid, match=rf"cannot listen on 127.0.0.1:{port}: .*choose another --metrics-port"):
+        with pytest.raises(Invalid, match=rf"cannot listen on 127.0.0.1:{port}: .*choose another --metrics-address"):
             Prometheus("r", lambda: None, dict).listen("127.0.0.1", port)
 
 

@@ -17,6 +17,7 @@ from replaybuf.errors import Fenced, Invalid, MissingExtra, ServiceUnavailable
 from replaybuf_trainer.losses import BatchTotals, load_objective
 from replaybuf_trainer.models.loading import load_model
 from replaybuf_trainer.models.packed_forward import packed_forward
+from replaybuf_trainer.option_groups import TablesOptions
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.ownership import Confirm
 from replaybuf_trainer.reading import TensorBatch
@@ -103,9 +104,10 @@ def test_a_record_of_another_batch_is_rejected(models: Path, step: tuple[TensorB
         draw_samples(packed(rollouts(4, seed=4), [[0, 1], [2, 3]]), step[1], 4, 0, spelled)
 
 
-def options(tmp_path: Path, model: Path, **fields: Any) -> TrainOptions:
-    """Options of a trainer with tables."""
-    settings: dict[str, Any] = {"url": "http://127.0.0.1:1", "run": "r", "tables": 2, "tables_dir": tmp_path / "tables"}
+def options(tmp_path: Path, model: Path, keep: int = 20, **fields: Any) -> TrainOptions:
+    """Options of a trainer with tables, of which the newest `keep` stay."""
+    tables = TablesOptions(dir=str(tmp_path / "tables"), keep=keep)
+    settings: dict[str, Any] = {"url": "http://127.0.0.1:1", "run": "r", "tables": 2, "tables_options": tables}
     return TrainOptions(model=model, **settings | fields)
 
 
@@ -148,7 +150,7 @@ def test_the_newest_steps_stay_and_steps_after_a_resume_go(
     tmp_path: Path, models: Path, step: tuple[TensorBatch, TokenRecord, float]
 ) -> None:
     _, record, _ = step
-    folder = TableFolder(options(tmp_path, models / "a", keep_tables=2), lambda: None)
+    folder = TableFolder(options(tmp_path, models / "a", keep=2), lambda: None)
     kept = []
     for number in (0, 1, 2, 3, 2):
         batch = packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=number)
@@ -162,7 +164,7 @@ def test_old_steps_are_chosen_by_number(
 ) -> None:
     """Step 1,000,000 comes after 999,999, and folders that were moved aside stay."""
     _, record, _ = step
-    folder = TableFolder(options(tmp_path, models / "a", keep_tables=2), lambda: None)
+    folder = TableFolder(options(tmp_path, models / "a", keep=2), lambda: None)
     for name in ("step-999998", "step-999999", "step-000007.old", "step-best"):
         (tmp_path / "tables" / name).mkdir()
     folder.write(RecordedStep(packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=1_000_000), record))
@@ -184,7 +186,7 @@ def test_a_fenced_trainer_leaves_the_tables_of_its_successor(
 
     def write(number: int, confirm: Confirm) -> None:
         batch = packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=number)
-        TableFolder(options(tmp_path, models / "a", keep_tables=2), confirm).write(RecordedStep(batch, record))
+        TableFolder(options(tmp_path, models / "a", keep=2), confirm).write(RecordedStep(batch, record))
 
     for number in (1, 2):
         write(number, lambda: None)
@@ -217,7 +219,7 @@ def test_a_trainer_that_is_fenced_after_an_answer_leaves_the_tables_of_its_succe
         for path in theirs:
             path.mkdir()
 
-    folder = TableFolder(options(tmp_path, models / "a", keep_tables=1), confirm)
+    folder = TableFolder(options(tmp_path, models / "a", keep=1), confirm)
     with pytest.raises(Fenced):
         folder.write(RecordedStep(packed(rollouts(4, seed=3), [[2, 0], [], [1, 3]], step=3), record))
     assert all(path.is_dir() for path in theirs)
@@ -235,7 +237,7 @@ def test_a_model_without_a_tokenizer_shows_ids(
 
 def test_a_folder_that_cannot_be_written_is_rejected_at_once(tmp_path: Path, models: Path) -> None:
     (tmp_path / "tables").touch()
-    with pytest.raises(Invalid, match=r"folder \S+/tables of --tables-dir cannot be written"):
+    with pytest.raises(Invalid, match=r"folder \S+/tables of --tables-options cannot be written"):
         TableFolder(options(tmp_path, models / "a"), lambda: None)
 
 

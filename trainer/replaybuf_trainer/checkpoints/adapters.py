@@ -19,8 +19,8 @@ def origin_of(options: TrainOptions) -> AdapterOrigin | None:
         return None
     return AdapterOrigin(
         rank=options.lora_rank,
-        alpha=options.lora_alpha or 2.0 * options.lora_rank,
-        targets=sorted(options.lora_targets),
+        alpha=options.lora_options.alpha or 2.0 * options.lora_rank,
+        targets=sorted(options.lora_options.targets),
         model=str(options.model.resolve()),
         fingerprint=fingerprint(options.model),
     )

@@ -4,75 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from replaybuf.client.offline import Layout, batch_of_groups
-from replaybuf.errors import Invalid, counted
+from replaybuf.errors import Invalid
 from replaybuf.files import MODEL_FILE_BYTES, read_bounded
 from replaybuf.wire.answer.run_status import BatchFacts, RunFacts
 from replaybuf.wire.decoding import prepared
 from replaybuf.wire.group import OPTIONAL_LOGPROBS, Float32s, Group, Int32s
+from replaybuf_trainer.option_groups import Count, FakeShapes
 
 FAKE_RUN = "fake-data"
 SPREAD = 0.4
 """Standard deviation of made-up logprobs around those of a uniform choice: ratios on both sides of a clip."""
 
-_Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 
-
-class FakeShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shapes of made-up batches; the keys of `--fake-shapes`.
-
-    - `groups` of `group_size` rollouts in a batch, packed into micro-batches of `seq_len` tokens
-    - `prompt_tokens`: mean length of prompts, which differ by up to half of it
-    - `completion_tokens`: median length of completions, which end where a rollout has `seq_len` tokens
-    - `tail`: standard deviation of the logarithm of that length; 0 = all the same, 1.5 = very few are very long
-    - `masked_share`: share of completion tokens that the policy did not sample, such as the results of tools
-    - `staleness`: maximum, of groups that are equally often of each age
-    - `vocab_size`: number of token ids; None = as many as the model has
-    """
-
-    groups: _Count = 4
-    group_size: _Count = 4
-    seq_len: _Count = 512
-    pad_to_multiple_of: _Count = 1
-    prompt_tokens: _Count = 32
-    completion_tokens: _Count = 64
-    tail: Annotated[float, Meta(ge=0, le=4)] = 1.0
-    masked_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    staleness: Annotated[int, Meta(ge=0, le=1 << 20)] = 1
-    vocab_size: _Count | None = None
-
-    def __post_init__(self) -> None:
-        longest = self.prompt_tokens + self.prompt_tokens // 2
-        if longest >= self.seq_len:
-            raise Invalid(
-                f"prompts have up to {counted(longest, 'token')}, and seq_len is {self.seq_len}: no completion fits; "
-                "set a smaller prompt_tokens or a larger seq_len",
-                name="prompt_tokens",
-                value=self.prompt_tokens,
-                bound=self.seq_len,
-            )
-
-
-def read_shapes(text: str, model: Path) -> FakeShapes:
-    """Read `--fake-shapes` (JSON), with the vocabulary of the model folder. Raises `Invalid`."""
-    try:
-        shapes = msgspec.json.decode(text, type=prepared(FakeShapes))
-    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
-        known = ", ".join(FakeShapes.__struct_fields__)
-        raise Invalid(
-            f"--fake-shapes is {text!r}: {error}; it is a JSON object with the options {known}",
-            name="fake_shapes",
-            value=text,
-        ) from error
-    if shapes.vocab_size is None:
-        shapes = msgspec.structs.replace(shapes, vocab_size=_vocab_size(model / "config.json"))
-    return shapes
+def with_vocabulary(shapes: FakeShapes, model: Path) -> FakeShapes:
+    """Return shapes with the vocabulary of the model folder, unless they have one. Raises `Invalid`."""
+    if shapes.vocab_size is not None:
+        return shapes
+    return msgspec.structs.replace(shapes, vocab_size=_vocab_size(model / "config.json"))
 
 
 class FakeBatches:
@@ -151,7 +105,7 @@ def _vocab_size(config: Path) -> int:
     try:
         content: Any = msgspec.json.decode(read_bounded(config, MODEL_FILE_BYTES))
         size = content.get("vocab_size") or content["text_config"]["vocab_size"]
-        return msgspec.convert(size, prepared(_Count))
+        return msgspec.convert(size, prepared(Count))
     except (OSError, msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
         raise Invalid(
             f"{config} has no vocab_size: {error}; check --model, or give vocab_size in --fake-shapes",

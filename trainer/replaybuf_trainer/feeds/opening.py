@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from replaybuf.client.client import Client
 from replaybuf.errors import Invalid
-from replaybuf_trainer.feeds.fake import FakeBatches, read_shapes
+from replaybuf_trainer.feeds.fake import FakeBatches, with_vocabulary
 from replaybuf_trainer.feeds.feed import Feed
 from replaybuf_trainer.feeds.offline import ExportedBatches, OfflineFeed
 from replaybuf_trainer.feeds.service import ServiceFeed
@@ -30,7 +30,7 @@ def open_feed(options: TrainOptions, ranks: Ranks | None = None) -> Iterator[Fee
     elif options.from_export:
         yield OfflineFeed(ExportedBatches(options.from_export), ranks)
     else:
-        timeout_s = max(LEAST_TIMEOUT_S, 2 * options.wait_ms / 1000)
+        timeout_s = max(LEAST_TIMEOUT_S, 2 * options.reader_options.wait_ms / 1000)
         with Client(options.url, options.run, token=options.token, timeout_s=timeout_s) as client:
             yield ServiceFeed(options, client, ranks)
 
@@ -52,5 +52,5 @@ def check_source(options: TrainOptions) -> None:
 
 
 def _fake_batches(options: TrainOptions) -> FakeBatches:
-    objective = load_objective(options.loss, options.loss_options, options.normalise, options.normalise_constant)
-    return FakeBatches(read_shapes(options.fake_shapes, options.model), options.seed, objective.columns)
+    objective = load_objective(options.loss, options.loss_options, options.normalise)
+    return FakeBatches(with_vocabulary(options.fake_shapes, options.model), options.seed, objective.columns)

@@ -6,6 +6,8 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from replaybuf.client.client import Client
 from replaybuf.client.reader import ReaderOptions
 from replaybuf.client.session import TrainerSession
@@ -46,10 +48,8 @@ class ServiceFeed(Feed):
         how = ReaderOptions(
             dp_rank=self._ranks.rank,
             dp_world_size=self._ranks.size,
-            poll_s=options.poll_s,
-            wait_ms=options.wait_ms,
-            prefetch=options.prefetch,
             service_timeout_s=options.service_timeout_s,
+            **msgspec.structs.asdict(options.reader_options),
         )
         return TensorReader(self._client, epoch, step, how)
 

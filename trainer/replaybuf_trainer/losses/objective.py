@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from replaybuf.errors import Invalid
+from replaybuf.option_types import invalid_group
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.losses.correction import Correction
@@ -20,11 +22,15 @@ from replaybuf_trainer.losses.tokens import LossTokens, Row, missing_column
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts that every loss can be combined with; the other keys of `--loss-options` are those of the loss."""
+    """The parts that every loss can be combined with; the other keys of `--loss-options` are those of the loss.
+
+    `normalise_constant`: divisor of each rollout's sum, for the mean `constant`.
+    """
 
     correction: Correction | None = None
     reference: ReferencePenalty | None = None
     entropy: EntropyBonus | None = None
+    normalise_constant: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +44,11 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
     loss: PolicyLoss
     terms: Terms = Terms()
     normalise: Normalisation = "token"
-    constant: int | None = None
 
     def __post_init__(self) -> None:
-        if self.normalise == "constant" and not self.constant:
+        if self.normalise == "constant" and not self.terms.normalise_constant:
             raise Invalid(
-                "the loss is normalised by a constant; give it with --normalise-constant, "
+                "the loss is normalised by a constant; give it as normalise_constant in --loss-options, "
                 "for example the maximum number of completion tokens",
                 name="normalise_constant",
             )
@@ -81,29 +86,27 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True):
             losses = losses + torch.stack(beside).sum(0).masked_fill(weights == 0, 0.0)
         losses = losses * tokens.sampling_weights[tokens.rollout]
         tally.add(tokens, policy, losses, weights * tokens.sampling_weights[tokens.rollout])
-        shares = token_factors(tokens, totals, self.normalise, self.constant) * losses
+        shares = token_factors(tokens, totals, self.normalise, terms.normalise_constant) * losses
         tally.keep_tokens(tokens, policy, shares)
         return shares.sum()
 
 
 def load_objective(
-    name: str, options: str = "{}", normalise: Normalisation | None = None, constant: int | None = None
+    name: str, options: Mapping[str, Any] | None = None, normalise: Normalisation | None = None
 ) -> Objective:
-    """Return the objective of `--loss`, `--loss-options` (JSON), `--normalise` and `--normalise-constant`.
+    """Return the objective of `--loss`, `--loss-options` and `--normalise`.
 
     Raises `Invalid` for an unknown loss, unknown options, values out of bounds, and parts that contradict each other.
     """
     kind = BUILT_IN.get(name) or _plugin(name)
-    fields = _decode(options)
+    fields = dict(options or {})
     shared = {key: fields.pop(key) for key in Terms.__struct_fields__ if key in fields}
     try:
         loss, terms = msgspec.convert(fields, prepared(kind)), msgspec.convert(shared, prepared(Terms))
     except msgspec.ValidationError as error:
-        known = ", ".join([*kind.__struct_fields__, *Terms.__struct_fields__])
-        raise Invalid(
-            f"--loss-options of {name}: {error}; options are {known}", name="loss_options", value=options
-        ) from error
-    return Objective(loss=loss, terms=terms, normalise=normalise or kind.normalise, constant=constant)
+        known = [*kind.__struct_fields__, *Terms.__struct_fields__]
+        raise invalid_group(f"--loss-options of {name}", options or {}, error, known) from error
+    return Objective(loss=loss, terms=terms, normalise=normalise or kind.normalise)
 
 
 def _plugin(name: str) -> type[PolicyLoss]:
@@ -120,12 +123,3 @@ def _plugin(name: str) -> type[PolicyLoss]:
             value=name,
         )
     return plugin
-
-
-def _decode(options: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(options, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
-        raise Invalid(
-            f"--loss-options is {options!r}; it must be a JSON object: {error}", name="loss_options", value=options
-        ) from error

@@ -47,9 +47,9 @@ def check_fit(model: Any, options: TrainOptions, facts: RunFacts) -> None:
     needed = attention_bytes(model, options, facts.batch.seq_len or 0)
     if needed >= MANY_BYTES:
         logger.warning(
-            "attention %s needs about %.1f GiB for %d rows of %d tokens; use --attention flash on a GPU, a smaller "
+            "attention %s needs about %.1f GiB for %d rows of %d tokens; use attention flash on a GPU, a smaller "
             "--rows-per-forward, or a smaller seq_len",
-            *(options.attention, needed / 2**30, options.rows_per_forward, facts.batch.seq_len),
+            *(options.model_options.attention, needed / 2**30, options.rows_per_forward, facts.batch.seq_len),
         )
 
 
@@ -74,7 +74,7 @@ def attention_bytes(model: Any, options: TrainOptions, seq_len: int) -> int:
     pairs = options.rows_per_forward * seq_len**2
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
-    if interval := int(options.activation_checkpointing):
+    if interval := options.model_options.activation_checkpointing:
         layers -= len(range(0, layers, interval)) - 1
     factors = {"sdpa": SDPA_BYTES, "eager": 4 * config.num_attention_heads * (layers + 2)}
     return int(pairs * factors.get(attention_of(model), 0))

@@ -25,7 +25,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     if not layers:
         raise Invalid(
             f"the layers of {type(model).__name__} are not known to transformers; train it without "
-            "--activation-checkpointing and --compile",
+            "activation_checkpointing and compile",
             name="model",
             value=type(model).__name__,
         )
@@ -41,8 +41,8 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     has_compiler = any(shutil.which(name) for name in ([compiler] if compiler else ["g++", "clang++"]))
     if next(model.parameters()).device.type == "cpu" and not has_compiler:
         raise Invalid(
-            f"--compile needs a C++ compiler on the CPU: {compiler or 'g++ or clang++'} is not installed; "
-            "install it, set CXX, or train without --compile",
+            f"compile needs a C++ compiler on the CPU: {compiler or 'g++ or clang++'} is not installed; "
+            "install it, set CXX, or train without compile",
             name="compile",
             value=compiler,
         )

@@ -23,18 +23,18 @@ def liger_kernels(device: torch.device) -> Callable[[Any], None]:
     Raises `Invalid` on another device than a GPU, `MissingExtra` without liger-kernel.
     """
     if device.type not in DEVICES:
-        raise Invalid("--liger needs a CUDA GPU; train without --liger", name="liger", value=device.type, bound="cuda")
+        raise Invalid("liger needs a CUDA GPU; train without it", name="liger", value=device.type, bound="cuda")
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply_to_model
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as SUPPORTED
     except ImportError:
-        raise MissingExtra("replaybuf train --liger", "liger") from None
+        raise MissingExtra("liger of replaybuf train --model-options", "liger") from None
 
     def apply(model: Any) -> None:
         kind = model.config.model_type
         if kind not in SUPPORTED:  # liger itself would only log that it changes nothing
             raise Invalid(
-                f"liger-kernel has no kernels for model_type {kind!r}; train without --liger", name="liger", value=kind
+                f"liger-kernel has no kernels for model_type {kind!r}; train without liger", name="liger", value=kind
             )
         # The trainer computes its loss from hidden states. The fused loss would replace the forward of the model, and
         # the other one torch.nn.functional.cross_entropy of the whole process.

@@ -74,7 +74,7 @@ def transformers_attention(attention: Attention, device: torch.device) -> str:
         return "flash_attention_3"
     if device.type == "cuda" and is_flash_attn_2_available():
         return "flash_attention_2"
-    raise Invalid(f"--attention flash needs {lacks}; use --attention sdpa", name="attention", value=attention)
+    raise Invalid(f"attention flash needs {lacks}; use sdpa", name="attention", value=attention)
 
 
 def save_model(

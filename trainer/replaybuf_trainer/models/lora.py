@@ -303,14 +303,15 @@ def target_layers(model: Any, options: LoraOptions) -> dict[str, tuple[int, int]
     for target in options.targets:
         if not any(_ends(name, [target]) for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
-            detail = f"--lora-targets has {target!r}; the linear layers of the model are {', '.join(known) or 'none'}"
-            raise Invalid(detail, name="lora_targets", value=target, bound=known)
+            layers = f"the linear layers of the model are {', '.join(known) or 'none'}"
+            detail = f"targets of --lora-options has {target!r}; {layers}"
+            raise Invalid(detail, name="targets", value=target, bound=known)
     targets = {name: size for name, size in linear.items() if not options.targets or _ends(name, options.targets)}
     smallest = min(targets, key=lambda name: min(targets[name]))
     if options.rank > min(targets[smallest]):
         detail = f"--lora-rank is {options.rank}; layer {smallest} is {targets[smallest]}, so the maximum is "
         raise Invalid(
-            f"{detail}{min(targets[smallest])}; leave such layers out with --lora-targets",
+            f"{detail}{min(targets[smallest])}; leave such layers out with targets of --lora-options",
             name="lora_rank",
             value=options.rank,
             bound=min(targets[smallest]),

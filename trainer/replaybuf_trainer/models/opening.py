@@ -24,8 +24,8 @@ def open_policy(folder: Path, options: TrainOptions, mean: Normalisation, ranks:
         raise Invalid(detail, name="lora_rank", value=options.lora_rank)
     lora = LoraOptions(
         rank=options.lora_rank,
-        alpha=options.lora_alpha or 2.0 * options.lora_rank,
-        targets=options.lora_targets,
+        alpha=options.lora_options.alpha or 2.0 * options.lora_rank,
+        targets=options.lora_options.targets,
         learning_rate=options.learning_rate,
         warm_up_steps=options.warm_up_steps,
         mean=mean,

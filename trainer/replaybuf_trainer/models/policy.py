@@ -146,21 +146,22 @@ def load_trained_model(folder: Path, options: TrainOptions, ranks: Ranks | None 
     `MissingExtra`.
     """
     device = ranks.device if ranks and ranks.sharded else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype, flash = dtype_of(options), options.attention == "flash"
+    how = options.model_options
+    dtype, flash = dtype_of(options), how.attention == "flash"
     if flash and dtype != torch.bfloat16:
-        raise Invalid("--attention flash needs --dtype bfloat16", name="dtype", value=options.dtype, bound="bfloat16")
-    put_kernels = liger_kernels(device) if options.liger else None
-    model = load_model(folder, options.attention, device)
+        raise Invalid("attention flash needs --dtype bfloat16", name="dtype", value=options.dtype, bound="bfloat16")
+    put_kernels = liger_kernels(device) if how.liger else None
+    model = load_model(folder, how.attention, device)
     if put_kernels:
         put_kernels(model)
     # Other attention is tested without autocast: in float32 the test is more exact.
     with autocast(device, dtype if flash else torch.float32):
-        what = f"model folder {folder} ({type(model).__name__}, --attention {options.attention})"
-        check_isolation(model, what, "This trainer cannot train it; use another model or --attention")
-    if options.compile:
+        what = f"model folder {folder} ({type(model).__name__}, attention {how.attention})"
+        check_isolation(model, what, "This trainer cannot train it; use another model or attention")
+    if how.compile:
         compile_layers(model)
-    if options.activation_checkpointing:
-        checkpoint_activations(model, int(options.activation_checkpointing))
+    if how.activation_checkpointing:
+        checkpoint_activations(model, how.activation_checkpointing)
     return model
 
 

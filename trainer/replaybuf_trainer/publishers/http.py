@@ -43,17 +43,25 @@ from replaybuf_trainer.weight_download.manifest import (
 
 logger = logging.getLogger(__name__)
 
-TLS_OPTIONS = ("publish_tls_cert", "publish_tls_key")
-
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the publisher http.
 
-    - `url`: address at which helpers reach the trainer, such as a proxy with TLS; None = that of --publish-host
+    - `host`: address to listen on; without `--publish-token` it must be a loopback address
+    - `port`: port to listen on; 0 takes a free one
+    - `url`: address at which helpers reach the trainer, such as a proxy with TLS; None = that of `host`
+    - `tls_cert`, `tls_key`: files (PEM) with certificate chain and key, without a password, to serve weights with TLS;
+      renewed files are read again
+    - `tls_ca`: file (PEM) of the authorities to trust for helpers at https addresses; None = those of the system
     - `shard_bytes`: size of a shard; a shard that was not complete is downloaded again after a crash
     """
 
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8910
     url: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
     shard_bytes: Annotated[int, Meta(ge=1 << 16, le=LARGEST_SHARD_BYTES)] = SHARD_BYTES
 
 
@@ -76,8 +84,8 @@ class UriLoader(FolderLoader):
             refused = isinstance(error.__cause__, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in error.detail
             if not refused:
                 raise
-            detail = f"{error.detail}; --publish-tls-ca names the file with the certificate of its authority"
-            raise ServiceUnavailable(detail, name="publish_tls_ca", value=engine.url) from error
+            detail = f"{error.detail}; tls_ca of --publisher-options names the certificate of its authority"
+            raise ServiceUnavailable(detail, name="tls_ca", value=engine.url) from error
         return None if staged.complete else staged.progress_bytes
 
 
@@ -89,13 +97,13 @@ class HttpPublisher(VersionFolders):
     def __init__(self, setup: PublisherSetup, options: HttpOptions) -> None:
         """Check the address. Raises `Invalid`."""
         super().__init__(setup, options)
-        check_exposure(setup.publish_host, setup.publish_token, "publish_host")
+        check_exposure(options.host, setup.publish_token, "host")
         if options.url is not None and not options.url.startswith(("http://", "https://")):
             raise Invalid(f"url is {options.url!r}; it must be http or https", name="url", value=options.url)
         self._server: WeightsServer | None = None
-        self._certificate = open_certificate(setup.publish_tls_cert, setup.publish_tls_key, TLS_OPTIONS)
+        self._certificate = open_certificate(options.tls_cert, options.tls_key)
         if setup.engines:
-            tls = client_context(setup.publish_tls_ca, "publish_tls_ca")
+            tls = client_context(options.tls_ca)
             self._engines = Engines(
                 setup.engines, setup.engine_timeout_s, setup.on_publish, token=setup.publish_token, tls=tls
             )
@@ -143,9 +151,8 @@ class HttpPublisher(VersionFolders):
     def _uri(self, version: int, adapter: str) -> str:
         folder = self._folders.path(version, adapter)
         below = folder.relative_to(self.setup.weights_dir).as_posix()
-        base = self.options.url or address(
-            self.setup.publish_host, self._serve().port, tls=self._certificate is not None
-        )
+        options, tls = self.options, self._certificate is not None
+        base = options.url or address(options.host, self._serve().port, tls=tls)
         try:
             digest = digest_of(read_bounded(folder / MANIFEST, LARGEST_MANIFEST_BYTES))
         except OSError as error:
@@ -156,10 +163,10 @@ class HttpPublisher(VersionFolders):
     def _serve(self) -> WeightsServer:
         """Return the server. It starts with the first version, because only the first rank has one."""
         if self._server is None:
-            setup = self.setup
+            setup, options = self.setup, self.options
             setup.weights_dir.mkdir(parents=True, exist_ok=True)
             self._server = WeightsServer(
-                setup.weights_dir, setup.publish_host, setup.publish_port, setup.publish_token, self._certificate
+                setup.weights_dir, options.host, options.port, setup.publish_token, self._certificate
             )
             logger.info("weights are served at port %d", self._server.port)
         return self._server

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from replaybuf.errors import Invalid
+from replaybuf.option_types import invalid_group
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.options import TrainOptions
@@ -66,10 +68,14 @@ def open_publisher(options: TrainOptions, needed_versions: NeededVersions = no_v
     return load_publisher(name, options.publisher_options, setup)
 
 
-def load_publisher(name: str, options: str, setup: PublisherSetup) -> Publisher:
-    """Return a publisher by its name and its options (JSON). Raises `Invalid`."""
+def load_publisher(name: str, options: Mapping[str, Any], setup: PublisherSetup) -> Publisher:
+    """Return a publisher by its name and its options. Raises `Invalid`."""
     kind = BUILT_IN.get(name) or _plugin(name)
-    return kind(setup, _decode(name, options, kind.Options))
+    try:
+        return kind(setup, msgspec.convert(dict(options), prepared(kind.Options)))
+    except msgspec.ValidationError as error:
+        known = kind.Options.__struct_fields__
+        raise invalid_group(f"--publisher-options of {name}", options, error, known) from error
 
 
 def _plugin(name: str) -> type[Publisher]:
@@ -88,15 +94,3 @@ def _plugin(name: str) -> type[Publisher]:
             value=name,
         )
     return plugin
-
-
-def _decode(name: str, options: str, kind: type[msgspec.Struct]) -> Any:
-    try:
-        return msgspec.json.decode(options, type=prepared(kind))
-    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
-        known = ", ".join(kind.__struct_fields__) or "none"
-        raise Invalid(
-            f"--publisher-options of {name} is {options!r}: {error}; it is a JSON object with the options {known}",
-            name="publisher_options",
-            value=options,
-        ) from error

@@ -66,12 +66,7 @@ class PublisherSetup:
     engines: tuple[str, ...] = ()
     engine_timeout_s: float = 60.0
     on_publish: OnPublish = "in-flight"
-    publish_host: str = "127.0.0.1"
-    publish_port: int = 0
     publish_token: str | None = dataclasses.field(default=None, repr=False)
-    publish_tls_cert: Path | None = None
-    publish_tls_key: Path | None = None
-    publish_tls_ca: Path | None = None
     needed_versions: NeededVersions = no_versions
 
 

@@ -37,7 +37,7 @@ class WeightsServer:
         self._requested_s: dict[Path, float] = {}
         routes = [Route("/{path:path}", self._send_file, methods=["GET"])]
         application = Starlette(routes=routes, exception_handlers={ReplaybufError: problem})
-        self._thread = ServerThread(application, host, port, "--publish-port", certificate)
+        self._thread = ServerThread(application, host, port, "port of --publisher-options", certificate)
 
     @property
     def port(self) -> int:

@@ -115,11 +115,11 @@ class Report:
         if options.metrics_file:
             # In the loop, not in a thread: the line of a step must be on disk before its checkpoint.
             yield Guard(JsonLines(options.metrics_file))
-        if options.metrics_port is not None or options.push_metrics is not None:
+        if options.metrics_address is not None or options.push_metrics is not None:
             metrics = Prometheus(options.source, lambda: self._waiting(), self._lost)
             yield Guard(metrics)  # first: it closes what is open already if the rest fails
-            if options.metrics_port is not None:
-                metrics.listen(options.metrics_host, options.metrics_port)
+            if options.metrics_address is not None:
+                metrics.listen(*options.metrics_address)
             if options.push_metrics is not None:
                 metrics.push(options.push_metrics, options.push_metrics_every_s)
         if options.tensorboard:

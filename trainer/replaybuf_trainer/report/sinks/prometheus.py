@@ -1,4 +1,4 @@
-"""Metrics of a trainer as Prometheus text: `GET /metrics` (`--metrics-port`), and pushes (`--push-metrics`).
+"""Metrics of a trainer as Prometheus text: `GET /metrics` (`--metrics-address`), and pushes (`--push-metrics`).
 
 Each is done by a thread of its own.
 
@@ -184,8 +184,8 @@ def _listen(host: str, port: int, registry: CollectorRegistry) -> tuple[Any, thr
     except OSError as error:
         raise Invalid(
             f"cannot listen on {host}:{port}: {error.strerror or error}; "
-            "choose another --metrics-port (0 takes a free port)",
-            name="metrics_port",
+            "choose another --metrics-address (port 0 takes a free one)",
+            name="metrics_address",
             value=port,
             bound="a free port",
         ) from error

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
+
 from replaybuf.errors import Invalid, MissingExtra
 from replaybuf_trainer.options import TrainOptions
 from replaybuf_trainer.report.sinks.sink import Figures, flat
@@ -28,7 +30,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise MissingExtra("replaybuf train --wandb", EXTRA) from None
-        config = {name: _plain(value) for name, value in _fields(options).items()}
+        config = msgspec.to_builtins(_fields(options), enc_hook=str)
         try:
             # Its console capture would take the progress line apart.
             self._run = wandb.init(
@@ -53,8 +55,3 @@ class WeightsAndBiases:
 def _fields(options: TrainOptions) -> dict[str, Any]:
     """Return the options that may be shown: those with a secret have no `repr`."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.repr}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON has."""
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

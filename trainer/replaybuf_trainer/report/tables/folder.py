@@ -50,7 +50,7 @@ class TableFolder:
         pyarrow(*EXTRA)
         self._options = options
         self._confirm = confirm
-        self._folder = options.tables_dir
+        self._folder = Path(options.tables_options.dir)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             probe = self._folder / ".writable"
@@ -58,8 +58,8 @@ class TableFolder:
             probe.unlink()
         except OSError as error:
             raise Invalid(
-                f"folder {self._folder} of --tables-dir cannot be written: {error.strerror or error}",
-                name="tables_dir",
+                f"folder {self._folder} of --tables-options cannot be written: {error.strerror or error}",
+                name="dir",
                 value=str(self._folder),
             ) from error
         self._text_of = text_by_tokenizer(options.model)
@@ -109,7 +109,7 @@ class TableFolder:
     def _delete_old(self, newest: int) -> None:
         """Keep the newest steps up to this one, and none after it: a resume voided them."""
         steps = numbered_folders(self._folder, "step-")
-        kept = [step for step in steps if step <= newest][-self._options.keep_tables :]
+        kept = [step for step in steps if step <= newest][-self._options.tables_options.keep :]
         old = [folder for step, folder in steps.items() if step not in kept]
         of_killed_trainers = self._folder.glob(f"{UNFINISHED}*")
         delete_listed([*old, *of_killed_trainers], self._confirm)
