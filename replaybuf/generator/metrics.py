@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import accumulate
 
@@ -20,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from replaybuf.errors import ServiceUnavailable
 from replaybuf.generator.daemon import Daemon
 from replaybuf.generator.progress import Durations
+from replaybuf.listening import listen, url_of
 
 _Samples = Iterable[tuple[tuple[str, ...], float | None]]
 """Label values after `run`, and the value; None = no sample."""
@@ -160,7 +159,7 @@ async def serve_metrics(host: str, port: int, render: Callable[[], bytes]) -> As
     async def healthz(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    listening = _listen(host, port)
+    listening = listen(host, port, "--metrics-address")
     server = _Server(
         uvicorn.Config(
             Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthz)]),
@@ -173,23 +172,9 @@ async def serve_metrics(host: str, port: int, render: Callable[[], bytes]) -> As
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    address, used_port = listening.getsockname()[:2]
     try:
-        yield f"http://[{address}]:{used_port}" if ":" in address else f"http://{address}:{used_port}"
+        yield url_of(*listening.getsockname()[:2])
     finally:
         server.should_exit = True
         await serving
         listening.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        cause = error.strerror or error
-        raise ServiceUnavailable(
-            f"cannot listen on {host}:{port}: {cause}; choose another --metrics-address (port 0 takes a free one)",
-            name="metrics_address",
-            value=port,
-            bound="a free port",
-        ) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replaybuf.launch.supervisor import Program
+from replaybuf.listening import url_here
 from replaybuf.wire.config import RunConfig
 
 SECRET = re.compile(r"(token|key|secret|password|redis.url)$", re.IGNORECASE)
@@ -30,8 +31,7 @@ class Address:
     @property
     def url(self) -> str:
         """URL for clients on this machine."""
-        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{near}]:{self.port}" if ":" in near else f"http://{near}:{self.port}"
+        return url_here(self.host, self.port)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import uvicorn
 from replaybuf.certificates import Certificate
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import Invalid
+from replaybuf.listening import BACKLOG
 from replaybuf.logs import announce
 from replaybuf.program import command_line
 from replaybuf.service.host import Service
@@ -35,7 +36,7 @@ from replaybuf.service.http.guard.origins import HostNames, OwnPagesOnly
 from replaybuf.service.http.routes import application
 from replaybuf.service.lifespan import run_service
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.sockets import BACKLOG, certificate_of, listening_sockets
+from replaybuf.service.sockets import certificate_of, listening_sockets
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from replaybuf.certificates import Certificate, open_certificate
 from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable
+from replaybuf.listening import BACKLOG, listen, url_of
 from replaybuf.service.options import ServeOptions
 
 SOCKET_MODE = 0o600
 """Only this user can connect to a unix socket."""
-BACKLOG = 2048
-"""Connections that the system keeps until the server accepts them."""
 
 
 @contextlib.contextmanager
@@ -45,10 +44,9 @@ def open_sockets(options: ServeOptions) -> dict[str, socket.socket]:
         raise Invalid(detail, name="uds", value=None, bound="a path, or --tcp")
     listening = {}
     if options.tcp:
-        tcp = _listen(options.host, options.port)
+        tcp = listen(options.host, options.port, "--port")
         host, port = tcp.getsockname()[:2]
-        scheme = "https" if options.tls_cert else "http"
-        listening[f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"] = tcp
+        listening[url_of(host, port, tls=options.tls_cert is not None)] = tcp
     if options.uds:
         try:
             path = options.uds.absolute()
@@ -101,22 +99,6 @@ def _in_use(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol set: asyncio sets TCP_NODELAY only on sockets that report TCP.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        detail = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one)"
-        raise ServiceUnavailable(detail, name="port", value=port, bound="a free port") from None
-    listening.setblocking(False)
-    return listening
 
 
 def certificate_of(options: ServeOptions) -> Certificate | None:

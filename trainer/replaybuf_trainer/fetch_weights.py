@@ -8,12 +8,13 @@ import threading
 
 from replaybuf.certificates import client_context, open_certificate
 from replaybuf.client.client import Client
+from replaybuf.listening import url_of
 from replaybuf.logs import announce
 from replaybuf_trainer.follower import Follower
 from replaybuf_trainer.options import FetchWeightsOptions
 from replaybuf_trainer.publishers.engines import Engines
 from replaybuf_trainer.weight_download.helper import Helper
-from replaybuf_trainer.weight_download.listening import ServerThread, address, check_exposure
+from replaybuf_trainer.weight_download.listening import ServerThread, check_exposure
 from replaybuf_trainer.weight_download.local_weights import LocalWeights
 from replaybuf_trainer.weight_download.staging import Staging
 
@@ -48,7 +49,7 @@ def _serve(
     certificate = open_certificate(options.tls_cert, options.tls_key)
     server = ServerThread(helper.application(), options.host, options.port, "--port", certificate)
     try:
-        announce("listening on %s", address(options.host, server.port, tls=certificate is not None))
+        announce("listening on %s", url_of(options.host, server.port, tls=certificate is not None))
         stop.wait()
     finally:
         server.close()

@@ -25,6 +25,7 @@ from rich.table import Table
 from replaybuf.cli.event_loop import run_async
 from replaybuf.cli.service import print_json
 from replaybuf.errors import Invalid, ReplaybufError, UnsupportedServer
+from replaybuf.listening import url_here
 from replaybuf.plugins import entry_points as plugins
 from replaybuf.service.peers.living_servers import SILENT_S, name_release
 from replaybuf.store import EmbeddedServer, ServerReport, Store, WritePolicy
@@ -161,10 +162,8 @@ def _port(host: str, port: int) -> Finding:
 
 def _running_service(host: str, port: int) -> str | None:
     """Return the state of the replaybuf that listens there; None if the port belongs to another program."""
-    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{near}]:{port}/readyz" if ":" in near else f"http://{near}:{port}/readyz"
     try:
-        answer = httpx.get(url, timeout=READY_TIMEOUT_S, trust_env=False).json()
+        answer = httpx.get(f"{url_here(host, port)}/readyz", timeout=READY_TIMEOUT_S, trust_env=False).json()
         return f"{answer['status']}, durability {answer['durability']}"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError, KeyError):
         return None

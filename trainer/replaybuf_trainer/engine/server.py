@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import logging
 import signal
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from transformers import AutoTokenizer
 
-from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable, counted
+from replaybuf.errors import Invalid, ReplaybufError, counted
+from replaybuf.listening import listen, url_of
 from replaybuf.logs import announce
 from replaybuf_trainer.engine.answers import answer, error_response, reject, version_spans
 from replaybuf_trainer.engine.requests import (
@@ -319,7 +319,7 @@ async def serve(options: EngineOptions) -> None:
         eos_token_id=int(model.config.eos_token_id),
         context_tokens=int(model.config.max_position_embeddings),
     )
-    listening = _listen(options.host, options.port)
+    listening = listen(options.host, options.port, "--port")
     config = uvicorn.Config(
         application(engine),
         log_config=None,
@@ -330,7 +330,7 @@ async def serve(options: EngineOptions) -> None:
     )
     worker.start()
     try:
-        announce("listening on http://%s:%d", options.host, listening.getsockname()[1])
+        announce("listening on %s", url_of(options.host, listening.getsockname()[1]))
         await _Server(config).serve(sockets=[listening])
     finally:
         worker.close()
@@ -345,19 +345,6 @@ class _Server(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(1024)
-    except OSError as error:
-        listening.close()
-        raise ServiceUnavailable(f"cannot listen on {host}:{port}: {error.strerror}", name="port", value=port) from None
-    return listening
 
 
 async def _disconnected(request: Request) -> None:

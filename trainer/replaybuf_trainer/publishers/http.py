@@ -21,6 +21,7 @@ from msgspec import Meta
 from replaybuf.certificates import client_context, open_certificate
 from replaybuf.errors import Invalid, ServiceUnavailable
 from replaybuf.files import read_bounded
+from replaybuf.listening import url_of
 from replaybuf.wire.decoding import prepared
 from replaybuf_trainer.faults import TrainingFault
 from replaybuf_trainer.publishers.engine import Engine, Unknown
@@ -30,7 +31,7 @@ from replaybuf_trainer.publishers.publisher import Confirm, PublisherSetup, Weig
 from replaybuf_trainer.publishers.reload import FolderLoader
 from replaybuf_trainer.publishers.weights_server import WeightsServer
 from replaybuf_trainer.weight_download.helper import STAGE, StageAnswer
-from replaybuf_trainer.weight_download.listening import address, check_exposure
+from replaybuf_trainer.weight_download.listening import check_exposure
 from replaybuf_trainer.weight_download.local_weights import with_digest
 from replaybuf_trainer.weight_download.manifest import (
     LARGEST_MANIFEST_BYTES,
@@ -152,7 +153,7 @@ class HttpPublisher(VersionFolders):
         folder = self._folders.path(version, adapter)
         below = folder.relative_to(self.setup.weights_dir).as_posix()
         options, tls = self.options, self._certificate is not None
-        base = options.url or address(options.host, self._serve().port, tls=tls)
+        base = options.url or url_of(options.host, self._serve().port, tls=tls)
         try:
             digest = digest_of(read_bounded(folder / MANIFEST, LARGEST_MANIFEST_BYTES))
         except OSError as error:

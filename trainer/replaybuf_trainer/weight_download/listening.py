@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from replaybuf.certificates import Certificate
-from replaybuf.errors import Invalid, ReplaybufError, ServiceUnavailable, Unauthorized
+from replaybuf.errors import Invalid, ReplaybufError, Unauthorized
+from replaybuf.listening import listen
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -64,13 +64,7 @@ class ServerThread:
         self, application: Starlette, host: str, port: int, option: str, certificate: Certificate | None = None
     ) -> None:
         """Listen. Raises `ServiceUnavailable` for a port that is taken."""
-        try:
-            self._socket = socket.create_server((host, port), family=_family(host))
-        except OSError as error:
-            detail = f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {option}"
-            raise ServiceUnavailable(detail, name=option, value=port, bound="a free port") from None
-        # asyncio sets TCP_NODELAY only on sockets that name their protocol; create_server names none.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = listen(host, port, option)
         config = uvicorn.Config(
             application,
             http="h11",  # it bounds request heads; httptools does not
@@ -103,17 +97,8 @@ class ServerThread:
         self._socket.close()
 
 
-def address(host: str, port: int, *, tls: bool) -> str:
-    """Return the address of a host and a port."""
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def _renewal(certificate: Certificate) -> Callable[[], Awaitable[None]]:
     async def renew() -> None:
         certificate.renew()
 
     return renew
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
