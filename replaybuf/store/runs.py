@@ -108,7 +108,7 @@ class RunStore:
         """
         pipe = self._connection.pipeline()
         arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
-        self._connection.add_call(pipe, run, "rb_lead", [keys.lead(run)], arguments)
+        pipe.execute_command(*self._connection.words_of(run, "rb_lead", [keys.lead(run)], arguments))
         (reply,) = await self._connection.run_each(pipe)
         if isinstance(reply, ResponseError):
             raise self._connection.explain(reply)
@@ -173,7 +173,7 @@ class RunStore:
         Raises `ServiceUnavailable` where another server has accepted a loss and not brought that to its end.
         """
         pipe = self._connection.pipeline()
-        self._connection.add_call(pipe, run, "rb_ends")
+        pipe.execute_command(*self._connection.words_of(run, "rb_ends"))
         (reply,) = await self._connection.run_each(pipe)
         if isinstance(reply, ResponseError):
             raise self._connection.explain(reply)
