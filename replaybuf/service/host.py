@@ -103,7 +103,9 @@ class Service:
 
     async def serving(self, name: str) -> Run:
         """Return a run, after a look whether another one leads if we stood still. Raises what `run` raises."""
-        run = await self.run(name)
+        run = self.runs.get(name)
+        if run is None or run.journal.lost:
+            run = await self.run(name)
         if run.journal.leading and run.lease.ended():
             await self._leadership.seek(run)
         return run

@@ -188,9 +188,9 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
         rest = rest[length:]
 
 
-def read_length(prefix: bytes) -> int:
+def read_length(prefix: bytes | memoryview) -> int:
     """Read the length of a frame from its first `PREFIX_BYTES`. Raises `BrokenFrame` if they start no frame."""
-    magic, _, length, _, _ = PREFIX.unpack(prefix)
+    magic, _, length, _, _ = PREFIX.unpack_from(prefix)
     if magic != MAGIC or length < PREFIX_BYTES:
         detail = (
             f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}"

@@ -52,10 +52,8 @@ class BodyBudget:
             )
             raise TooLarge(detail, name="body", value=nbytes, bound=self._limit_bytes)
 
-    async def take(self, share: BodyShare, nbytes: int) -> None:
-        """Take bytes. Raises `ServiceUnavailable` if no room comes in time, and what `check` raises."""
-        if self._take(share, nbytes):
-            return
+    async def wait(self, share: BodyShare, nbytes: int) -> None:
+        """Take bytes when there is room. Raises `ServiceUnavailable` if none comes in time, and what `check` raises."""
         self.check(share.held_bytes + nbytes - SMALL_BYTES)
         granted = asyncio.get_running_loop().create_future()
         entry = (share, nbytes, granted)
@@ -95,17 +93,16 @@ class BodyBudget:
             share, nbytes, granted = entry
             if granted.done():  # cancelled in this turn of the loop
                 continue
-            if self._take(share, nbytes):
+            if self.take(share, nbytes):
                 self._waiting.remove(entry)
                 granted.set_result(None)
 
-    def _take(self, share: BodyShare, nbytes: int) -> bool:
+    def take(self, share: BodyShare, nbytes: int) -> bool:
+        """Take bytes if there is room; return whether there is."""
         total_bytes = self._traffic.body_bytes + nbytes
-        most_bytes = self._shared_bytes // 2 - nbytes
-        fits = (
-            total_bytes <= self._shared_bytes
-            and max([self._held.get(holder, 0) for holder in share.holders], default=0) <= most_bytes
-        )
+        fits, most_bytes = total_bytes <= self._shared_bytes, self._shared_bytes // 2 - nbytes
+        for holder in share.holders:
+            fits = fits and self._held.get(holder, 0) <= most_bytes
         if not fits:
             self._favoured = self._favoured or share
             fits = share is self._favoured and total_bytes <= self._limit_bytes
@@ -146,9 +143,10 @@ class BodyShare:
         self._budget.check(total_bytes - SMALL_BYTES)
 
     async def hold(self, total_bytes: int) -> None:
-        """Grow to `total_bytes`; do nothing if that much is held. Raises what `BodyBudget.take` raises."""
+        """Grow to `total_bytes`; do nothing if that much is held. Raises what `BodyBudget.wait` raises."""
         if (missing := total_bytes - self.held_bytes) > 0:
-            await self._budget.take(self, missing)
+            if not self._budget.take(self, missing):
+                await self._budget.wait(self, missing)
             self.held_bytes = total_bytes
 
     def __enter__(self) -> Self:

@@ -126,8 +126,6 @@ class Connection(HttpToolsProtocol):
         """Parse bytes; those of a head never pass its bound."""
         if self._ended:
             return
-        if self.timeout_keep_alive_task is not None:
-            self._stop_keep_alive()
         if self._phase is Phase.BODY or len(data) <= self._limits.max_head_bytes - self._head_bytes:  # almost always
             self._parse(data)
             return
@@ -220,7 +218,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Go on with the next request, or wait for one."""
-        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:  # without uvicorn's timer of an idle connection: `wait_longer` closes it
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
         if not self.cycle.response_complete:
             return
         self._waited_s = 0.0
@@ -292,7 +294,6 @@ class Connection(HttpToolsProtocol):
         logger.debug("request refused client=%s reason=%s: %s", self.client, reason, error.detail)
         self._ended, self._lingering, self._waited_s = True, True, 0.0
         self._table.mark_half(self)
-        self._stop_keep_alive()
         self._end_handler()
         self.transport.write(_render(error))
         if self.transport.can_write_eof():
@@ -307,12 +308,6 @@ class Connection(HttpToolsProtocol):
         self._ended = True
         self._end_handler()
         self.transport.abort()
-
-    def _stop_keep_alive(self) -> None:
-        """Stop uvicorn's timer of an idle connection."""
-        if self.timeout_keep_alive_task is not None:
-            self.timeout_keep_alive_task.cancel()
-            self.timeout_keep_alive_task = None
 
     def _is_idle(self) -> bool:
         return self._phase is Phase.DONE and self.cycle.response_complete
