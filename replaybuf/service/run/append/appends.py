@@ -17,6 +17,7 @@ from msgspec import UNSET
 
 from replaybuf.errors import (
     CheckOutdated,
+    DataLost,
     GroupRejected,
     Invalid,
     InvalidGroups,
@@ -259,10 +260,13 @@ class Appends:
     async def _publish(self, items: list[PendingGroup], checked_at: int) -> list[AppendResult]:
         """Store and fold groups; `checked_at`: newest ledger entry that they were checked against."""
         journal = self._journal
-        with journal.recording_loss():
+        try:
             appended = await journal.store.groups.append(
                 journal.name, items, journal.state.published, journal.clock.wall(), checked_at
             )
+        except DataLost as error:
+            journal.lose(error)
+            raise
         await journal.ingest(appended)
         for outcome in appended:
             if outcome.entry is None:
