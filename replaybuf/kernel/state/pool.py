@@ -116,7 +116,7 @@ class GroupPool:
             self._count_stored(code, rollouts[positions])
 
     def _count_stored(self, code: int, rollouts: npt.NDArray[np.int32]) -> None:
-        self._counts(code).stored += len(rollouts)
+        (self.counts.get(code) or self._counts(code)).stored += len(rollouts)
         sizes = self.sizes.get(code)
         if sizes is None:
             sizes = self.sizes[code] = Counter()

@@ -74,21 +74,13 @@ class BodyBudget:
             self._abandon(entry)
             raise
 
-    def free(self, share: BodyShare, nbytes: int) -> None:
-        """Free bytes, and grant them to those that have waited longest."""
-        self._count(share, -nbytes)
-        if self._waiting:
-            self._grant()
-
-    def end(self, share: BodyShare, nbytes: int) -> None:
-        """Free all bytes of a share that has ended."""
-        if share is self._favoured:
+    def free(self, share: BodyShare, nbytes: int, *, ended: bool) -> None:
+        """Free bytes, and grant them to those that have waited longest; `ended`: they are all that the share has."""
+        if ended and share is self._favoured:
             self._favoured = None
         elif not nbytes:
             return
-        self.free(share, nbytes)
-
-    def _grant(self) -> None:
+        self._count(share, -nbytes)
         for entry in list(self._waiting):
             share, nbytes, granted = entry
             if granted.done():  # cancelled in this turn of the loop
@@ -119,7 +111,7 @@ class BodyBudget:
     def _abandon(self, entry: tuple[BodyShare, int, asyncio.Future[None]]) -> None:
         share, nbytes, granted = entry
         if granted.done() and not granted.cancelled():  # the grant and the end of the wait met in one turn of the loop
-            self.free(share, nbytes)
+            self.free(share, nbytes, ended=False)
             return
         self._waiting.remove(entry)
 
@@ -159,4 +151,4 @@ class BodyShare:
 
     def end(self) -> None:
         """Free all bytes."""
-        self._budget.end(self, self.held_bytes - SMALL_BYTES)
+        self._budget.free(self, self.held_bytes - SMALL_BYTES, ended=True)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 
 import httptools
 import msgspec
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaybuf.errors import HeadTooLarge, Malformed, ReplaybufError, RequestTimeout, ServiceUnavailable
@@ -96,7 +97,9 @@ class Connection(HttpToolsProtocol):
             self._handshake = None
         if not self._table.admit(self):
             self._ended = True
-            transport.write(_render(_no_room(self._limits.max_connections)))
+            most = self._limits.max_connections
+            detail = f"{most} connections have a request in progress; that is the maximum (serve --max-connections)"
+            transport.write(_render(ServiceUnavailable(detail, name="connections", value=most, bound=most)))
             transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -129,11 +132,13 @@ class Connection(HttpToolsProtocol):
         if self._phase is Phase.BODY or len(data) <= self._limits.max_head_bytes - self._head_bytes:  # almost always
             self._parse(data)
             return
-        left = memoryview(data)
+        left, room = memoryview(data), self._room(len(data))
+        if (end := data.find(b"\r\n\r\n", 0, room)) >= 0:  # the body behind it comes in one piece: no copy is made
+            room = end + 4
         while left and not self._ended:
-            room = self._room(len(left))
             self._parse(left[:room])
             left = left[room:]
+            room = self._room(len(left)) if left else 0
 
     def _room(self, size_bytes: int) -> int:
         if self._phase is Phase.BODY:
@@ -205,9 +210,14 @@ class Connection(HttpToolsProtocol):
         if self._chunks > MAX_CHUNKS:
             detail = f"the body has more than {MAX_CHUNKS} chunks in 256 kB; send larger chunks"
             self._break(Malformed(detail, name="chunks", bound=MAX_CHUNKS), "malformed")
-        if not self.cycle.body:  # uvicorn's own, of which a copy is made
-            self.cycle.body = RequestBody()  # type: ignore[assignment]
-        super().on_body(body)
+        cycle = self.cycle
+        if not cycle.response_complete:
+            if not cycle.body:  # uvicorn's own, of which a copy is made
+                cycle.body = RequestBody()  # type: ignore[assignment]
+            cycle.body += body
+            if len(cycle.body) > HIGH_WATER_LIMIT and self._window_bytes != self._declared_bytes:
+                self.flow.pause_reading()
+            cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """End the body."""
@@ -352,11 +362,6 @@ class Connection(HttpToolsProtocol):
 def _too_many_headers(count: int) -> HeadTooLarge:
     detail = f"the request has at least {count} header lines; the maximum is {MAX_HEADERS}"
     return HeadTooLarge(detail, name="headers", value=count, bound=MAX_HEADERS)
-
-
-def _no_room(bound: int) -> ServiceUnavailable:
-    detail = f"{bound} connections have a request in progress; that is the maximum (serve --max-connections)"
-    return ServiceUnavailable(detail, name="connections", value=bound, bound=bound)
 
 
 def _render(error: ReplaybufError) -> bytes:
