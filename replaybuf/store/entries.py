@@ -193,14 +193,21 @@ def new_entries(
     """Make the entries of groups that are to be stored; `admitted`: they were checked."""
     entries: list[NewEntry] = []
     for item, payload_key in zip(groups, payload_keys, strict=True):
-        group, size = item.group, len(item.frame)
-        published_version = published.get(group.adapter, 0)
+        group, size, lengths = item.group, len(item.frame), item.group.lengths
         source = source_of(group)
-        values = encode_values(group, size, item.crc32c, published_version, now_s, source=source, admitted=admitted)
-        lengths = group.lengths.astype("<i4").tobytes()
-        strings = EntryStrings(
-            item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths, item.ticket_s
+        values = encode_values(
+            group,
+            size,
+            item.crc32c,
+            published.get(group.adapter, 0),
+            now_s,
+            source=source,
+            admitted=admitted,
+            lengths=lengths.tolist(),
         )
+        raw = lengths.astype("<i4").tobytes()
+        names = item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket
+        strings = EntryStrings(*names, raw, item.ticket_s)
         entries.append(NewEntry(values, strings, source))
     return entries
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,12 +116,14 @@ def encode_entry(
     *,
     source: str = "",
     admitted: bool = False,
+    lengths: Sequence[int] | None = None,
 ) -> bytes:
     """Return the bytes of the index entry of a group.
 
-    `source`: that of `source_of`. `admitted`: the service stores it, no direct writer.
+    `source`: that of `source_of`. `admitted`: the service stores it, no direct writer. `lengths`: tokens of each
+    rollout, if the caller has them.
     """
-    lengths = group.lengths.tolist()
+    lengths = group.lengths.tolist() if lengths is None else lengths
     scores = summarize_scores(group)
     return ENTRY_STRUCT.pack(
         NO_PROMPT_INDEX if group.prompt_index is None else group.prompt_index,

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, Self
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaybuf.errors import HeadTooLarge, Malformed, ReplaybufError, RequestTimeout, ServiceUnavailable
@@ -212,11 +211,11 @@ class Connection(HttpToolsProtocol):
             self._break(Malformed(detail, name="chunks", bound=MAX_CHUNKS), "malformed")
         cycle = self.cycle
         if not cycle.response_complete:
-            if not cycle.body:  # uvicorn's own, of which a copy is made
+            if cycle.body:  # the handler has not taken the last piece yet
+                self.flow.pause_reading()
+            else:  # uvicorn's own, of which a copy is made
                 cycle.body = RequestBody()  # type: ignore[assignment]
             cycle.body += body
-            if len(cycle.body) > HIGH_WATER_LIMIT and self._window_bytes != self._declared_bytes:
-                self.flow.pause_reading()
             cycle.message_event.set()
 
     def on_message_complete(self) -> None:
