@@ -94,21 +94,22 @@ class Leadership:
 
         Their lease is free, or ours without our leading, or it cannot be read.
         """
-        asked = [run for run in runs if not run.lease.asking.locked()]  # the others are asked for already
-        if not asked:
-            return []
-        for run in asked:
-            await run.lease.asking.acquire()  # at once: none is locked
+        asked, names, holders, expected = list[Run](), list[str](), list[str](), list[str]()
         try:
-            asked_s = asked[0].lease.now_s()
-            names, holders, expected = list[str](), list[str](), list[str]()
-            for run in asked:
+            for run in runs:
+                if run.lease.asking.locked():
+                    continue  # it is asked for already
+                await run.lease.asking.acquire()  # at once
+                asked.append(run)
                 journal = run.journal
                 holder = self._holder if journal.leading else self._followed_holder(run)
                 names.append(journal.name)
                 holders.append(holder)
                 state = journal.state
                 expected.append(HeldLease.expect(holder, state.entries, state.stored) if holder else "")
+            if not asked:
+                return []
+            asked_s = asked[0].lease.now_s()
             leases = await self._store.runs.hold_leases(names, self._holder, LEASE_S, expected)
             free: list[Run] = []
             for run, holder, lease in zip(asked, holders, leases, strict=True):
