@@ -45,6 +45,8 @@ PURGED = 128
 """Bit of a code in `freed_as`: the group was a dead letter."""
 _EVICTION_COLUMNS = ("evicted_at", "evicted_version", "evicted_age_ms")
 
+NO_COUNTS = AdapterCounts()
+"""Counts of a run without groups. One for all: a service may have thousands of idle runs."""
 COUNTED_LATE = 16_384
 """Most stored groups that the histograms lack; the next reader counts them, in about 2 ms."""
 
@@ -81,16 +83,16 @@ class GroupPool:
     def counts_of(self, adapter: str) -> AdapterCounts:
         """Return the counts of an adapter."""
         self._update_histograms()
-        return self.counts.get(hash_name(adapter), AdapterCounts())
+        return self.counts.get(hash_name(adapter), NO_COUNTS)
 
     def stored_of(self, adapter: str) -> int:
         """Count the stored groups of an adapter."""
-        return self._counts(hash_name(adapter)).stored
+        return self.counts.get(hash_name(adapter), NO_COUNTS).stored
 
     def total(self) -> AdapterCounts:
         """Add up the counts of all adapters; the counts of the only adapter are returned as they are."""
         self._update_histograms()
-        return functools.reduce(operator.add, self.counts.values()) if self.counts else AdapterCounts()
+        return functools.reduce(operator.add, self.counts.values()) if self.counts else NO_COUNTS
 
     def _split(self, rows: Rows) -> Iterator[tuple[AdapterCounts, Rows | slice]]:
         """Yield the counts of each adapter that has some of these rows, with the positions of its rows."""
