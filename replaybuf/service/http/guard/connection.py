@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaybuf.errors import HeadTooLarge, Malformed, ReplaybufError, RequestTimeout, ServiceUnavailable
 from replaybuf.service.http.guard.connection_table import Client, ConnectionTable
-from replaybuf.service.http.reply.json_pieces import MEDIA_TYPE
+from replaybuf.service.http.reply.json_pieces import CYCLE, MEDIA_TYPE
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):
             if name == b"content-length":
                 self._declared_bytes = int(value) if value.isdigit() else 0
                 break
-        self.headers = []  # of trailers, which are ignored
+        self.scope["state"][CYCLE], self.headers = self.cycle, []  # headers of trailers are ignored
         self._phase, self._waited_s, self._window_s = Phase.BODY, 0.0, 0.0
         self._head_bytes = self._window_bytes = self._framing_bytes = 0
         self._table.mark_busy(self)
