@@ -43,7 +43,6 @@ own too, and renamed when it is published.
 from __future__ import annotations
 
 import functools
-import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
@@ -118,7 +117,7 @@ def payload(run: str, group_id: str) -> str:
 
 def payloads(run: str, group_ids: Sequence[str]) -> list[str]:
     """Build such a key for each of several groups."""
-    nonces, size = os.urandom(NONCE_BYTES * len(group_ids)).hex(), 2 * NONCE_BYTES
+    nonces, size = secrets.token_hex(NONCE_BYTES * len(group_ids)), 2 * NONCE_BYTES
     names: list[str] = []
     for place, group_id in enumerate(group_ids):
         tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
