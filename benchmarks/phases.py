@@ -1,11 +1,15 @@
 """Count the calls of an append, and sample its processor time, by phase.
 
     python benchmarks/phases.py --rounds 5
+    python benchmarks/phases.py --calls
 
 Groups of 8 rollouts x 2,048 tokens, one call after another on one connection, strict durability: one group in a call,
 eight groups, and one group whose advantages the service computes. Calls are those of Python functions, C functions
 apart; a coroutine that continues is a call of each function that awaits. They are exact. Processor time is that of the
 whole process, divided by samples of its stack. What the service does besides appends is left out.
+
+`--calls` only prints, for each kind, the Python calls of an append, the functions and modules that every append runs,
+and the system calls of the whole process (with `strace`). `--list` adds the functions.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -69,15 +76,16 @@ class CallCounter:
         self._phases: list[str] = []
         self._calls: Counter[str] = Counter()
         self._c_calls: Counter[str] = Counter()
+        self._functions: Counter[str] = Counter()
 
     def start(self) -> None:
         """Start counting."""
         sys.setprofile(self._count)
 
     def stop(self) -> list[Counter[str]]:
-        """Stop counting; return Python calls and C calls."""
+        """Stop counting; return Python calls and C calls by phase, and Python calls by function."""
         sys.setprofile(None)
-        return [self._calls, self._c_calls]
+        return [self._calls, self._c_calls, self._functions]
 
     def _count(self, frame: FrameType, event: str, argument: Any) -> None:
         caller = self._phases[-1] if self._phases else None
@@ -89,6 +97,8 @@ class CallCounter:
                 phase = BESIDES
             self._phases.append(phase or "orchestration")
             self._calls[self._phases[-1]] += 1
+            if phase != BESIDES:
+                self._functions[f"{short_name(frame.f_code.co_filename)}:{frame.f_code.co_qualname}"] += 1
         elif event == "return" and self._phases:
             self._phases.pop()
         elif event == "c_call":
@@ -123,10 +133,15 @@ class Sampler:
 @functools.cache
 def phase_of(code: CodeType) -> str | None:
     """Return the phase of a function, None if it works for several."""
-    file = code.co_filename.rpartition("site-packages/")[2]
-    name = f"replaybuf/{file.rpartition('/replaybuf/')[2]}:{code.co_name}" if "/replaybuf/" in file else file
-    name = name if ":" in name else f"{file}:{code.co_name}"
+    name = f"{short_name(code.co_filename)}:{code.co_name}"
     return next((phase for phase, parts in PHASES.items() if any(part in name for part in parts.split())), None)
+
+
+@functools.cache
+def short_name(path: str) -> str:
+    """Return a file's path from its package on."""
+    file = path.rpartition("site-packages/")[2]
+    return f"replaybuf/{file.rpartition('/replaybuf/')[2]}" if "/replaybuf/" in file else file
 
 
 class Switch:
@@ -155,6 +170,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=800, help="per round and kind, for the samples")
+    parser.add_argument("--calls", action="store_true", help="count calls, functions, modules and system calls only")
+    parser.add_argument("--list", action="store_true", help="with --calls: list the functions too")
     options = parser.parse_args()
     results = Measured(
         "phases", reference=ALL, packages=["uvicorn", "uvloop", "redis", "numpy"], settings=vars(options)
@@ -167,18 +184,39 @@ def main() -> None:
         ):
             client.put_run({"batch": {"tokens_per_batch": None, "groups_per_batch": 64, "seq_len": 16_384}})
             for kind in KINDS:
-                profile(results, served, folder, kind, options.rounds, options.groups)
-    results.save()
+                if options.calls:
+                    print_calls(served, folder, kind, listed=options.list)
+                else:
+                    profile(results, served, folder, kind, options.rounds, options.groups)
+    if not options.calls:
+        results.save()
 
 
 def profile(
     results: Measured, served: Served, folder: Path, kind: tuple[str, int, dict[str, None]], rounds: int, groups: int
 ) -> None:
     """Record the calls of one kind of append, and its processor time in several rounds."""
+    what, per_call, _ = kind
+    calls, append = max(1, groups // per_call), sender(served, kind)
+    append(WARM_CALLS)
+    for unit, figures in zip(
+        ("calls", "C calls"), switched(served, folder, signal.SIGUSR1, lambda: append(COUNTED_CALLS)), strict=False
+    ):
+        record(results, what, [figures], 1 / COUNTED_CALLS, unit)
+    sampled, spent_s = list[dict[str, float]](), 0.0
+    for _ in range(rounds):
+        before_s = served.cpu_s
+        sampled += switched(served, folder, signal.SIGUSR2, lambda: append(calls))
+        spent_s += served.cpu_s - before_s
+    samples = sum(sum(figures.values()) for figures in sampled)
+    record(results, what, sampled, 1e6 * spent_s / samples / calls, "us")
+
+
+def sender(served: Served, kind: tuple[str, int, dict[str, None]]) -> Callable[[int], None]:
+    """Return a function that sends so many appends of a kind."""
     what, per_call, missing = kind
     address, numbers = urlsplit(served.url), numbered_groups()
     where = (str(address.hostname), int(address.port or 0))
-    calls = max(1, groups // per_call)
 
     def append(count: int) -> None:
         prefix = f"{what} {time.monotonic_ns()}"
@@ -193,18 +231,43 @@ def profile(
             ],
         )
 
+    return append
+
+
+def print_calls(served: Served, folder: Path, kind: tuple[str, int, dict[str, None]], *, listed: bool) -> None:
+    """Print the calls of one kind of append, and the functions and modules that every append runs."""
+    append = sender(served, kind)
     append(WARM_CALLS)
-    for unit, figures in zip(
-        ("calls", "C calls"), switched(served, folder, signal.SIGUSR1, lambda: append(COUNTED_CALLS)), strict=True
-    ):
-        record(results, what, [figures], 1 / COUNTED_CALLS, unit)
-    sampled, spent_s = list[dict[str, float]](), 0.0
-    for _ in range(rounds):
-        before_s = served.cpu_s
-        sampled += switched(served, folder, signal.SIGUSR2, lambda: append(calls))
-        spent_s += served.cpu_s - before_s
-    samples = sum(sum(figures.values()) for figures in sampled)
-    record(results, what, sampled, 1e6 * spent_s / samples / calls, "us")
+    calls, c_calls, by_function = switched(served, folder, signal.SIGUSR1, lambda: append(COUNTED_CALLS))
+    python, c = (
+        sum(number for phase, number in counted.items() if phase != BESIDES) / COUNTED_CALLS
+        for counted in (calls, c_calls)
+    )
+    functions = {name: number / COUNTED_CALLS for name, number in by_function.items() if number >= COUNTED_CALLS}
+    modules = {name.rpartition(":")[0] for name in functions}
+    own = sum(name.startswith("replaybuf/") for name in modules)
+    print(
+        f"{kind[0]}: {python:.0f} Python calls, {c:.0f} C calls, {len(functions)} functions in {len(modules)} modules"
+    )
+    print(f"  {own} modules are ours; {system_calls(served, append)}")
+    if listed:
+        for name, number in sorted(functions.items()):
+            print(f"  {number:6.1f}  {name}")
+
+
+def system_calls(served: Served, append: Callable[[int], None]) -> str:
+    """Describe the system calls of an append, with those that the service makes meanwhile for itself."""
+    if shutil.which("strace") is None:
+        return "system calls were not counted: strace is missing"
+    strace = subprocess.Popen(["strace", "-c", "-f", "-p", str(served.pid)], stderr=subprocess.PIPE, text=True)
+    if strace.stderr is None or "attached" not in strace.stderr.readline():
+        return "system calls were not counted: strace cannot attach"
+    append(COUNTED_CALLS)
+    strace.send_signal(signal.SIGINT)
+    rows = re.findall(r"^ *[\d.]+ +[\d.]+ +\d+ +(\d+) +(?:\d+ +)?(\w+)$", strace.communicate()[1], re.MULTILINE)
+    counts = {name: int(number) / COUNTED_CALLS for number, name in rows if name != "total"}
+    shown = ", ".join(f"{name} {number:.1f}" for name, number in counts.items() if number >= 0.5)
+    return f"{sum(counts.values()):.1f} system calls: {shown}"
 
 
 def record(results: Measured, what: str, rounds: list[dict[str, float]], factor: float, unit: str) -> None:

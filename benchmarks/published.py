@@ -41,6 +41,6 @@ async def publish(
             strings = encode_strings(EntryStrings(name, f"task/{n}", "", payload, f"t0-{n}-1", lengths[k]))
             names += [done, done, payload]
             arguments += [name, name, entry.tobytes(), strings, n, n]
-        store.connection.add_call(pipe, run, "rb_publish", names, arguments)
+        pipe.execute_command(*store.connection.words_of(run, "rb_publish", names, arguments))
         *_, reply = await store.connection.run(pipe.execute())
         store.connection.check_reply(run, "", reply)

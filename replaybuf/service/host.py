@@ -103,7 +103,7 @@ class Service:
 
     async def serving(self, name: str) -> Run:
         """Return a run, after a look whether another one leads if we stood still. Raises what `run` raises."""
-        run = await self.run(name)
+        run = own if (own := self.runs.get(name)) and not own.journal.lost else await self.run(name)
         if run.journal.leading and run.lease.ended():
             await self._leadership.seek(run)
         return run
@@ -347,10 +347,10 @@ class Service:
         ends = await self.store.streams.read_ends([run.name for run in runs])
         checks = [functools.partial(run.check_ends, shown) for run, shown in zip(runs, ends, strict=True)]
         outages = await self._work_each(zip(runs, checks, strict=True))
-        if not outages:  # else all are checked again
-            self._checked_on = serving
+        self._checked_on = self._checked_on if outages else serving  # with outages all are checked again
         outages += await self._work_each(await read_side_states(self.store, runs, shared=self._servers.any))
-        await asyncio.to_thread(self.store.connection.known.sync)
+        if (known := self.store.connection.known).unsynced:
+            await asyncio.to_thread(known.sync)
         raise_first(outages + await self._discover())
 
     async def _prepare(self) -> None:

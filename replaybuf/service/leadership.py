@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from replaybuf.service.peers.living_servers import LivingServers
-from replaybuf.service.run.lease_timer import EXPECTING_S, LEASE_S, RENEWAL_S, TOGETHER_S
+from replaybuf.service.run.lease_timer import EXPECTING_S, LEASE_S, RENEWAL_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import HeldLease, Lease, Store
 
@@ -64,15 +64,16 @@ class Leadership:
 
         Returns the quiet runs whose streams have changed: nothing else looks at them often.
         """
-        leases = [run.lease for name, run in runs.items() if name not in self._free]
+        watched = [run for name, run in runs.items() if name not in self._free] if self._free else [*runs.values()]
         # Attributes and no calls: a server may have thousands of runs.
-        asks_at_s = min([lease.asks_at_s for lease in leases], default=math.inf)
-        due_s = asks_at_s - leases[0].now_s() if leases else math.inf
+        asks_at_s = min([run.lease.asks_at_s for run in watched], default=math.inf)
+        due_s = asks_at_s - watched[0].lease.now_s() if watched else math.inf
         await asyncio.sleep(min(max(due_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
         self._changed = []
         if due_s > LONGEST_PAUSE_S:
             return []  # only new runs may be due: look again
-        due = [run for name, run in runs.items() if name not in self._free and run.lease.due(TOGETHER_S)]
+        now_s = watched[0].lease.now_s() if watched else 0.0
+        due = [run for name, run in runs.items() if run.lease.may_ask_at_s <= now_s and name not in self._free]
         for run in await self.renew(due):
             self._free[run.name] = run
             self._any_free.set()
@@ -93,35 +94,44 @@ class Leadership:
 
         Their lease is free, or ours without our leading, or it cannot be read.
         """
-        asked = [run for run in runs if not run.lease.asking.locked()]  # the others are asked for already
-        if not asked:
-            return []
-        for run in asked:
-            await run.lease.asking.acquire()  # at once: none is locked
+        asked, names, holders, expected = list[Run](), list[str](), list[str](), list[str]()
         try:
+            for run in runs:
+                if run.lease.asking.locked():
+                    continue  # it is asked for already
+                await run.lease.asking.acquire()  # at once
+                asked.append(run)
+                journal = run.journal
+                holder = self._holder if journal.leading else self._followed_holder(run)
+                names.append(journal.name)
+                holders.append(holder)
+                state = journal.state
+                expected.append(HeldLease.expect(holder, state.entries, state.stored) if holder else "")
+            if not asked:
+                return []
             asked_s = asked[0].lease.now_s()
-            holders = [self._expected_holder(run) for run in asked]
-            expected = [
-                HeldLease.expect(holder, run.state.entries, run.state.stored) if holder else ""
-                for run, holder in zip(asked, holders, strict=True)
-            ]
-            leases = await self._store.runs.hold_leases([run.name for run in asked], self._holder, LEASE_S, expected)
-            # None: its node is away, and the lease ends by itself.
-            answers = zip(asked, holders, leases, strict=True)
-            return [run for run, holder, lease in answers if lease and self._is_free(run, holder, lease, asked_s)]
+            leases = await self._store.runs.hold_leases(names, self._holder, LEASE_S, expected)
+            free: list[Run] = []
+            for run, holder, lease in zip(asked, holders, leases, strict=True):
+                if isinstance(lease, float) and run.journal.leading == (holder == self._holder):  # as we expected
+                    run.lease.holder = holder
+                    run.lease.extend(lease, asked_s)
+                elif lease and self._is_free(run, holder, lease, asked_s):
+                    free.append(run)
+                # None: its node is away, and the lease ends by itself.
+            return free
         finally:
             for run in asked:
                 run.lease.asking.release()
 
     def _is_free(self, run: Run, holder: str, lease: HeldLease | float, asked_s: float) -> bool:
-        """Apply an answer; return whether to `seek` the lease. A number: it is as we expected, with this `holder`."""
+        """Apply an answer; return whether to `seek` the lease.
+
+        A number: it is as we expected, with this `holder`, but we have stopped deciding meanwhile, or begun.
+        """
         journal = run.journal
         if isinstance(lease, float):
-            if journal.leading == (holder == self._holder):
-                run.lease.holder = holder
-                run.lease.extend(lease, asked_s)
-                return False
-            lease = HeldLease(holder, lease, run.state.entries, run.state.stored)  # we have stopped deciding meanwhile
+            lease = HeldLease(holder, lease, run.state.entries, run.state.stored)
         ours = lease.holder == self._holder
         if (lease.entries, lease.stored) != (run.state.entries, run.state.stored) and run.quiet():
             self._changed.append(run)
@@ -134,11 +144,9 @@ class Leadership:
             return False
         return ours or journal.leading or self._takes(run, asked_s)
 
-    def _expected_holder(self, run: Run) -> str:
-        """Return who has the lease of a run as far as we know; "" = it is to be read."""
+    def _followed_holder(self, run: Run) -> str:
+        """Return which other server has the lease of a run as far as we know; "" = it is to be read."""
         journal, holder = run.journal, run.lease.holder
-        if journal.leading:
-            return self._holder
         followed = holder and holder != self._holder and _url_of(holder) == journal.leader_url
         return holder if followed and not self._servers.expects(run.name, holder) else ""
 

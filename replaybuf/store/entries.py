@@ -8,6 +8,7 @@ is not of the run: the service would read a key of another run, and delete it.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +59,8 @@ class NewEntry(msgspec.Struct, frozen=True, gc=False):
     strings: EntryStrings
     source: str = ""
 
+
+_values_of, _strings_of = operator.attrgetter("values"), operator.attrgetter("strings")
 
 Names = tuple[str, str]
 """The id of a group, and the default id of its ticket's prompt ("" without a ticket)."""
@@ -139,8 +142,8 @@ def read_chunk(raw: Sequence[Any], run: str) -> IndexChunk:
 
 def build_chunk(numbers: Sequence[int], entries: Sequence[NewEntry]) -> IndexChunk:
     """Build the chunk that a reader of these entries would get."""
-    values = np.frombuffer(b"".join([entry.values for entry in entries]), ENTRY)
-    strings = [entry.strings for entry in entries]
+    values = np.frombuffer(b"".join(map(_values_of, entries)), ENTRY)
+    strings = list(map(_strings_of, entries))
     return IndexChunk(np.array(numbers, np.int64), values, np.zeros(len(entries), bool), strings)
 
 
@@ -190,14 +193,21 @@ def new_entries(
     """Make the entries of groups that are to be stored; `admitted`: they were checked."""
     entries: list[NewEntry] = []
     for item, payload_key in zip(groups, payload_keys, strict=True):
-        group, size = item.group, len(item.frame)
-        published_version = published.get(group.adapter, 0)
+        group, size, lengths = item.group, len(item.frame), item.group.lengths
         source = source_of(group)
-        values = encode_values(group, size, item.crc32c, published_version, now_s, source=source, admitted=admitted)
-        lengths = group.lengths.astype("<i4").tobytes()
-        strings = EntryStrings(
-            item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket, lengths, item.ticket_s
+        values = encode_values(
+            group,
+            size,
+            item.crc32c,
+            published.get(group.adapter, 0),
+            now_s,
+            source=source,
+            admitted=admitted,
+            lengths=lengths.tolist(),
         )
+        raw = lengths.astype("<i4").tobytes()
+        names = item.group_id, group.prompt_id, group.adapter, payload_key, group.ticket
+        strings = EntryStrings(*names, raw, item.ticket_s)
         entries.append(NewEntry(values, strings, source))
     return entries
 

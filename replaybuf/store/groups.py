@@ -105,14 +105,13 @@ class GroupStore:
         """Store groups on one server."""
         payload_keys = keys.payloads(run, [item.group_id for item in groups])
         entries = new_entries(groups, payload_keys, published, now_s, admitted=checked_at is not None)
-        pipe = self._connection.pipeline()
-        pipe.response_callbacks = {}  # replies as they are: an error in the place of OK
+        commands: list[Any] = []
         for key, item in zip(payload_keys, groups, strict=True):
-            pipe.execute_command("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S)
+            commands.append(("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S))
         marks, words = publish_words(run, groups, entries, checked_at)
         names = [name for mark, key in zip(marks, payload_keys, strict=True) for name in (*mark, key)]
-        self._connection.add_call(pipe, run, "rb_publish", names, words)
-        *saved, reply = await self._connection.run_durably(pipe, may_fail=len(groups))
+        commands.append(self._connection.words_of(run, "rb_publish", names, words))
+        *saved, reply = await self._connection.write(commands, may_fail=len(groups))
         try:
             outcome, flat = self._connection.check_reply(run, "", reply)
             _check_current(run, outcome)

@@ -118,8 +118,11 @@ def payload(run: str, group_id: str) -> str:
 def payloads(run: str, group_ids: Sequence[str]) -> list[str]:
     """Build such a key for each of several groups."""
     nonces, size = secrets.token_hex(NONCE_BYTES * len(group_ids)), 2 * NONCE_BYTES
-    tags = [f"{run}:{group_id}".replace("{", "(").replace("}", ")") for group_id in group_ids]
-    return [f"rb:p:{{{tag}}}:{nonces[size * place : size * (place + 1)]}" for place, tag in enumerate(tags)]
+    names: list[str] = []
+    for place, group_id in enumerate(group_ids):
+        tag = f"{run}:{group_id}".replace("{", "(").replace("}", ")")
+        names.append(f"rb:p:{{{tag}}}:{nonces[size * place : size * (place + 1)]}")
+    return names
 
 
 def bucket_of(group_id: str) -> int:

@@ -146,6 +146,11 @@ class KnownEnds:
         if self._saved:
             self._saved.close()
 
+    @property
+    def unsynced(self) -> bool:
+        """Whether `sync` has something to do."""
+        return bool(self._saved and self._saved.unsynced)
+
     def sync(self) -> None:
         """Bring the files to the disk. Blocks: call it in a thread while serving."""
         if self._saved:
@@ -163,7 +168,7 @@ class SavedEnds:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_line: dict[str, int] = {}
-        self._unsynced: set[str] = set()
+        self.unsynced: set[str] = set()
         self._files: dict[str, int] = {}
         """Open files by run, the one that was written last at the end."""
         self._missing: set[str] = set()
@@ -207,7 +212,7 @@ class SavedEnds:
             return
         self._failing = False
         self._next_line[run] = (at + 1) % LINES
-        self._unsynced.add(run)
+        self.unsynced.add(run)
 
     def close(self) -> None:
         """Close the files."""
@@ -248,14 +253,14 @@ class SavedEnds:
         """Delete the file of a run."""
         self._close(run)
         self._next_line.pop(run, None)
-        self._unsynced.discard(run)
+        self.unsynced.discard(run)
         self.path_of(run).unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Bring written files to the disk; what fails is tried again in the next call. Blocks: call it in a thread."""
         until_s = time.monotonic() + SYNC_S
-        for run in list(self._unsynced):
-            self._unsynced.discard(run)  # first: a line written meanwhile adds it again
+        for run in list(self.unsynced):
+            self.unsynced.discard(run)  # first: a line written meanwhile adds it again
             try:
                 file = os.open(self.path_of(run), os.O_WRONLY | os.O_CLOEXEC)
                 try:
@@ -265,7 +270,7 @@ class SavedEnds:
             except FileNotFoundError:
                 self._missing.add(run)
             except OSError as error:
-                self._unsynced.add(run)
+                self.unsynced.add(run)
                 self._warn(run, error)
                 return
             if time.monotonic() > until_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from redis.exceptions import RedisError
@@ -87,15 +87,15 @@ class LedgerStore:
         """
         if self._connection.cluster:
             return await self._append_columns_on_nodes(run, token, number, record, frames)
-        pipe, connection = self._connection.pipeline(), self._connection
-        names: list[str] = []
+        connection = self._connection
+        commands, names = list[Any](), list[str]()
         for column in frames:
             attempt = keys.late_attempt(column.payload_key, column.name)
-            pipe.execute_command("SET", attempt, column.frame, "EX", keys.ORPHAN_TTL_S)
+            commands.append(("SET", attempt, column.frame, "EX", keys.ORPHAN_TTL_S))
             names += [attempt, keys.late_column(column.payload_key, column.name)]
         arguments = [number, encode_record(record), keys.new_entry(), *(column.name for column in frames)]
-        connection.add_call(pipe, run, "rb_columns", names, arguments, token)
-        *saved, reply = await connection.run_durably(pipe, may_fail=len(frames))
+        commands.append(connection.words_of(run, "rb_columns", names, arguments, token))
+        *saved, reply = await connection.write(commands, may_fail=len(frames))
         outcome, detail = connection.check_reply(run, token, reply)
         if outcome == "missing":
             error = next((outcome for outcome in saved if isinstance(outcome, RedisError)), None)
@@ -116,7 +116,7 @@ class LedgerStore:
         pipe = connection.pipeline()
         for column in frames:
             key = keys.late_column(column.payload_key, column.name)
-            pipe.execute_command("SET", key, column.frame, "NX", "GET", get=True)  # else the reply is whether it is OK
+            pipe.execute_command("SET", key, column.frame, "NX", "GET")
         held = await connection.run_durably(pipe)
         if other := [pair for pair in zip(frames, held, strict=True) if pair[1] not in (None, pair[0].frame)]:
             await connection.call(run, "rb_count", (), (), token)

@@ -28,7 +28,7 @@ class SampleStore:
         pipe = self._connection.pipeline()
         for step, entry, raw in steps:
             arguments = [step, entry, raw, KEPT_BYTES]
-            self._connection.add_call(pipe, run, "rb_sample", [keys.samples(run)], arguments, token)
+            pipe.execute_command(*self._connection.words_of(run, "rb_sample", [keys.samples(run)], arguments, token))
         for reply in await self._connection.run(pipe.execute()):
             self._connection.check_reply(run, token, reply)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,7 @@ DELETING = "deleting"
 RESTORING = "restoring"
 """First part of the mark of a run whose restore keeps its payloads. Without its lease the run is deleted."""
 LEASES_AT_ONCE = 200
+KEPT_CHUNKS = 64
 """Leases that one call renews: it blocks Redis for about 0.5 ms."""
 MOST_STRANGE = 100
 """Strange names that are logged, once each."""
@@ -108,7 +110,7 @@ class RunStore:
         """
         pipe = self._connection.pipeline()
         arguments = [holder, int(ttl_s * 1000), "1" if force else "0"]
-        self._connection.add_call(pipe, run, "rb_lead", [keys.lead(run)], arguments)
+        pipe.execute_command(*self._connection.words_of(run, "rb_lead", [keys.lead(run)], arguments))
         (reply,) = await self._connection.run_each(pipe)
         if isinstance(reply, ResponseError):
             raise self._connection.explain(reply)
@@ -133,7 +135,7 @@ class RunStore:
         ttl_ms = int(ttl_s * 1000)
         for start in starts:
             chunk = runs[start : start + at_once]
-            names = [key for run in chunk for key in (keys.lead(run), keys.counts(run), keys.fence(run))]
+            names = _lease_keys(tuple(chunk))
             words = (*names, holder, ttl_ms, *expected[start : start + at_once])
             pipe.execute_command("FCALL", "rb_hold", len(names), *words)
         held: list[HeldLease | float | None] = []
@@ -173,7 +175,7 @@ class RunStore:
         Raises `ServiceUnavailable` where another server has accepted a loss and not brought that to its end.
         """
         pipe = self._connection.pipeline()
-        self._connection.add_call(pipe, run, "rb_ends")
+        pipe.execute_command(*self._connection.words_of(run, "rb_ends"))
         (reply,) = await self._connection.run_each(pipe)
         if isinstance(reply, ResponseError):
             raise self._connection.explain(reply)
@@ -305,6 +307,12 @@ class RunStore:
 
     async def _change(self, function: str, names: Sequence[str], arguments: Sequence[str | int]) -> bool:
         return bool(await self._connection.write_one("FCALL", function, len(names), *names, *arguments))
+
+
+@functools.lru_cache(maxsize=KEPT_CHUNKS)
+def _lease_keys(runs: tuple[str, ...]) -> tuple[str, ...]:
+    """List the keys of the leases of runs: once a second the same, as long as no run comes or goes."""
+    return tuple(key for run in runs for key in (keys.lead(run), keys.counts(run), keys.fence(run)))
 
 
 def read_incarnation(run: str, raw: bytes | None) -> int:

@@ -32,7 +32,7 @@ class StreamEnds:
         """
         pipe = self._connection.pipeline()
         for run in runs:
-            self._connection.add_call(pipe, run, "rb_ends")
+            pipe.execute_command(*self._connection.words_of(run, "rb_ends"))
         ends: list[Ends | DataLost | LedgerGap | ServiceUnavailable] = []
         for run, reply in zip(runs, await self._connection.run_each(pipe), strict=True):
             try:

@@ -166,7 +166,7 @@ def decode_frame(frame: bytes | bytearray | memoryview, *, max_bytes: int = LARG
 def is_compressed(frame: bytes | memoryview) -> bool:
     """Check whether a valid frame has compressed columns."""
     buffer = memoryview(frame)
-    header = _read_header(buffer[PREFIX.size : _check_prefix(buffer, MAGIC)], _decode_header)
+    header = _read_header(buffer[PREFIX.size : _check_prefix(buffer, MAGIC)[0]], _decode_header)
     return any(column.codec != "raw" for column in header.columns.values())
 
 
@@ -188,9 +188,9 @@ def split_frames(body: bytes | memoryview) -> Iterator[memoryview]:
         rest = rest[length:]
 
 
-def read_length(prefix: bytes) -> int:
+def read_length(prefix: bytes | memoryview) -> int:
     """Read the length of a frame from its first `PREFIX_BYTES`. Raises `BrokenFrame` if they start no frame."""
-    magic, _, length, _, _ = PREFIX.unpack(prefix)
+    magic, _, length, _, _ = PREFIX.unpack_from(prefix)
     if magic != MAGIC or length < PREFIX_BYTES:
         detail = (
             f"a frame starts with {magic!r} and a length of {length}; expected {MAGIC!r} and at least {PREFIX_BYTES}"
@@ -239,11 +239,14 @@ def aligned(offset: int) -> int:
 # ---------------------------------------------------------------------- reading
 
 
-def _check_prefix(buffer: memoryview, expected: bytes) -> int:
-    """Return the offset of the header's end. Raises `BrokenFrame`; `expected`: the magic of the kind of frame."""
+def _check_prefix(buffer: memoryview, expected: bytes) -> tuple[int, int]:
+    """Return the offset of the header's end, and the checksum of the frame.
+
+    Raises `BrokenFrame`; `expected`: the magic of the kind of frame.
+    """
     if len(buffer) < PREFIX.size:
         raise BrokenFrame(f"frame has {counted(len(buffer), 'byte')}; the minimum is {PREFIX.size}", name="length")
-    magic, _, total, version, header_length = PREFIX.unpack_from(buffer)
+    magic, stored, total, version, header_length = PREFIX.unpack_from(buffer)
     if magic != expected:
         raise BrokenFrame(f"frame starts with {bytes(magic)!r}; expected {expected!r}", name="magic")
     if version != FORMAT_VERSION:
@@ -255,13 +258,13 @@ def _check_prefix(buffer: memoryview, expected: bytes) -> int:
     if header_length > LARGEST_HEADER_BYTES:
         detail = f"frame header has {header_length} bytes; the maximum is {LARGEST_HEADER_BYTES}"
         raise BrokenFrame(detail, name="header", value=header_length, bound=LARGEST_HEADER_BYTES)
-    return PREFIX.size + int(header_length)
+    return PREFIX_BYTES + int(header_length), int(stored)
 
 
 def open_frame(buffer: memoryview, decode: Callable[[memoryview], T], expected: bytes = MAGIC) -> tuple[T, int]:
     """Check prefix and checksum of a frame; return its header and where that ends. Raises `BrokenFrame`."""
-    header_end = _check_prefix(buffer, expected)
-    stored, computed = stored_checksum(buffer), crc32c.crc32c(buffer[_CHECKED_FROM:])
+    header_end, stored = _check_prefix(buffer, expected)
+    computed = crc32c.crc32c(buffer[_CHECKED_FROM:])
     if stored != computed:
         detail = f"frame checksum is {stored:#010x}; its bytes give {computed:#010x}"
         raise BrokenFrame(detail, name="crc32c", value=stored, bound=computed)

@@ -166,8 +166,11 @@ class Group(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        columns = (*_columns_of(self), *self.reward_parts.values())
-        return sum([column.nbytes for column in columns if column is not None])
+        nbytes = 0
+        for column in (*_columns_of(self), *self.reward_parts.values()):
+            if column is not None:
+                nbytes += column.nbytes
+        return nbytes
 
     @property
     def policy_version_max(self) -> int:

@@ -170,22 +170,22 @@ def _fits_float32(values: npt.NDArray[np.floating]) -> bool:
 
 
 def _check_versions(group: Group, limits: GroupLimits) -> Rejection | None:
-    if detail := _wrong_spans(group):
+    versions = group.version_spans[:, 1].tolist()
+    if detail := _wrong_spans(group, versions):
         return Rejection("bad_version_spans", detail)
-    newest = group.policy_version_max
+    newest = max(versions)
     if limits.published_version is not None and newest > limits.published_version:
         detail = f"the newest policy version is {newest}; the published version is {limits.published_version}"
         return Rejection("version_above_published", detail)
     return None
 
 
-def _wrong_spans(group: Group) -> str | None:
-    spans = group.version_spans
-    if not len(spans):
+def _wrong_spans(group: Group, versions: list[int]) -> str | None:
+    if not versions:
         return "version_spans is empty; they must cover each completion once"
     if not spans_cover(group):
         return "version_spans do not cover each completion once, from token 0 to its end"
-    oldest = min(spans[:, 1].tolist())
+    oldest = min(versions)
     if oldest < 0 or oldest != group.policy_version:
         return f"policy_version is {group.policy_version}; the oldest version in version_spans is {oldest}"
     return None
@@ -225,7 +225,7 @@ def truncate(group: Group, seq_len: int) -> Group:
     """
     longest = np.maximum(seq_len - group.prompt_lengths, 1)
     lengths = np.minimum(group.completion_lengths, longest).astype(np.int32)
-    if np.array_equal(lengths, group.completion_lengths) or _wrong_spans(group):
+    if np.array_equal(lengths, group.completion_lengths) or _wrong_spans(group, group.version_spans[:, 1].tolist()):
         return group
     kept = _kept_tokens(group, lengths)
     cut = lengths < group.completion_lengths

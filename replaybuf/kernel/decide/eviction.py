@@ -18,7 +18,7 @@ from replaybuf.kernel.rows.column_bits import ADMITTED_BIT, have_all
 from replaybuf.kernel.rows.index import LIVE, Index, Numbers, Positions
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.strategy.answer_checks import check_evictions
-from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups, Strategy
+from replaybuf.kernel.strategy.contract import BufferView, Evictions, Groups
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.wire.config import LARGEST_INTEGER
 from replaybuf.wire.drop_reasons import DeadLetterReason
@@ -46,7 +46,7 @@ def decide_removals(
     """
     index, filtered = state.index, filtered or only is not None
     may_ask = state.phase != "paused"  # a failed plug-in is not called again before the run resumes
-    asks_plugins = may_ask and (_evicts(selector.strategy) or (filtered and bool(selector.config.filters)))
+    asks_plugins = may_ask and (selector.inputs.plugins.evicts or (filtered and bool(selector.config.filters)))
     size, step = len(index) if only is None else len(only), PLUGIN_PIECE if asks_plugins else PIECE
     for start in range(0, size, step):
         if only is None:
@@ -62,20 +62,13 @@ def keeps_all(state: RunState, selector: Selector, arrivals: npt.NDArray[Any]) -
 
     So nearly all arrivals are settled without rows, views and plug-ins; for the others call `decide_removals`.
     """
-    config = selector.config
-    if config.adapters or config.admissions or config.filters or _evicts(selector.strategy):
+    bounds = selector.inputs.arrival_bounds()
+    if bounds is None or _any(arrivals["adapter"]) or _most(arrivals["tokens"]) > bounds.tokens:
         return False
-    if _any(arrivals["adapter"]) or _most(arrivals["tokens"]) > (state.token_budget or LARGEST_INTEGER):
-        return False
-    for rule in selector.inputs.eviction_rules(""):
-        if not _all(rule.kept(*[arrivals[name] for name in rule.columns])):
-            return False
-    return True
-
-
-def _evicts(strategy: Strategy[Any]) -> bool:
-    """Return whether a strategy has an `evict` of its own."""
-    return type(strategy).evict is not Strategy.evict
+    kept = True
+    for rule in bounds.rules:
+        kept = kept and bool(_all(rule.kept(*map(arrivals.__getitem__, rule.columns))))
+    return kept
 
 
 def _remove(state: RunState, selector: Selector, now_s: float, rows: Positions, filtered: bool) -> Iterator[AnyRecord]:
@@ -159,7 +152,7 @@ def _plugins(selector: Selector, filtered: bool) -> Iterator[tuple[str, Evict, S
     """Yield each plug-in with its call and the columns without which it does not see a group."""
     plugins = selector.inputs.plugins
     required, *of_filters = plugins.required
-    if _evicts(selector.strategy):
+    if selector.inputs.plugins.evicts:
         yield f"strategy {selector.config.strategy.name!r}", selector.strategy.evict, required
     for spec, filter_, needed in (
         zip(selector.config.filters, plugins.filters, of_filters, strict=True) if filtered else ()

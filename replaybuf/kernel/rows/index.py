@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,8 @@ _NEVER_COLUMNS = ("last_step", "evicted_at", "evicted_version", "evicted_age_ms"
 _ENTRY_COLUMNS = [name for name in ENTRY.names or () if name not in ("crc32c", "staleness_at_write")]
 _DTYPES = {name: ENTRY[name] for name in _ENTRY_COLUMNS} | {name: STATE_ROW[name] for name in STATE_ROW.names or ()}
 _DTYPES |= {"late": LATE_ROW["late"], "truncated": np.dtype(np.int32), SPILLED: np.dtype(np.int32)}
+_NO_GROUPS = {name: read_only(np.empty(0, dtype)) for name, dtype in Groups.DTYPES.items()}
+"""Columns of every index without groups: a service may have thousands of idle runs."""
 _FULL = 7 / 8
 """Share of the capacity from which columns grow one by one."""
 _LARGE = 1 << 16
@@ -118,12 +120,14 @@ def encode_entry(
     *,
     source: str = "",
     admitted: bool = False,
+    lengths: Sequence[int] | None = None,
 ) -> bytes:
     """Return the bytes of the index entry of a group.
 
-    `source`: that of `source_of`. `admitted`: the service stores it, no direct writer.
+    `source`: that of `source_of`. `admitted`: the service stores it, no direct writer. `lengths`: tokens of each
+    rollout, if the caller has them.
     """
-    lengths = group.lengths.tolist()
+    lengths = group.lengths.tolist() if lengths is None else lengths
     scores = summarize_scores(group)
     return ENTRY_STRUCT.pack(
         NO_PROMPT_INDEX if group.prompt_index is None else group.prompt_index,
@@ -171,6 +175,7 @@ class Index:
         self._size = 0
         self._freed = 0
         self._shown: dict[str, npt.NDArray[Any]] = {}
+        """Read-only views of the columns that strategies see, once somebody asked for them."""
         self._capacity = 0
         self._grow(1024)
 
@@ -289,6 +294,11 @@ class Index:
 
         Ascending rows without a gap are views. Others are copied when a column is read: 3 ms for a million groups.
         """
+        if not self._size:
+            return Groups.view_of(_NO_GROUPS, 0, None)
+        if not self._shown:
+            names = {("row" if name == "number" else name): column for name, column in self._columns.items()}
+            self._shown = {name: read_only(column) for name, column in names.items() if name in Groups.COLUMNS}
         if rows is None or not _without_gap(rows):
             return Groups.view_of(self._shown, self._size, rows)
         shown = {name: column[rows[0] : rows[-1] + 1] for name, column in self._shown.items()}
@@ -317,9 +327,7 @@ class Index:
         if self._size:
             column[: self._size] = self[name]
         self._columns[name] = column
-        shown = "row" if name == "number" else name
-        if shown in Groups.COLUMNS:
-            self._shown = self._shown | {shown: read_only(column)}
+        self._shown = {}
 
 
 def split_by_adapter(adapters: npt.NDArray[np.int32]) -> Iterator[tuple[int, Positions | slice]]:

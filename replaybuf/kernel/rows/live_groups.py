@@ -76,8 +76,10 @@ class LiveGroups:
     def add(self, code: int, tokens: Integers, frame_bytes: Integers) -> None:
         """Add new groups of the adapter with this hash, by their tokens and bytes [groups]."""
         if self._by_adapter is not None:
-            added = LiveTotals(len(tokens), _sum(tokens), fresh=len(tokens), frame_bytes=_sum(frame_bytes))
-            self._by_adapter[code] = self._by_adapter.get(code, NO_LIVE).plus(added)
+            groups, live_tokens, fresh, uses, live_bytes = self._by_adapter.get(code, NO_LIVE)
+            count, added_tokens, added_bytes = len(tokens), sum(tokens.tolist()), sum(frame_bytes.tolist())
+            added = groups + count, live_tokens + added_tokens, fresh + count, uses, live_bytes + added_bytes
+            self._by_adapter[code] = LiveTotals(*added)
 
     def add_bytes(self, code: int, frame_bytes: int) -> None:
         """Add bytes to live groups of the adapter with this hash."""

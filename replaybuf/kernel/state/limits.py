@@ -13,7 +13,6 @@ larger. Groups that do not fit are answered 429, and their producer sends them a
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import astuple
@@ -35,11 +34,6 @@ class Load(msgspec.Struct, frozen=True):
 
     def __sub__(self, other: Load) -> Load:
         return Load(*map(operator.sub, astuple(self), astuple(other)))
-
-    @classmethod
-    def total(cls, loads: Sequence[Load]) -> Load:
-        """Return the sum of some loads."""
-        return loads[0] if len(loads) == 1 else cls(*map(sum, zip(*map(astuple, loads), strict=True)))
 
     def over(self, limits: Limits) -> NoRoom | None:
         """Return the error of the first limit that this load exceeds, None if it exceeds none."""

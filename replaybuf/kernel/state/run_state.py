@@ -183,14 +183,15 @@ class RunState:
         """
         if not len(numbers):
             return
-        first, last = int(numbers[0]), int(numbers[-1])
-        if first > self.trimmed and (first != self.stored + 1 or last - first + 1 != len(numbers)):
+        pool, first, last = self.pool, int(numbers[0]), int(numbers[-1])
+        if first > pool.trimmed and (first != pool.stored + 1 or last - first + 1 != len(numbers)):
             detail = (
                 f"index entries {first} to {last} ({len(numbers)} of them) follow {self.stored}; the stream has a gap"
             )
             raise LedgerGap(detail, name="number", value=first, bound=self.stored + 1)
-        entries = self.pool.store(numbers, entries, malformed)
-        self.resolve_prompts(entries["adapter"], entries["prompt_index"])
+        entries = pool.store(numbers, entries, malformed)
+        if self.failed.prompts or self.reissues.waiting:
+            self.resolve_prompts(entries["adapter"], entries["prompt_index"])
 
     def resolve_prompts(self, adapters: npt.NDArray[np.int32], prompt_indexes: npt.NDArray[np.int64]) -> None:
         """Record that prompts have a group, by hash of the adapter and index: they neither failed nor wait for one."""

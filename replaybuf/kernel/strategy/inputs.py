@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from replaybuf.kernel.strategy.contract import Budget, BufferView, Flow, Groups
 from replaybuf.kernel.strategy.plugin_set import Ask, PluginSet, build_plugins
 from replaybuf.kernel.strategy.rates import MeasuredRates, Rates
 from replaybuf.kernel.strategy.usability import UsabilityRule, usability_rules
-from replaybuf.wire.config import RunConfig
+from replaybuf.wire.config import LARGEST_INTEGER, RunConfig
 from replaybuf.wire.contract import Amount
 from replaybuf.wire.group import hash_name
 
@@ -30,6 +30,13 @@ SAMPLED_GROUPS = 256
 """Means per group are taken over this many newest groups."""
 _HISTORY_BATCHES = 16
 _MEASURED = tuple(field.name for field in dataclasses.fields(MeasuredRates))
+
+
+class ArrivalBounds(NamedTuple):
+    """What a new group must keep: at most so many `tokens`, and the rules of eviction."""
+
+    tokens: int
+    rules: tuple[UsabilityRule, ...]
 
 
 class StrategyInputs:
@@ -44,6 +51,7 @@ class StrategyInputs:
         self.max_tokens = 0
         self._counted: dict[str, tuple[tuple[int, int], int]] = {}
         self._evicting: dict[str, tuple[int, tuple[UsabilityRule, ...]]] = {}
+        self._arriving: tuple[int, ArrivalBounds | None] = -1, None
         self._rates = rates
         self._name = name
         self._state = state
@@ -168,6 +176,20 @@ class StrategyInputs:
             bits = self._state.pool.columns.bits_of(required)
             rule = f"selects only groups with the columns {', '.join(required)}"
             yield UsabilityRule(rule, ("columns",), lambda values: have_all(values, bits), "missing_columns")
+
+    def arrival_bounds(self) -> ArrivalBounds | None:
+        """Return the bounds that alone decide about new groups; None if plug-ins or adapters decide too.
+
+        Each arrival asks for them, and only a ledger record changes them. Raises `StrategyFault`.
+        """
+        since, bounds = self._arriving
+        if since != self._state.entries:
+            config, bounds = self.config, None
+            if not (config.adapters or config.admissions or config.filters or self.plugins.evicts):
+                budget = self._state.token_budget or LARGEST_INTEGER
+                bounds = ArrivalBounds(budget, tuple(self.eviction_rules("")))
+            self._arriving = self._state.entries, bounds
+        return bounds
 
     def eviction_rules(self, adapter: str) -> Sequence[UsabilityRule]:
         """List the rules at the next step after which groups of an adapter are evicted, the first reason first.

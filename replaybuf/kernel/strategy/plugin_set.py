@@ -170,6 +170,11 @@ class PluginSet:
             raise StrategyFault(self.fault, name="strategy")
         return self._strategy
 
+    @property
+    def evicts(self) -> bool:
+        """Whether the strategy has an `evict` of its own. Raises `StrategyFault`."""
+        return type(self.strategy).evict is not Strategy.evict
+
 
 def build_plugins(config: RunConfig, feedback: dict[int, bytes], ask: Ask) -> PluginSet:
     """Build the plug-ins of an existing run; one that fails is reported when it is called.

@@ -25,14 +25,14 @@ from replaybuf.logs import RequestIds, request_id
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.body_budget import BodyBudget, BodyShare
 from replaybuf.service.http.body.decoders import DecoderPool
-from replaybuf.service.http.body.requests import check_query, header
+from replaybuf.service.http.body.requests import check_query
 from replaybuf.service.http.call.call_guard import Guard
 from replaybuf.service.http.call.calls import CALLS, OPEN_CALLS, Call
 from replaybuf.service.http.call.metrics import Exposition
 from replaybuf.service.http.call.openapi import describe, describe_plugins
 from replaybuf.service.http.call.visible_runs import hide_others
 from replaybuf.service.http.forwarding import RECORD_ONLY, Forwarding
-from replaybuf.service.http.guard.auth import ANYONE, Tokens
+from replaybuf.service.http.guard.auth import ANYONE, Permission, Tokens
 from replaybuf.service.http.reply.json_pieces import document_response, error_response
 from replaybuf.service.options import BODY_BUDGET_BYTES
 from replaybuf.service.run.journal import Journal
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """Ids that callers may give their requests."""
+KNOWN_PATHS = 128
+"""Paths whose route is kept: a producer sends all its groups to one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Application:
         self._bodies = bodies
         self._forwarding = forwarding
         self._routes: defaultdict[tuple[str, str], list[_Route]] = defaultdict(list)
+        self._find_route = functools.lru_cache(KNOWN_PATHS)(self._look_up)
         for call in (*CALLS, *OPEN_CALLS):
             route = _Route(call, compile_path(call.path)[0], open=call in OPEN_CALLS)
             for method in _methods(call):
@@ -82,7 +85,7 @@ class Application:
         scope["app"] = self
         request = Request(scope, receive, send)
         try:
-            route = self._find_route(scope)
+            route, scope["path_params"] = self._find_route(scope["method"], scope["path"])
             if route is None:
                 response = self._refuse(scope["method"], scope["path"])
             elif route.open:
@@ -97,29 +100,30 @@ class Application:
             response = error_response(ReplaybufError(f"{type(error).__name__}: {error}"), request_id.get())
         await response(scope, receive, send)
 
-    def _find_route(self, scope: Scope) -> _Route | None:
-        """Return the route of a request, and put the parameters of its path into the scope."""
-        path: str = scope["path"]
+    def _look_up(self, method: str, path: str) -> tuple[_Route | None, dict[str, str]]:
+        """Return the route of a request, and the parameters of its path, which nobody may change."""
         for asked_path in (path, path.removesuffix("/")):  # clients with a base URL send a last slash
-            for route in self._routes.get((scope["method"], _section(asked_path)), ()):
+            for route in self._routes.get((method, _section(asked_path)), ()):
                 if parameters := route.path.match(asked_path):
-                    scope["path_params"] = parameters.groupdict()
-                    return route
-        return None
+                    return route, parameters.groupdict()
+        return None, {}
 
     async def _call(self, call: Call, request: Request) -> Response:
         """Authorise, handle and count a call."""
         watch, status, scope = started(), 500, request.scope
-        run = scope["path_params"].get("run")
-        sent_id = header(request, b"x-request-id")
-        request_id.set(sent_id if _REQUEST_ID.fullmatch(sent_id) else self._request_ids.new())
-        share = self._bodies.share(*_holders(scope.get("client"), run))
-        permission = self._guard.permission(header(request, b"authorization") or None, run, call)
+        run, client = scope["path_params"].get("run"), scope.get("client")
+        headers = dict(reversed(scope["headers"]))  # the first one of a name counts
+        sent_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id.set(sent_id if sent_id and _REQUEST_ID.fullmatch(sent_id) else self._request_ids.new())
+        # The memory of a body is held by address and run. No name of a run has a dot or a colon.
+        share = self._bodies.share(*([client[0]] if client else []), run or "")
+        authorization = headers.get(b"authorization", b"").decode("latin-1") or None
+        permission = Permission(self._guard.tokens, authorization, call.roles, run, call.lists_runs)
         state = scope.setdefault("state", {})  # what `request.state` shows
         state |= {"body_share": share, "permission": permission, "caller": ANYONE}
         try:
             state["caller"] = self._guard.check(request, permission)
-            if call.query is not None:
+            if call.query is not None and scope["query_string"]:
                 check_query(request, call.query)
             if spans.enabled():
                 with spans.answer(call.method, call.path, request.headers, run or ""):
@@ -150,7 +154,8 @@ class Application:
             # Without the name of an unknown run: callers could make the number of series grow without bound.
             known = run if run in service.runs else None
             service.traffic.count(known or "", call.name, status, seconds)
-            logger.debug("%s %s status=%d seconds=%.4f", call.method, scope["path"], status, seconds)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s %s status=%d seconds=%.4f", call.method, scope["path"], status, seconds)
 
     async def _handle(self, call: Call, request: Request, share: BodyShare) -> Response:
         """Answer a call, or let the leader of its run answer it."""
@@ -207,11 +212,6 @@ def _section(path: str) -> str:
     """Return the part of a path behind the name of a run, "" without one: few routes have the same."""
     parts = path.split("/", 5)
     return parts[4] if len(parts) > 4 else ""
-
-
-def _holders(client: tuple[str, int] | None, run: str | None) -> list[str]:
-    """Name who holds the memory of a body: the address and the run. No name of a run has a dot or a colon."""
-    return [*([client[0]] if client else []), run or ""]
 
 
 def _methods(call: Call) -> tuple[str, ...]:

@@ -40,8 +40,8 @@ class Balance:
         oldest_s = self._now_s() - AGAIN_S
         self._offers = {names: offer for names, offer in self._offers.items() if offer.at_s > oldest_s}
         chosen, last_s = None, math.inf
-        async for run in in_turns(runs):
-            successor = self._servers.successor(run.name) if run.journal.leading else None
+        async for run in in_turns(runs if self._servers.any else ()):
+            successor = self._servers.successor(run.journal.name) if run.journal.leading else None
             if successor is None:
                 continue
             offer = self._offers.get((run.name, successor), NO_OFFER)

@@ -12,6 +12,7 @@ from replaybuf.kernel.figures.histograms import KINDS, GroupHistograms, Histogra
 from replaybuf.kernel.rows.index import EVICTED, IN_BATCHES, LIVE
 from replaybuf.kernel.state.group_counts import AdapterCounts
 from replaybuf.kernel.state.lookups import explain_failed_share, read_failed_share
+from replaybuf.kernel.state.pool import NO_COUNTS
 from replaybuf.kernel.state.run_state import RunState
 from replaybuf.kernel.state.tickets import TicketBook
 from replaybuf.service.presence import Presence
@@ -59,6 +60,9 @@ def _buckets(histogram: Histogram, unit: int = 1) -> Buckets:
     return Buckets(histogram.count, total, [(edge, count) for edge, count in pairs if count])
 
 
+NO_HISTOGRAMS = render_histograms(NO_COUNTS.histograms)
+
+
 def coverage(state: RunState, book: TicketBook, sources: Iterable[str] = ()) -> Coverage:
     """Count a run's prompts by their fate, of all adapters together; a reissue counts as another prompt.
 
@@ -98,7 +102,8 @@ def summarize_index(state: RunState) -> IndexSummary:
 def _summarize(state: RunState, adapter: str | None = None) -> AdapterSummary:
     counts = state.totals if adapter is None else state.pool.counts_of(adapter)
     tokens_live = state.pool.live.totals(adapter).tokens
-    return AdapterSummary(group_counts(state, adapter), tokens_live, render_histograms(counts.histograms))
+    histograms = NO_HISTOGRAMS if counts is NO_COUNTS else render_histograms(counts.histograms)
+    return AdapterSummary(group_counts(state, adapter), tokens_live, histograms)
 
 
 def group_counts(state: RunState, adapter: str | None = None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from replaybuf.kernel.state.snapshot import Snapshot, decode_snapshot, restore
 from replaybuf.service.clock import SYSTEM_CLOCK, Clock
 from replaybuf.service.presence import Presence
 from replaybuf.store import AppendResult, Ends, IndexChunk, IndexEntry, Store
-from replaybuf.store.entries import build_chunk
+from replaybuf.store.entries import NewEntry, build_chunk
 from replaybuf.store.ledger import LedgerEntry, NewColumn
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.config import RunConfig
@@ -247,19 +247,22 @@ class Journal:
 
     async def fold_published(self, published: Sequence[AppendResult]) -> None:
         """Fold groups that an append published; read those that others published before them."""
-        arrived = [result for result in published if result.entry]
-        before = arrived[0].number - 1 if arrived else 0
-        if len(arrived) < len(published):
-            before = max(before, *[result.number for result in published if not result.entry])
+        before, arrived = 0, list[tuple[int, NewEntry]]()
+        for result in published:
+            if result.entry is None:
+                before = max(before, result.number)
+            else:
+                arrived.append((result.number, result.entry))
+        if arrived:
+            before = max(before, arrived[0][0] - 1)
         if before > self.state.stored or self._reading.locked():  # else no await lies between here and the fold
             async with self._reading:
                 if before > self.state.stored:
                     await self._read_groups(before)
-        if arrived and arrived[0].number <= self.state.stored:
-            arrived = [result for result in arrived if result.number > self.state.stored]
-        if arrived:
-            self._store(build_chunk([r.number for r in arrived], [r.entry for r in arrived if r.entry]))
-            self._record_ends()
+        if arrived and arrived[0][0] <= self.state.stored:
+            arrived = [pair for pair in arrived if pair[0] > self.state.stored]
+        if arrived:  # the store knows these ends: it wrote them before it returned
+            self._store(build_chunk(*zip(*arrived, strict=True)))
 
     async def _read_groups(self, through: int | None) -> None:
         async for chunk in self.store.groups.read_index(self.name, self.state.stored, through):

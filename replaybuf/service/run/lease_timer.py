@@ -24,7 +24,8 @@ LEFT_S = 0.5
 class LeaseTimer:
     """End of the current lease, ours or another server's, and the next time to ask. Hold `asking` while asking.
 
-    `holder`: who has the lease, or had it last; "" = not known. `asks_at_s`: when to ask next.
+    `holder`: who has the lease, or had it last; "" = not known. `asks_at_s`: when to ask next. `may_ask_at_s`: when
+    a renewal may share the request of another one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -34,14 +35,16 @@ class LeaseTimer:
         self._free_since_s: float | None = None
         self._ends_s = -float("inf")
         self._renew_at_s = -float("inf")
-        self.asks_at_s = -float("inf")
+        self.asks_at_s = self.may_ask_at_s = -float("inf")
 
     def extend(self, left_s: float, asked_s: float | None = None, ask_in_s: float = RENEWAL_S) -> None:
         """Record an answer of Redis: the lease lasts `left_s` from `asked_s` (default now)."""
         now_s = self.now_s() if asked_s is None else asked_s
         self._ends_s = now_s + left_s
         self._renew_at_s = now_s + ask_in_s
-        self.asks_at_s = min(self._renew_at_s, self._ends_s + MARGIN_S)
+        ended_at_s = self._ends_s + MARGIN_S
+        self.asks_at_s = min(self._renew_at_s, ended_at_s)
+        self.may_ask_at_s = min(self._renew_at_s - TOGETHER_S, ended_at_s)
         self._free_since_s = None
 
     def leave(self, asked_s: float) -> bool:

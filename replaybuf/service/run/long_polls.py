@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
@@ -39,7 +40,11 @@ class Pace:
     def __init__(self) -> None:
         self._took_s = 0.0
         self._rest_until_s = 0.0
-        self._turn = asyncio.Lock()
+
+    @functools.cached_property
+    def _turn(self) -> asyncio.Lock:
+        """Made for the first question: a service may have thousands of runs that nobody asks."""
+        return asyncio.Lock()
 
     @property
     def resting(self) -> bool:

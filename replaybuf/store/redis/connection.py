@@ -50,7 +50,7 @@ from replaybuf.store.redis.inspection import (
     load_library,
     load_on_cluster,
 )
-from replaybuf.store.redis.pipeline import ExchangeClient, FastPipeline, IdleConnections
+from replaybuf.store.redis.pipeline import ExchangeClient, FastPipeline, IdleConnections, send_all
 from replaybuf.store.redis.server import ServerReport, check_version
 from replaybuf.store.redis.server import text as text
 from replaybuf.store.redis.topology import URL_FORMS, parse_topology
@@ -146,10 +146,10 @@ class Connection:
     async def run(self, command: Awaitable[Any]) -> Any:
         """Await a command on a prepared server, and translate its errors."""
         try:
-            if self._prepared:
-                self._check_stall()
-            else:
+            if not self._prepared:
                 await self.prepare()
+            elif self._stalled_until_s:
+                self._check_stall()
         except BaseException:
             if isinstance(command, Coroutine):
                 command.close()  # it is never awaited
@@ -157,15 +157,19 @@ class Connection:
         return await self._answer(command)
 
     async def run_durably(self, pipe: FastPipeline, may_fail: int = 0) -> list[Any]:
-        """Execute a pipeline of writes; return its replies when the server has confirmed them.
+        """Execute a pipeline of writes, as `write` does."""
+        commands, pipe.command_stack = pipe.command_stack, []
+        return await self.write([words for words, _ in commands], may_fail)
+
+    async def write(self, commands: Sequence[Sequence[Any]], may_fail: int = 0) -> list[Any]:
+        """Send writes; return their replies, as the parser returns them, when the server has confirmed them.
 
         Errors of the first `may_fail` commands are returned in place of their replies.
         """
         barrier = self._barrier
-        waits = barrier.commands if barrier else []
-        for wait in waits:
-            pipe.execute_command(*wait)
-        command, switches = pipe.execute(first=may_fail, last=len(waits)), self._topology.switches
+        waits = barrier.commands if barrier else ()
+        command = send_all(self._send, [*commands, *waits], may_fail, len(waits))
+        switches = self._topology.switches
         if barrier and barrier.in_background:
             async with keep_awake(self.pipeline):
                 all_replies: list[Any] = await self.run(command)
@@ -185,22 +189,10 @@ class Connection:
             self.replicas_confirmed = confirmed
         return replies
 
-    def add_call(
-        self,
-        pipe: FastPipeline,
-        run: str,
-        function: str,
-        names: Sequence[str] = (),
-        arguments: Sequence[Any] = (),
-        token: str = "",
-    ) -> None:
-        """Add a call of a function for a run; `check_reply` checks its reply."""
-        pipe.execute_command(*self.words_of(run, function, names, arguments, token))
-
     def words_of(
         self, run: str, function: str, names: Sequence[str] = (), arguments: Sequence[Any] = (), token: str = ""
     ) -> list[Any]:
-        """Return the command that calls a function for a run.
+        """Return the command that calls a function for a run; `check_reply` checks its reply.
 
         The function does nothing unless Redis holds all that this process knows of the run, and on a shared strict
         server all that others know, and unless `token` (if given) is the newest.
@@ -260,9 +252,8 @@ class Connection:
         durably: bool = False,
     ) -> tuple[str, Any]:
         """Call a function for a run; return outcome and detail. Raises what `check_reply` raises."""
-        pipe = self.pipeline()
-        self.add_call(pipe, run, function, names, arguments, token)
-        (reply,) = await (self.run_durably(pipe) if durably else self.run(pipe.execute()))
+        words = self.words_of(run, function, names, arguments, token)
+        (reply,) = await (self.write([words]) if durably else self.run(send_all(self._send, [words])))
         return self.check_reply(run, token, reply)
 
     async def read(self, run: str, pipe: FastPipeline) -> list[Any]:
@@ -270,7 +261,7 @@ class Connection:
 
         What an older Redis lacks must not look like what was never stored: groups would become dead letters.
         """
-        self.add_call(pipe, run, "rb_ends")  # on the same connection, so by the same server
+        pipe.execute_command(*self.words_of(run, "rb_ends"))  # on the same connection, so by the same server
         replies: list[Any] = await self.run(pipe.execute())
         self.check_reply(run, "", replies.pop())
         return replies
@@ -281,7 +272,7 @@ class Connection:
 
     async def write_one(self, *words: Any) -> Any:
         """Execute one write, durably."""
-        return (await self.run_durably(self.pipeline().execute_command(*words)))[0]
+        return (await self.write([words]))[0]
 
     def explain(self, error: RedisError | OSError) -> ReplaybufError:
         """Translate an error of the Redis client."""

@@ -9,6 +9,7 @@ Sentinel may promote a replica, a write is strict only with at least one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class WritePolicy:
 STRICT = WritePolicy()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Barrier:
     """The wait after a write, on the write's connection: for the server's disk (`local`), for `replicas`, or both.
 
@@ -58,7 +59,7 @@ class Barrier:
     timeout_s: float
     in_background: bool = False
 
-    @property
+    @functools.cached_property
     def commands(self) -> list[tuple[str | int, ...]]:
         """The commands that wait."""
         timeout_ms = max(1, int(self.timeout_s * 1000))

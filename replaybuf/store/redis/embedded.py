@@ -88,7 +88,7 @@ class EmbeddedServer:
         except OSError as error:
             detail = f"data folder {self.data_dir} cannot be written: {error}"
             raise ServiceUnavailable(detail, name="data_dir", value=str(self.data_dir)) from error
-        if await asyncio.to_thread(_gone, self.socket_path):
+        if _gone(self.socket_path):
             await self._launch()
             return
         await self._wait_until_ready()
@@ -99,7 +99,7 @@ class EmbeddedServer:
         """Restart the server whenever it is gone; runs until cancelled. Raises what `start` raises."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            if await asyncio.to_thread(_gone, self.socket_path):
+            if _gone(self.socket_path):
                 try:
                     await self._restart()
                 except OSError as error:  # no descriptor, no process: there may be one later
@@ -301,7 +301,7 @@ def _gone(path: Path) -> bool:
     """Check whether the server is dead: a suspended or busy process still has its socket."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(STOP_TIMEOUT_S)
+            connection.setblocking(False)  # a queue of connections that is full is an error, and no wait
             connection.connect(str(path))
     except (ConnectionRefusedError, FileNotFoundError):
         return True

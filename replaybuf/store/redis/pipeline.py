@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, TypeAlias
 
 import hiredis
@@ -31,8 +32,6 @@ from replaybuf.store.redis.faults import known_error
 from replaybuf.wire.config import LARGEST_STORED_BYTES
 
 _BYTES = (bytes, memoryview)
-_SET_AGAIN = 1 / 8
-"""Share of the timeout after which the timer of an exchange is set again."""
 _LARGE_BYTES = 4096
 """Larger arguments are sent without a copy."""
 FAILOVER_CONNECT_S = 2.0
@@ -53,6 +52,34 @@ class ReplyParser(DefaultParser):  # type: ignore[misc, valid-type]
         connection.reply_parser = self
 
 
+class _Wait:
+    """A task that waits for a reply until a time of the loop; `expired`: it was cancelled because it may not wait on.
+
+    As `asyncio.timeout`, which makes a timer and takes six calls for each exchange.
+    """
+
+    __slots__ = ("cancelled", "expired", "task", "until_s")
+
+    def __init__(self, until_s: float) -> None:
+        self.until_s = until_s
+        self.expired = False
+        self.task = asyncio.current_task()
+        self.cancelled = self.task.cancelling() if self.task else 0
+
+    def expire(self) -> None:
+        """Cancel the task."""
+        if self.task and not self.expired:
+            self.expired = True
+            self.task.cancel()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what the task raises: `TimeoutError` if `error` is our cancellation and nobody else's."""
+        if not (self.expired and self.task):
+            return error
+        others = self.task.uncancel() - self.cancelled
+        return TimeoutError() if not others and isinstance(error, asyncio.CancelledError) else error
+
+
 class IdleConnections:
     """Connections of a pool that pipelines use again without the pool: its locks and metrics cost more than a command.
 
@@ -65,49 +92,61 @@ class IdleConnections:
         self._idle: list[Any] = []
         self._timeout_s: float | None = None
         self._cuts = 0
-        self._waiting: dict[asyncio.Timeout, None] = {}
-        """Timers of those who wait for a reply or a connection, in the order of their coming."""
+        self._waiting: dict[_Wait, None] = {}
+        """Those who wait for a reply or a connection, in the order of their coming."""
+        self._timer: asyncio.TimerHandle | None = None
+        """One for all who wait: it is set again when it has passed."""
 
     async def exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Send commands on one connection and return their replies as the parser returns them, errors too.
 
-        The sending may take the `socket_timeout` of the pool, and each reply; up to an eighth less after what came at
-        once.
+        The sending may take the `socket_timeout` of the pool, and each reply.
         """
         pieces = pack(commands)
         connection = await self._take()
-        timeout_s, now_s, cuts = self._timeout_s, asyncio.get_running_loop().time, self._cuts
+        now_s, cuts = asyncio.get_running_loop().time, self._cuts
+        timeout_s = inf if self._timeout_s is None else self._timeout_s
+        wait = _Wait(now_s() + timeout_s)
+        self._waiting[wait] = None
+        if self._timer is None and timeout_s < inf:
+            self._expire()
         replies: list[Any] = []
         try:
-            # One timer, set again after a while: redis-py makes one for each reply, which takes longer than the reply.
-            async with asyncio.timeout(timeout_s) as timer:
-                self._waiting[timer] = None
-                try:
-                    await connection.send_packed_command(pieces, check_health=False)
-                    began_s, read = now_s(), connection.reply_parser.read_response
-                    for _ in commands:
-                        if timeout_s is not None and now_s() > began_s + _SET_AGAIN * timeout_s:
-                            began_s = now_s()
-                            timer.reschedule(began_s + timeout_s)
-                        replies.append(await read())
-                finally:
-                    del self._waiting[timer]
+            try:
+                await connection.send_packed_command(pieces, check_health=False)
+                read = connection.reply_parser.read_response
+                for _ in commands:
+                    wait.until_s = now_s() + timeout_s
+                    replies.append(await read())
+            finally:
+                del self._waiting[wait]
         except BaseException as error:
-            raise await self._close(connection, error, was_cut=self._cuts != cuts) from error
+            raise await self._close(connection, wait.explain(error), was_cut=self._cuts != cuts) from error
         self._idle.append(connection)
         return replies
+
+    def _expire(self) -> None:
+        """End the waits that take too long, and set the timer for the next one."""
+        loop = asyncio.get_running_loop()
+        for wait in self._waiting:
+            if wait.until_s <= loop.time():
+                wait.expire()
+        until_s = min([wait.until_s for wait in self._waiting if not wait.expired], default=inf)
+        self._timer = loop.call_at(until_s, self._expire) if until_s < inf else None
 
     def cut(self) -> None:
         """Fail all who wait for a reply or a connection, at once; no open connection is used again."""
         self._cuts += 1
         for connection in self._idle:
             connection.reply_parser.on_disconnect()  # `_take` then closes it
-        for timer in self._waiting:
-            if not timer.expired():
-                timer.reschedule(0.0)
+        for wait in self._waiting:
+            wait.expire()
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
         await self._pool.aclose()
 
     async def _take(self) -> Any:
@@ -127,17 +166,18 @@ class IdleConnections:
 
     async def _open(self) -> Any:
         """Return a new connection, within redis-py's own timeouts."""
+        wait = _Wait(inf)
+        self._waiting[wait] = None
         try:
-            async with asyncio.timeout(None) as timer:
-                self._waiting[timer] = None
-                try:
-                    return await self._pool.get_connection()  # type: ignore[no-untyped-call]
-                finally:
-                    del self._waiting[timer]
-        except TimeoutError:
-            raise RedisConnectionError(_CUT) from None
+            return await self._pool.get_connection()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise known_error(error) from error
+        except (asyncio.CancelledError, TimeoutError) as error:
+            if isinstance(wait.explain(error), TimeoutError):
+                raise RedisConnectionError(_CUT) from None
+            raise
+        finally:
+            del self._waiting[wait]
 
     async def _close(self, connection: Any, error: BaseException, *, was_cut: bool) -> BaseException:
         """Close a connection whose next reply may answer another command; return the error to raise."""
@@ -182,7 +222,7 @@ class ExchangeClient(aioredis.Redis):
 
     async def execute_command(self, *words: Any, **options: Any) -> Any:
         """Send one command."""
-        (reply,) = _raise_first(await self._send([(*words[0].split(), *words[1:])]))
+        (reply,) = await send_all(self._send, [(*words[0].split(), *words[1:])])
         return _convert(self.response_callbacks, reply, words[0], options)
 
 
@@ -198,23 +238,29 @@ class FastPipeline(Pipeline):
         self.command_stack.append((words, options))
         return self
 
-    async def execute(self, raise_on_error: bool = True, first: int = 0, last: int = 0) -> list[Any]:
-        """Send the commands and return their replies.
-
-        Raises the first error among the replies, except those to the `first` and the `last` commands.
-        """
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Send the commands and return their replies. Raises the first error among them."""
         commands, self.command_stack = self.command_stack, []
         if not commands:
             return []
-        replies = await self._send([words for words, _ in commands])
-        if raise_on_error:
-            _raise_first(replies[first : len(replies) - last])
+        words_of_each = [words for words, _ in commands]
+        replies = await (send_all(self._send, words_of_each) if raise_on_error else self._send(words_of_each))
         if not self.response_callbacks:
             return replies
         return [
             _convert(self.response_callbacks, reply, words[0], options)
             for reply, (words, options) in zip(replies, commands, strict=True)
         ]
+
+
+async def send_all(send: Send, commands: Sequence[Sequence[Any]], first: int = 0, last: int = 0) -> list[Any]:
+    """Send commands and return their replies.
+
+    Raises the first error among the replies, except those to the `first` and the `last` commands.
+    """
+    replies = await send(commands)
+    _raise_first(replies[first : len(replies) - last])
+    return replies
 
 
 def _convert(callbacks: Mapping[Any, Any], reply: Any, command: Any, options: Mapping[str, Any]) -> Any:

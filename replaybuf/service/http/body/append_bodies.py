@@ -54,7 +54,8 @@ async def _read_json(request: Request, max_group_bytes: int, decoders: DecoderPo
     if isinstance(body, bytes):
         decoded: list[Incoming] = []
         for incoming in decode_small_json(body, max_group_bytes):
-            _check_count(len(decoded) + 1)
+            if len(decoded) == MAX_GROUPS:
+                raise too_many_groups(MAX_GROUPS)
             decoded.append(incoming)
             await turn.pause()
         for incoming in decoded:
@@ -67,11 +68,6 @@ async def _read_json(request: Request, max_group_bytes: int, decoders: DecoderPo
         yield await _from_outcome(outcome, frames[start : start + outcome.frame_bytes])
         start += outcome.frame_bytes
         await turn.pause()
-
-
-def _check_count(number: int) -> None:
-    if number > MAX_GROUPS:
-        raise too_many_groups(MAX_GROUPS)
 
 
 def decode_small_json(body: Body, max_group_bytes: int) -> Iterator[Incoming]:
@@ -96,7 +92,8 @@ async def _read_frames(request: Request, max_group_bytes: int) -> AsyncIterator[
     async for part in BodyParts(request, MAX_FRAMES_BYTES, CHUNK_BYTES + max_group_bytes):
         for frame in stream.feed(part):
             number += 1
-            _check_count(number)
+            if number > MAX_GROUPS:
+                raise too_many_groups(MAX_GROUPS)
             if isinstance(frame, int):
                 yield _too_large(frame, max_group_bytes)
             else:

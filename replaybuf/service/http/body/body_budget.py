@@ -52,10 +52,8 @@ class BodyBudget:
             )
             raise TooLarge(detail, name="body", value=nbytes, bound=self._limit_bytes)
 
-    async def take(self, share: BodyShare, nbytes: int) -> None:
-        """Take bytes. Raises `ServiceUnavailable` if no room comes in time, and what `check` raises."""
-        if self._take(share, nbytes):
-            return
+    async def wait(self, share: BodyShare, nbytes: int) -> None:
+        """Take bytes when there is room. Raises `ServiceUnavailable` if none comes in time, and what `check` raises."""
         self.check(share.held_bytes + nbytes - SMALL_BYTES)
         granted = asyncio.get_running_loop().create_future()
         entry = (share, nbytes, granted)
@@ -76,36 +74,27 @@ class BodyBudget:
             self._abandon(entry)
             raise
 
-    def free(self, share: BodyShare, nbytes: int) -> None:
-        """Free bytes, and grant them to those that have waited longest."""
-        self._count(share, -nbytes)
-        if self._waiting:
-            self._grant()
-
-    def end(self, share: BodyShare, nbytes: int) -> None:
-        """Free all bytes of a share that has ended."""
-        if share is self._favoured:
+    def free(self, share: BodyShare, nbytes: int, *, ended: bool) -> None:
+        """Free bytes, and grant them to those that have waited longest; `ended`: they are all that the share has."""
+        if ended and share is self._favoured:
             self._favoured = None
         elif not nbytes:
             return
-        self.free(share, nbytes)
-
-    def _grant(self) -> None:
+        self._count(share, -nbytes)
         for entry in list(self._waiting):
             share, nbytes, granted = entry
             if granted.done():  # cancelled in this turn of the loop
                 continue
-            if self._take(share, nbytes):
+            if self.take(share, nbytes):
                 self._waiting.remove(entry)
                 granted.set_result(None)
 
-    def _take(self, share: BodyShare, nbytes: int) -> bool:
+    def take(self, share: BodyShare, nbytes: int) -> bool:
+        """Take bytes if there is room; return whether there is."""
         total_bytes = self._traffic.body_bytes + nbytes
-        most_bytes = self._shared_bytes // 2 - nbytes
-        fits = (
-            total_bytes <= self._shared_bytes
-            and max([self._held.get(holder, 0) for holder in share.holders], default=0) <= most_bytes
-        )
+        fits, most_bytes = total_bytes <= self._shared_bytes, self._shared_bytes // 2 - nbytes
+        for holder in share.holders:
+            fits = fits and self._held.get(holder, 0) <= most_bytes
         if not fits:
             self._favoured = self._favoured or share
             fits = share is self._favoured and total_bytes <= self._limit_bytes
@@ -122,7 +111,7 @@ class BodyBudget:
     def _abandon(self, entry: tuple[BodyShare, int, asyncio.Future[None]]) -> None:
         share, nbytes, granted = entry
         if granted.done() and not granted.cancelled():  # the grant and the end of the wait met in one turn of the loop
-            self.free(share, nbytes)
+            self.free(share, nbytes, ended=False)
             return
         self._waiting.remove(entry)
 
@@ -146,9 +135,10 @@ class BodyShare:
         self._budget.check(total_bytes - SMALL_BYTES)
 
     async def hold(self, total_bytes: int) -> None:
-        """Grow to `total_bytes`; do nothing if that much is held. Raises what `BodyBudget.take` raises."""
+        """Grow to `total_bytes`; do nothing if that much is held. Raises what `BodyBudget.wait` raises."""
         if (missing := total_bytes - self.held_bytes) > 0:
-            await self._budget.take(self, missing)
+            if not self._budget.take(self, missing):
+                await self._budget.wait(self, missing)
             self.held_bytes = total_bytes
 
     def __enter__(self) -> Self:
@@ -161,4 +151,4 @@ class BodyShare:
 
     def end(self) -> None:
         """Free all bytes."""
-        self._budget.end(self, self.held_bytes - SMALL_BYTES)
+        self._budget.free(self, self.held_bytes - SMALL_BYTES, ended=True)

@@ -54,6 +54,10 @@ class FrameStream:
         rest = memoryview(part)
         while rest:
             if not self._missing_bytes:
+                if not self._prefix and (whole := self._take_whole(rest)):
+                    yield whole
+                    rest = rest[len(whole) :]
+                    continue
                 rest = self._begin(rest)
             taken, rest = rest[: self._missing_bytes], rest[self._missing_bytes :]
             self._missing_bytes -= len(taken)
@@ -67,6 +71,11 @@ class FrameStream:
         if self._prefix or self._missing_bytes:
             detail = f"the body ends within a frame of {self._length or 'unknown'} bytes"
             raise BrokenFrame(detail, name="length", value=self._length)
+
+    def _take_whole(self, rest: memoryview) -> memoryview | None:
+        """Return the frame that `rest` begins with, without a copy; None if it is not whole, or too large."""
+        length = read_length(rest) if len(rest) >= PREFIX_BYTES else 0
+        return rest[:length] if 0 < length <= min(len(rest), self._largest_bytes) else None
 
     def _begin(self, rest: memoryview) -> memoryview:
         """Read the start of a frame, as far as it is there; return the bytes behind it."""

@@ -98,6 +98,8 @@ class BodyParts:
         permission: Permission = state["permission"]
         self._permission = None if permission.tokens.open else permission
         self._declared_bytes = declared_bytes(request)
+        if self._declared_bytes > min(limit_bytes, STEP_BYTES):
+            self._check(self._declared_bytes)
         self._most_bytes = min(self._declared_bytes or limit_bytes, held_bytes)
         self._size_bytes = 0
         self._more = True
@@ -106,10 +108,11 @@ class BodyParts:
         return self
 
     async def __anext__(self) -> bytes:
-        if not self._size_bytes:
-            self._check(self._declared_bytes)
-            await self._hold()
         while self._more:
+            # Room for what has arrived and the next step, before the next bytes are taken from the connection.
+            needed_bytes = min(self._size_bytes + STEP_BYTES, self._most_bytes)
+            if needed_bytes > self._share.held_bytes:
+                await self._share.hold(needed_bytes)
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
@@ -120,8 +123,6 @@ class BodyParts:
                 if self._size_bytes > self._declared_bytes:  # what it declares is checked
                     self._check(self._size_bytes)
                 self._share.read_bytes = self._size_bytes
-                if self._share.held_bytes < self._most_bytes:
-                    await self._hold()
                 if self._permission:
                     self._permission.check()
                 return part
@@ -131,12 +132,6 @@ class BodyParts:
         if size_bytes > self._limit_bytes:
             raise _too_large(size_bytes, self._limit_bytes)
         self._share.check(min(size_bytes, self._held_bytes))
-
-    async def _hold(self) -> None:
-        """Take room for what has arrived and the next step."""
-        needed_bytes = min(self._size_bytes + STEP_BYTES, self._most_bytes)
-        if needed_bytes > self._share.held_bytes:
-            await self._share.hold(needed_bytes)
 
 
 def declared_bytes(request: Request) -> int:
@@ -203,8 +198,6 @@ def header(request: Request, name: bytes) -> str:
 
 def check_query(request: Request, accepted: Sequence[Number | Real | Text]) -> None:
     """Raise `Malformed` for an unknown query parameter: a misspelled one would have no effect."""
-    if not request.scope["query_string"]:
-        return
     names = [parameter.name for parameter in accepted]
     for parameter_name, value in request.query_params.items():
         if parameter_name not in names:

@@ -22,30 +22,26 @@ class Guard:
     """Lets calls through whose token allows them."""
 
     def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._logged_at_s = -LOG_EVERY_S
         self._not_logged = 0
 
-    def permission(self, authorization: str | None, run: str | None, call: Call) -> Permission:
-        """Return what `check` checks, and what repeats it later."""
-        return Permission(self._tokens, authorization, call.roles, run, call.lists_runs)
-
     def check(self, request: Request, permission: Permission) -> Caller:
         """Return who makes the call. Raises what `Tokens.check` raises."""
-        if self._tokens.open:
+        if self.tokens.open:
             return ANYONE
         authorization, roles, run = permission.authorization, permission.roles, permission.run
         declared = declared_bytes(request)
-        return self._tokens.check(authorization, roles, run, declared, lists_runs=permission.lists_runs)
+        return self.tokens.check(authorization, roles, run, declared, lists_runs=permission.lists_runs)
 
     def recognise(self, request: Request) -> Caller:
         """Return who makes a call that needs no token."""
-        return self._tokens.recognise(request.headers.get("authorization"))
+        return self.tokens.recognise(request.headers.get("authorization"))
 
     def settle(self, request: Request, call: Call, read_bytes: int, status: int) -> None:
         """Charge what a body had beyond its declared size, and record what an operator changed."""
-        if not self._tokens.open and read_bytes > (declared := declared_bytes(request)):
-            self._tokens.charge(request.headers.get("authorization"), read_bytes - declared)
+        if not self.tokens.open and read_bytes > (declared := declared_bytes(request)):
+            self.tokens.charge(request.headers.get("authorization"), read_bytes - declared)
         if not call.roles and call.method != "GET":
             path, by = request.scope["path"], request.state.caller.name or "-"
             audit.info("%s %s status=%d by=%s address=%s", call.method, path, status, by, _address(request))

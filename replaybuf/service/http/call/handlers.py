@@ -41,7 +41,7 @@ from replaybuf.service.http.call.group_pages import PREVIEW, read_query
 from replaybuf.service.http.call.visible_runs import describe_lost, list_runs, list_unreadable
 from replaybuf.service.http.guard.auth import Permission
 from replaybuf.service.http.reply import sending
-from replaybuf.service.http.reply.json_pieces import json_in_pieces
+from replaybuf.service.http.reply.json_pieces import JsonResponse, json_in_pieces
 from replaybuf.service.lost_data import accept_loss
 from replaybuf.service.run.heartbeats import list_producers, record_heartbeat
 from replaybuf.service.run.served_run import Run
@@ -75,7 +75,7 @@ SAMPLE_PARAMETERS: tuple[Number | Text, ...] = (_STEP, _BEFORE, _CONTAINS, _LIMI
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Encode an answer as JSON."""
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+    return JsonResponse(msgspec.json.encode(content), status, headers)
 
 
 def service_of(request: Request) -> Service:
@@ -195,9 +195,10 @@ async def get_producers(request: Request) -> Response:
 
 async def post_groups(request: Request) -> Response:
     """Append groups."""
-    run = await service_of(request).storing(request.path_params["run"])
+    shared, name = request.scope["app"].state, request.scope["path_params"]["run"]
+    run = await shared.service.storing(name)
     run.journal.presence.record_producer()
-    groups = read_groups(request, run.journal.config.limits.max_group_bytes, request.app.state.decoders)
+    groups = read_groups(request, run.journal.config.limits.max_group_bytes, shared.decoders)
     return json_response(AppendResults(results=await run.appends.append(groups)))
 
 

@@ -150,7 +150,7 @@ _ROWS: dict[str, tuple[Any, str, str]] = {
     "redis_memory_max_bytes": (GAUGE, "", "Memory that Redis may use; 0 = no bound"),
     "loop_hold_seconds": (
         HISTOGRAM, "",
-        "Wake-ups of the event loop by how late they came, 200 a second; above "
+        "Wake-ups of the event loop by how late they came, 25 a second; above "
         "0.05 every call waits: give the service a core of its own, else look for a slow plug-in in the log",
     ),
 }

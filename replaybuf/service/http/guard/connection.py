@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaybuf.errors import HeadTooLarge, Malformed, ReplaybufError, RequestTimeout, ServiceUnavailable
 from replaybuf.service.http.guard.connection_table import Client, ConnectionTable
-from replaybuf.service.http.reply.json_pieces import MEDIA_TYPE
+from replaybuf.service.http.reply.json_pieces import CYCLE, MEDIA_TYPE
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,9 @@ class Connection(HttpToolsProtocol):
             self._handshake = None
         if not self._table.admit(self):
             self._ended = True
-            transport.write(_render(_no_room(self._limits.max_connections)))
+            most = self._limits.max_connections
+            detail = f"{most} connections have a request in progress; that is the maximum (serve --max-connections)"
+            transport.write(_render(ServiceUnavailable(detail, name="connections", value=most, bound=most)))
             transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -126,16 +128,16 @@ class Connection(HttpToolsProtocol):
         """Parse bytes; those of a head never pass its bound."""
         if self._ended:
             return
-        if self.timeout_keep_alive_task is not None:
-            self._stop_keep_alive()
         if self._phase is Phase.BODY or len(data) <= self._limits.max_head_bytes - self._head_bytes:  # almost always
             self._parse(data)
             return
-        left = memoryview(data)
+        left, room = memoryview(data), self._room(len(data))
+        if (end := data.find(b"\r\n\r\n", 0, room)) >= 0:  # the body behind it comes in one piece: no copy is made
+            room = end + 4
         while left and not self._ended:
-            room = self._room(len(left))
             self._parse(left[:room])
             left = left[room:]
+            room = self._room(len(left)) if left else 0
 
     def _room(self, size_bytes: int) -> int:
         if self._phase is Phase.BODY:
@@ -193,7 +195,7 @@ class Connection(HttpToolsProtocol):
             if name == b"content-length":
                 self._declared_bytes = int(value) if value.isdigit() else 0
                 break
-        self.headers = []  # of trailers, which are ignored
+        self.scope["state"][CYCLE], self.headers = self.cycle, []  # headers of trailers are ignored
         self._phase, self._waited_s, self._window_s = Phase.BODY, 0.0, 0.0
         self._head_bytes = self._window_bytes = self._framing_bytes = 0
         self._table.mark_busy(self)
@@ -207,9 +209,14 @@ class Connection(HttpToolsProtocol):
         if self._chunks > MAX_CHUNKS:
             detail = f"the body has more than {MAX_CHUNKS} chunks in 256 kB; send larger chunks"
             self._break(Malformed(detail, name="chunks", bound=MAX_CHUNKS), "malformed")
-        if not self.cycle.body:  # uvicorn's own, of which a copy is made
-            self.cycle.body = RequestBody()  # type: ignore[assignment]
-        super().on_body(body)
+        cycle = self.cycle
+        if not cycle.response_complete:
+            if cycle.body:  # the handler has not taken the last piece yet
+                self.flow.pause_reading()
+            else:  # uvicorn's own, of which a copy is made
+                cycle.body = RequestBody()  # type: ignore[assignment]
+            cycle.body += body
+            cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """End the body."""
@@ -220,7 +227,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Go on with the next request, or wait for one."""
-        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+        else:  # without uvicorn's timer of an idle connection: `wait_longer` closes it
+            self.server_state.total_requests += 1
+            self.flow.resume_reading()
         if not self.cycle.response_complete:
             return
         self._waited_s = 0.0
@@ -292,7 +303,6 @@ class Connection(HttpToolsProtocol):
         logger.debug("request refused client=%s reason=%s: %s", self.client, reason, error.detail)
         self._ended, self._lingering, self._waited_s = True, True, 0.0
         self._table.mark_half(self)
-        self._stop_keep_alive()
         self._end_handler()
         self.transport.write(_render(error))
         if self.transport.can_write_eof():
@@ -307,12 +317,6 @@ class Connection(HttpToolsProtocol):
         self._ended = True
         self._end_handler()
         self.transport.abort()
-
-    def _stop_keep_alive(self) -> None:
-        """Stop uvicorn's timer of an idle connection."""
-        if self.timeout_keep_alive_task is not None:
-            self.timeout_keep_alive_task.cancel()
-            self.timeout_keep_alive_task = None
 
     def _is_idle(self) -> bool:
         return self._phase is Phase.DONE and self.cycle.response_complete
@@ -357,11 +361,6 @@ class Connection(HttpToolsProtocol):
 def _too_many_headers(count: int) -> HeadTooLarge:
     detail = f"the request has at least {count} header lines; the maximum is {MAX_HEADERS}"
     return HeadTooLarge(detail, name="headers", value=count, bound=MAX_HEADERS)
-
-
-def _no_room(bound: int) -> ServiceUnavailable:
-    detail = f"{bound} connections have a request in progress; that is the maximum (serve --max-connections)"
-    return ServiceUnavailable(detail, name="connections", value=bound, bound=bound)
 
 
 def _render(error: ReplaybufError) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from msgspec import UNSET
 
 from replaybuf.errors import (
     CheckOutdated,
+    DataLost,
     GroupRejected,
     Invalid,
     InvalidGroups,
@@ -43,6 +45,7 @@ from replaybuf.wire import contract
 from replaybuf.wire.config import AdmissionSpec
 
 logger = logging.getLogger(__name__)
+_nbytes_of = operator.attrgetter("nbytes")
 
 MOST_CHECKS = 8
 """Groups that are outdated as often have met as many changes of the run: their producer sends them again."""
@@ -116,7 +119,7 @@ class Appends:
         specs = self._journal.config.admissions
         verdicts, overdue = await self._ask_plugins(chunk, specs, plugin_time) if specs else ([None] * len(chunk), None)
         chunk = chunk[: len(verdicts)]
-        await self._spill.make_room(self._entering.in_memory + sum([item.nbytes for item in chunk]))
+        await self._spill.make_room(self._entering.in_memory + sum(map(_nbytes_of, chunk)))
         for checks_left in reversed(range(MOST_CHECKS)):
             if self._journal.config.admissions != specs:
                 raise NoRoom("the admission plug-ins have changed; send the groups again", name="admissions")
@@ -129,7 +132,7 @@ class Appends:
                 await self._look_again()
         if overdue := refusal or overdue:
             raise overdue
-        return [results[position] for position in range(len(chunk))]
+        return list(map(results.__getitem__, range(len(chunk))))
 
     async def _store(
         self, chunk: Sequence[Incoming], verdicts: Sequence[GroupRejected | None]
@@ -139,15 +142,14 @@ class Appends:
         taken, began_ns, checked_at = NO_LOAD, time.time_ns(), self._journal.state.entries
         try:
             ready, refused = await self._check(chunk, verdicts)
-            checked = [item for _, item in ready]
-            loads = [_load(item) for item in checked]
-            fits, refusal = len(checked), None
+            checked, refusal = [item for _, item in ready], None
             if has_limits(self._journal.config.limits):
-                fits, refusal = await self._fitting(checked, loads)
+                fits, refusal = await self._fitting(checked)
+                del checked[fits:]
             # Reserve what they take until they are in the index.
-            taken = Load.total(loads[:fits])
+            taken = _load(checked)
             self._entering += taken
-            appended = await self._commit.append(checked[:fits], checked_at)
+            appended = await self._commit.append(checked, checked_at)
             if spans.enabled():
                 stored = [result.group_id for result in appended if result.stored]
                 spans.store_groups(self._journal.name, stored, began_ns)
@@ -233,7 +235,8 @@ class Appends:
                 ready[position] = pending
             except GroupRejected as rejection:
                 refused[position] = rejection
-            await turn.pause()
+            if len(chunk) > 1:
+                await turn.pause()
 
     async def _check_one(self, item: Incoming) -> PendingGroup:
         if item.nbytes <= LARGE_GROUP_BYTES:
@@ -259,10 +262,13 @@ class Appends:
     async def _publish(self, items: list[PendingGroup], checked_at: int) -> list[AppendResult]:
         """Store and fold groups; `checked_at`: newest ledger entry that they were checked against."""
         journal = self._journal
-        with journal.recording_loss():
+        try:
             appended = await journal.store.groups.append(
                 journal.name, items, journal.state.published, journal.clock.wall(), checked_at
             )
+        except DataLost as error:
+            journal.lose(error)
+            raise
         await journal.fold_published(appended)
         for outcome in appended:
             if outcome.entry is None:
@@ -271,11 +277,12 @@ class Appends:
                 journal.presence.record_source(outcome.entry.source)
         return appended
 
-    async def _fitting(self, items: Sequence[PendingGroup], loads: Sequence[Load]) -> tuple[int, NoRoom | None]:
+    async def _fitting(self, items: Sequence[PendingGroup]) -> tuple[int, NoRoom | None]:
         """Return how many of the first groups fit, and the bound that stops the next one.
 
         A stored group takes no space. Its ticket tells whether it is stored; Redis is asked only if a bound is met.
         """
+        loads = [_load([item]) for item in items]
         fits, refusal = self._fit(loads, [self._has_group(item) for item in items])
         if refusal:
             store, name = self._journal.store, self._journal.name
@@ -330,8 +337,12 @@ def _rejected(group_id: str | None, rejection: GroupRejected) -> contract.Append
     )
 
 
-def _load(item: PendingGroup) -> Load:
-    return Load(1, item.group.tokens, len(item.frame), len(item.frame))
+def _load(items: Sequence[PendingGroup]) -> Load:
+    tokens = nbytes = 0
+    for item in items:
+        tokens += item.group.tokens
+        nbytes += len(item.frame)
+    return Load(len(items), tokens, nbytes, nbytes)
 
 
 class AttemptSweep:

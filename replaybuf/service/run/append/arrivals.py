@@ -7,10 +7,12 @@ import logging
 
 import numpy as np
 
+from replaybuf.kernel.rows.index import NO_PROMPT_INDEX
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.service.run.append.eviction import Eviction
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.tickets import Tickets
+from replaybuf.store import IndexChunk
 
 logger = logging.getLogger(__name__)
 
@@ -43,28 +45,41 @@ class Arrivals:
 
     async def settle(self) -> None:
         """Settle all unsettled groups; groups that meet trouble with Redis stay for the next call."""
-        unsettled = self._journal.unsettled
+        journal = self._journal
+        unsettled = journal.unsettled
         if not unsettled:
             return
-        async with self._settling:
-            while unsettled:
-                if self._journal.token and not self._journal.leading:
-                    return  # the takeover may have read the tickets before these groups came: the leader completes them
-                chunk = unsettled[0]
-                malformed = np.logical_or.reduce(chunk.malformed)
-                if malformed:
-                    bad = chunk.numbers[chunk.malformed].tolist()
-                    logger.error("malformed index entries run=%s numbers=%s", self._journal.name, bad)
-                if self._journal.leading:
-                    self._tickets.complete([chunk])
-                    # Groups stored before this server measured are history, not speed.
-                    first = int(chunk.numbers.searchsorted(self._measured_after, "right"))
-                    recent = len(chunk.numbers) - first
-                    if recent:
-                        self._journal.presence.record_producer()  # of another server, or one that writes directly
-                    self._rates.record_stored(self._journal.clock.monotonic(), recent)
-                    fit = ~chunk.malformed[first:] if malformed else True
-                    self.tokens += int(np.add.reduce(chunk.values["tokens"][first:], dtype=np.int64, where=fit))
-                    await self._eviction.of_arrivals(chunk)
-                unsettled.popleft()
-        self._journal.notify()
+        # Without the lock as long as nothing is awaited: nearly all groups are kept.
+        while unsettled and journal.leading and not self._settling.locked() and self._eviction.keeps(unsettled[0]):
+            self._count(unsettled[0])
+            unsettled.popleft()
+        if unsettled:
+            async with self._settling:
+                while unsettled:
+                    if journal.token and not journal.leading:
+                        return  # the takeover may have read the tickets before these groups came: the leader does it
+                    chunk = unsettled[0]
+                    self._count(chunk)
+                    if journal.leading:
+                        await self._eviction.of_arrivals(chunk)
+                    unsettled.popleft()
+        journal.notify()
+
+    def _count(self, chunk: IndexChunk) -> None:
+        """Remove the tickets of new groups and measure them, on the leader; log malformed entries."""
+        journal, malformed = self._journal, np.logical_or.reduce(chunk.malformed)
+        if malformed:
+            bad = chunk.numbers[chunk.malformed].tolist()
+            logger.error("malformed index entries run=%s numbers=%s", journal.name, bad)
+        if not journal.leading:
+            return
+        if np.maximum.reduce(chunk.values["prompt_index"]) > NO_PROMPT_INDEX:
+            self._tickets.complete([chunk])
+        # Groups stored before this server measured are history, not speed.
+        first = int(chunk.numbers.searchsorted(self._measured_after, "right"))
+        recent = len(chunk.numbers) - first
+        if recent:
+            journal.presence.record_producer()  # of another server, or one that writes directly
+        self._rates.record_stored(journal.clock.monotonic(), recent)
+        fit = ~chunk.malformed[first:] if malformed else True
+        self.tokens += int(np.add.reduce(chunk.values["tokens"][first:], dtype=np.int64, where=fit))

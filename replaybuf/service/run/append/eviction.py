@@ -30,14 +30,22 @@ class Eviction:
         self._config: RunConfig | None = None
         """Rules by which they were checked, filters included."""
 
+    def keeps(self, chunk: IndexChunk) -> bool:
+        """Return whether the declared bounds alone keep all of these new groups."""
+        state = self._journal.state
+        if state.phase != "running":
+            return True  # they are checked when the run resumes; a failed plug-in is not called before
+        try:
+            return keeps_all(state, self._selector, chunk.values)
+        except StrategyFault:
+            return False
+
     async def of_arrivals(self, chunk: IndexChunk) -> None:
         """Evict unusable groups of these; the common case, nothing to evict, takes no lock."""
+        if self.keeps(chunk):
+            return
         state, numbers = self._journal.state, chunk.numbers
-        if state.phase != "running":
-            return  # they are checked when the run resumes; a failed plug-in is not called before
         try:
-            if keeps_all(state, self._selector, chunk.values):
-                return
             due = any(decide_removals(state, self._selector, 0.0, numbers))
         except StrategyFault:
             due = True  # called again within a decision, which pauses the run
