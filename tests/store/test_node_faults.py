@@ -236,6 +236,24 @@ def test_a_cut_fails_those_who_wait_for_a_silent_node_at_once(silent: str) -> No
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["alone", "with a cut"])
+def test_a_cancelled_caller_of_a_silent_node_stays_cancelled(cut: bool) -> None:
+    """A cut cancels it too, in the same turn: an error of the connection would swallow the caller's own end."""
+
+    async def main() -> None:
+        async with FakeNode(GET=b"").running() as node, connections_to(node) as connections:
+            waiting = asyncio.create_task(connections.exchange([("GET", "key")]))
+            await node.silent.wait()
+            if cut:
+                connections.cut()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await connections.exchange([("PING",)]) == [b"OK"]
+
+    asyncio.run(main())
+
+
 def test_a_cut_ends_the_read_of_a_thread_at_once() -> None:
     """Payloads are read by threads, which wait for a silent node in a call of the system."""
     failures: list[Exception] = []
