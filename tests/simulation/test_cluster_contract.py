@@ -77,7 +77,7 @@ def both(real: ValkeyCluster) -> Iterator[BothClusters]:
     world = World(Plan(1, redis=CLUSTER))
     model = RedisCluster(world, fsync="always")
     for node in model.nodes:
-        node.linked = False  # nor have the real ones a replica
+        node.linked = [False]  # nor have the real ones a replica
     pair = BothClusters(real, model)
     for number in range(SHARDS):
         pair.call(number, "FUNCTION", "LOAD", "REPLACE", LIBRARY_CODE)
