@@ -67,7 +67,7 @@ class Disturber:
     async def _stop(self, server: Server) -> None:
         """Stop a process, longer than its lease lasts at times."""
         node = server.node
-        if not self._world.may_stop(node):
+        if not self._world.may_hurt(node):
             return
         node.stopped = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
@@ -108,8 +108,7 @@ class Disturber:
         redis.full = False
 
     async def _failover(self, server: Server) -> None:
-        redis = self._redis.server_of(keys.counts(RUN))
-        await Failover(self._world, redis, self._servers, self._history).work()
+        await Failover(self._world, self._redis, self._servers, self._history).work()
 
     async def _cut(self, server: Server) -> None:
         for link in list(self._redis.pick().links):

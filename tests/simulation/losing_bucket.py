@@ -87,7 +87,8 @@ class LostBucket(LostRun):
             await asyncio.sleep(LOOK_S)
         server.stops_at = ""
         older = self._payloads(bucket)
-        await self._append(lost)
+        others = Client([other for other in self._servers if other is not server], Node("loser"))
+        await self._append(lost, ServiceCalls(others, LOST_RUN))
         self.stage = "its loss"
         self._lose_payload(bucket, older)
         await asyncio.sleep(world.rng.uniform(0.0, LONGEST_PAUSE_S))

@@ -65,10 +65,10 @@ class SmallRun:
         config |= spill_to(self._folder) if self._folder else {}
         await service.create(self.name, msgspec.convert(config, RunConfig), if_absent=True)
 
-    async def _append(self, name: str) -> None:
+    async def _append(self, name: str, calls: ServiceCalls | None = None) -> None:
         group = Sent(name, make_group(name, 0, named=True), None)
         while True:
-            (outcome,) = await send(self._calls, [group], self._unread, frames=True)
+            (outcome,) = await send(calls or self._calls, [group], self._unread, frames=True)
             if outcome in ("stored", "duplicate"):
                 return
             await asyncio.sleep(PAUSE_S)

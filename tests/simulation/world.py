@@ -93,15 +93,15 @@ class World:
 
     @contextlib.contextmanager
     def running(self, node: Callable[[], Node]) -> Iterator[None]:
-        """Let nobody stop a process meanwhile: it may alone know what Redis lacks, and others wait seconds for it."""
+        """Keep a process from harm meanwhile: it may alone know what Redis lacks, and others wait seconds for it."""
         self._kept_running.append(node)
         try:
             yield
         finally:
             self._kept_running.remove(node)
 
-    def may_stop(self, node: Node) -> bool:
-        """Return whether a process may be stopped now."""
+    def may_hurt(self, node: Node) -> bool:
+        """Return whether a process may be stopped, or be kept from its servers, now."""
         return all(kept() is not node for kept in self._kept_running)
 
     @contextlib.contextmanager
