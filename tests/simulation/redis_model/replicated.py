@@ -18,8 +18,10 @@ DOWN_AFTER_S = 1.0
 LONGEST_VOTE_S = 1.0
 """How long a replica takes to be promoted after that."""
 LOOK_EVERY_S = 0.1
-LONGEST_LINK_S = 1.0
-"""How long a replica takes to follow a primary."""
+LONGEST_LINK_S, SLOWEST_LINK_S = 1.0, 6.0
+"""How long a replica takes to follow a primary, and how long if it is slow."""
+SLOW_LINKS = 0.2
+"""Share of links of two replicas that are slow: the other one confirms writes meanwhile."""
 LONGEST_STREAM_S, SLOWEST_STREAM_S = 0.01, 3.0
 """How long a write takes to a replica, and how long if it is slow."""
 STREAM_EVERY_S = 0.3
@@ -93,7 +95,7 @@ class ReplicatedServer(RedisServer):
         self._started_s = self.world.now_s()
         self.world.at(self.node, self._started_s + STREAM_EVERY_S, self._stream_again)
         if again:
-            self._older = {at: self._held_by(at) for at in self._complete()} if self.is_primary else {}
+            self._older = {at: self._held_by(at) for at in self._complete()} | self._older if self.is_primary else {}
             self._unlink()
             self.promoted = False
 
@@ -163,7 +165,9 @@ class ReplicatedServer(RedisServer):
         elif not self.linked[replica]:
             links_at_s = self._links_at_s.get(replica)
             if links_at_s is None:
-                links_at_s = self._links_at_s[replica] = now_s + self.world.rng.uniform(0.1, LONGEST_LINK_S)
+                slow = len(self.peers) > 1 and self.world.faults.happens("slow link", SLOW_LINKS, self.world)
+                after_s = self.world.rng.uniform(0.1, SLOWEST_LINK_S if slow else LONGEST_LINK_S)
+                links_at_s = self._links_at_s[replica] = now_s + after_s
             if now_s >= links_at_s:
                 self._follow(replica)
 
