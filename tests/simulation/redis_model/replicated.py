@@ -95,12 +95,17 @@ class ReplicatedServer(RedisServer):
         self._started_s = self.world.now_s()
         self.world.at(self.node, self._started_s + STREAM_EVERY_S, self._stream_again)
         if again:
-            self._older = {at: self._held_by(at) for at in self._complete()} | self._older if self.is_primary else {}
-            self._unlink()
             self.promoted = False
+
+    def crash(self) -> None:
+        """End the process at once. Its replicas keep what they have, also what is not on its disk."""
+        self._older |= {at: self._held_by(at) for at in self._complete()}
+        self._unlink()
+        super().crash()
 
     def replace(self, held: Saved) -> Saved:
         """Let another server answer that holds this: no replica follows it."""
+        self._older = {}
         self._unlink()
         return super().replace(held)
 
@@ -136,15 +141,14 @@ class ReplicatedServer(RedisServer):
         if not able or self.replaced:
             return None
         at = able[0] if len(able) == 1 else self.world.rng.choice(able)
-        successor, lacking = self.peers[at], self.values.unreplicated(at)
         held = self._older[at] if older else self._held_by(at)
-        self._unlink()  # a former primary that goes on has nobody who confirms its writes
         self._older = {}
-        successor._take_over(self, held, "an older history" if older else f"without {lacking} writes")
-        return successor
+        self._unlink()  # a former primary that goes on has nobody who confirms its writes
+        self.peers[at]._take_over(self, held)
+        return self.peers[at]
 
-    def _take_over(self, primary: ReplicatedServer, held: Saved, what: str) -> None:
-        self.world.note(f"is promoted {what}", node=self.node)
+    def _take_over(self, primary: ReplicatedServer, held: Saved) -> None:
+        self.world.note("is promoted", node=self.node)
         self.values.load(held)
         self.take_library(primary)
         self._is_primary = self.promoted = True
