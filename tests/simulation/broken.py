@@ -250,7 +250,9 @@ def _without_replicas_check() -> Iterator[None]:
     with (
         mock.patch.object(cluster, "find_split", lambda info, replicas, down_after_s: None),
         mock.patch.object(mix, "TWO_REPLICAS", 1.0),
+        mock.patch.object(mix, "CONFIRMING", (1,)),
         mock.patch.object(replicated, "SLOW_LINKS", 0.5),
+        mock.patch.object(replicated, "SLOWEST_LINK_S", 12.0),
         mock.patch.object(disturbing, "CRASHES_AGAIN", 1.0),
         mock.patch.dict(faults.KINDS, {CLUSTER: ("crash",) * len(faults.KINDS[CLUSTER])}),
     ):

@@ -24,6 +24,8 @@ REDIS = (SINGLE, SINGLE, CLUSTER, CLUSTER, SENTINEL)
 A schedule draws one of these."""
 TWO_REPLICAS = 0.4
 """Share of clusters whose primaries have two replicas each."""
+CONFIRMING = (1, 2)
+"""How many of two replicas confirm each write: a schedule draws one of these."""
 COPIED = 0.25
 """Share of schedules with a run that is backed up, deleted and restored."""
 REWOUND = 0.3
@@ -101,7 +103,7 @@ class Mix:
             loses=rng.random() < LOST,
             http=random.Random(f"http {seed}").random() < BY_HTTP,
             replicas=replicas,
-            confirming=replicating.randint(1, replicas),
+            confirming=min(replicas, replicating.choice(CONFIRMING)),
         )
         if redis == SINGLE:
             return mix

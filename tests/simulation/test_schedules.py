@@ -21,6 +21,8 @@ FOUND = {
     202000: "a leader that stood still kept an old state after another one had led and handed the run back",
     910045: "a server that answered its last calls had closed its spill folder, and stored groups became dead letters",
     1049: "groups that came during a takeover kept their tickets",
+    5001146: "an append was stored in a run after its deletion",
+    5002003: "a server opened a run that was deleted and restored meanwhile, and knew no ends of it",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
 FOUND_ON_CLUSTER = {
