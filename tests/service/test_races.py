@@ -6,19 +6,20 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from unittest import mock
 
 import httpx
 import msgspec
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from replaybuf.errors import Fenced, InvalidGroups, NotFound, NotLeader, RunFinished, ServiceUnavailable
 from replaybuf.kernel.state.tickets import Ticket, parse_ticket
 from replaybuf.service import host as service
 from replaybuf.service import turns
 from replaybuf.service.bodies.writer import Part
+from replaybuf.service.clock import Clock
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.body.body_budget import BodyBudget
@@ -32,7 +33,7 @@ from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
 from replaybuf.wire.config_patch import ConfigPatch
-from replaybuf.wire.contract import AttachRequest, WaitingAnswer
+from replaybuf.wire.contract import AttachRequest, Tickets, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
 from replaybuf.wire.group import Group, group_from_json
 from replaybuf.wire.ledger import CheckpointRecord
@@ -380,6 +381,66 @@ def test_a_prompt_whose_group_another_server_stored_is_not_issued_again(server: 
         )
 
     on_a_run(server, work, tickets=TicketSpec(max_attempts=1))
+
+
+def test_a_ticket_does_not_expire_while_the_look_at_stored_groups_is_older(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply to the look is late: meanwhile another server stores the group, and the ticket passes its deadline."""
+
+    async def work(store: Store, leader: Run) -> None:
+        stored, returned = (await leader.tickets.issue("me", 2, "", 0.0)).tickets
+        await leader.tickets.give_back(returned.ticket, "shutdown")
+        other = await Run.load(leader.name, store)
+        assert other is not None
+        pull, ahead_s = leader.journal.pull, [0.0]
+        monkeypatch.setattr(leader.journal, "clock", Clock(time.time, lambda: time.monotonic() + ahead_s[0]))
+
+        async def look_late() -> None:
+            await pull()
+            if not ahead_s[0]:
+                ahead_s[0] = 2 * stored.expires_in_s
+                await other.appends.append(with_ticket(stored.ticket))
+
+        monkeypatch.setattr(leader.journal, "pull", look_late)
+        (again,) = (await leader.tickets.issue("me", 1, "", 0.0)).tickets
+        assert (stored.prompt_index, again.prompt_index) == (0, returned.prompt_index)
+
+    on_a_run(server, work)
+
+
+def test_who_asks_during_the_look_at_stored_groups_waits_for_the_next(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reply is late: this producer may know of a group that was stored meanwhile. Who asked first has left."""
+
+    async def work(store: Store, leader: Run) -> None:
+        (ticket,) = (await leader.tickets.issue("me", 1, "", 0.0)).tickets
+        other = await Run.load(leader.name, store)
+        assert other is not None
+        await leader.tickets.give_back(ticket.ticket, "shutdown")
+        pull, leaving, later = leader.journal.pull, asyncio.Event(), list[asyncio.Task[Tickets]]()
+
+        async def gone() -> NoReturn:
+            await leaving.wait()
+            raise ClientDisconnect
+
+        async def look_late() -> None:
+            await pull()
+            if not later:
+                await other.appends.append(with_ticket(ticket.ticket))
+                later.append(asyncio.create_task(leader.tickets.issue("later", 1, "", 5.0)))
+                leaving.set()
+                with pytest.raises(ClientDisconnect):
+                    await first
+
+        monkeypatch.setattr(leader.journal, "pull", look_late)
+        first = asyncio.create_task(leader.tickets.issue("first", 1, "", 5.0, gone))
+        await asyncio.wait({first})
+        (issued,) = (await later[0]).tickets
+        assert issued.prompt_index == ticket.prompt_index + 1
+
+    on_a_run(server, work)
 
 
 def test_a_write_that_arrives_after_the_next_read_only_delays(server: EmbeddedServer) -> None:
