@@ -14,7 +14,16 @@ import msgspec
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from replaybuf.errors import Fenced, InvalidGroups, NotFound, NotLeader, RunFinished, ServiceUnavailable
+from replaybuf.errors import (
+    Conflict,
+    Fenced,
+    InvalidGroups,
+    NotFound,
+    NotLeader,
+    RunFinished,
+    ServiceUnavailable,
+    WrongStep,
+)
 from replaybuf.kernel.state.tickets import Ticket, parse_ticket
 from replaybuf.service import host as service
 from replaybuf.service import turns
@@ -466,6 +475,31 @@ def test_a_server_that_has_lost_the_lead_rejects_nothing(server: EmbeddedServer)
         with pytest.raises(NotLeader):
             await append(run, "early", version=5)
         assert (await store.counters.read(run.name))["rejected:version_above_published"] == 1
+
+    on_a_run(server, work)
+
+
+def test_a_server_that_has_lost_the_lead_refuses_no_trainer(server: EmbeddedServer) -> None:
+    """Its successor may know the step or the epoch. A refusal writes nothing that would show the newer token."""
+    calls: list[Callable[[Run], Awaitable[object]]] = [
+        lambda run: run.session.attach(AttachRequest(resume_step=3)),
+        lambda run: run.session.ack(0, 7, {}),
+        lambda run: run.session.publish(9, 1, None, ""),
+        lambda run: run.session.checkpoint(3, 1, 1),
+    ]
+
+    async def work(store: Store, run: Run) -> None:
+        await run.session.attach(AttachRequest())
+        for refused in calls:
+            with pytest.raises((WrongStep, Fenced, Conflict)):
+                await refused(run)
+        token = run.journal.token
+        assert (await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)).token
+        for refused in calls:
+            run.journal.token, run.journal.leading = token, True
+            with pytest.raises(NotLeader):
+                await refused(run)
+            assert not run.journal.leading
 
     on_a_run(server, work)
 
