@@ -123,9 +123,13 @@ def _has_written(call: GroupSent | TrainerWrote | Attached | TicketsTaken, run: 
 
 
 def _repeats(call: TrainerWrote, run: RunHistory) -> bool:
-    """Return whether a trainer may have written the same before. Version 0 is published from the start."""
+    """Return whether the same may have been written before: a checkpoint that is kept has no epoch.
+
+    Version 0 is published from the start.
+    """
     same = (
-        (sent.kind, sent.adapter, sent.epoch, sent.value) == (call.kind, call.adapter, call.epoch, call.value)
+        (sent.kind, sent.adapter, sent.value) == (call.kind, call.adapter, call.value)
+        and (call.kind == "checkpoint" or sent.epoch == call.epoch)
         for sent in run.wrote
         if sent.sent_s < call.sent_s
     )

@@ -732,12 +732,14 @@ def test_an_older_redis_may_be_reported_until_the_right_one_has_loaded_its_data(
     assert is_correct(older(right_s=20.0), late) and not is_correct(older(), late)
 
 
-@pytest.mark.parametrize("first", [wrote("publish", 1, 2, 9.9), None])
-def test_a_repeated_write_may_be_answered_while_redis_is_older(first: TrainerWrote | None) -> None:
-    """It writes nothing, so nobody asks Redis. Version 0 is published from the start."""
-    again = wrote("publish", first.value if first else 0, 2, 12.0)
-    assert not list(lost_writes_are_noticed(RunHistory([older(), *([first] if first else []), again])))
-    assert list(lost_writes_are_noticed(RunHistory([older(), wrote("publish", 1, 2, 12.0)])))
+@pytest.mark.parametrize(
+    ("kind", "value", "epochs"), [("publish", 1, (2, 2)), ("publish", 0, (2,)), ("checkpoint", 0, (1, 2))]
+)
+def test_a_repeated_write_may_be_answered_while_redis_is_older(kind: str, value: int, epochs: tuple[int, ...]) -> None:
+    """It writes nothing. A kept checkpoint has no epoch, and version 0 is published from the start."""
+    calls = [wrote(kind, value, epoch, 12.0 - 4.0 * before) for before, epoch in enumerate(reversed(epochs))]
+    assert not list(lost_writes_are_noticed(RunHistory([older(), *calls])))
+    assert list(lost_writes_are_noticed(RunHistory([older(), wrote(kind, 1, 2, 12.0), wrote("ack", 1, 1, 8.0)])))
 
 
 def test_an_attack_on_a_run_whose_data_are_lost_may_be_answered_500() -> None:
