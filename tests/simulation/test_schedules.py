@@ -35,7 +35,7 @@ FINDING = {
     "handover": range(20),
     "rewind-order": range(20),
     "shorter-history": range(2, 12),
-    "rules": range(29, 31),
+    "rules": range(59, 61),
     "bucket": range(4),
     "token": range(8, 10),
     "bucket-suspended": range(4),
