@@ -452,6 +452,33 @@ def test_who_asks_during_the_look_at_stored_groups_waits_for_the_next(
     on_a_run(server, work)
 
 
+def test_the_removal_of_a_ticket_does_not_overtake_its_issue(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of a new ticket is late, and its group is stored meanwhile: the tick removes what is not there yet."""
+
+    async def work(store: Store, leader: Run) -> None:
+        change, sent, arrives = leader.journal.store.tickets.change, asyncio.Event(), asyncio.Event()
+
+        async def change_late(*arguments: Any, **options: Any) -> None:
+            if options["left_s"]:
+                sent.set()
+                await arrives.wait()
+            await change(*arguments, **options)
+
+        monkeypatch.setattr(leader.journal.store.tickets, "change", change_late)
+        issuing = asyncio.create_task(leader.tickets.issue("me", 1, "", 5.0))
+        await sent.wait()
+        await leader.appends.append(with_ticket(str(Ticket("", 0, 0, attempt=1, serial=1))))
+        removing = asyncio.create_task(leader.side_state.write_removed())
+        await asyncio.wait({removing}, timeout=0.2)
+        arrives.set()
+        await asyncio.gather(issuing, removing)
+        assert (await store.tickets.read_one(leader.name)).tickets == []
+
+    on_a_run(server, work)
+
+
 def test_a_write_that_arrives_after_the_next_read_only_delays(server: EmbeddedServer) -> None:
     """Redis that stood still reads its connections in any order; the write of a closed one may come last."""
 

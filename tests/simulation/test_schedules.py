@@ -22,6 +22,8 @@ FOUND = {
     910045: "a server that answered its last calls had closed its spill folder, and stored groups became dead letters",
     1049: "groups that came during a takeover kept their tickets",
     5001146: "an append was stored in a run after its deletion",
+    5006676: "a server that had lost the lead refused to attach at a checkpoint of its successor",
+    6000194: "the removal of a ticket overtook the late write that issued it",
     5002003: "a server opened a run that was deleted and restored meanwhile, and knew no ends of it",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
