@@ -22,7 +22,8 @@
 #                                    for a Valkey that fails over); a checker judges it
 #   make simulate-faults [SEEDS=200] [SEED=n] [SECONDS=180] [ARGS="--redis single|sentinel|cluster"]
 #                                    the service on a virtual clock with faults at every await; SEED replays one schedule
-#                                    (ARGS="--only 3,17 --faults-s 2" with these faults alone, as a failure prints it)
+#                                    (ARGS="--only 3,17 --faults-s 2" with these faults alone, as a failure prints it;
+#                                    ARGS="--base product" the seeds that CI runs, which belong to the code of the product)
 #   make fuzz [SECONDS=60]           feed the decoders of outside bytes by coverage; not part of CI
 #   make schema [SECONDS=60]         requests that Schemathesis derives from /openapi.json, from .venv-schema (93 MB)
 #   make clean                       caches and build output; .venv, .venv-*, .trl and .replaybuf stay

@@ -110,7 +110,7 @@ class GroupStore:
             commands.append(("SET", key, item.frame, "EX", keys.ORPHAN_TTL_S))
         marks, words = publish_words(run, groups, entries, checked_at)
         names = [name for mark, key in zip(marks, payload_keys, strict=True) for name in (*mark, key)]
-        commands.append(self._connection.words_of(run, "rb_publish", names, words))
+        commands.append(self._connection.words_of(run, "rb_publish", [keys.deleted(run), *names], words))
         *saved, reply = await self._connection.write(commands, may_fail=len(groups))
         try:
             outcome, flat = self._connection.check_reply(run, "", reply)
@@ -144,7 +144,7 @@ class GroupStore:
             attempt = await buckets.write(run, frames)
             written = [part for bucket, counts in attempt.written.items() for part in (bucket, *counts)]
             marks, words = publish_words(run, groups, entries, checked_at)
-            names = [*(name for mark in marks for name in mark), keys.buckets(run)]
+            names = [keys.deleted(run), *(name for mark in marks for name in mark), keys.buckets(run)]
             words = [attempt.round, len(attempt.written), *written, *words]
             try:
                 outcome, flat = await self._connection.call(run, "rb_publish_stored", names, words, durably=True)
@@ -207,7 +207,7 @@ class GroupStore:
             results.append(AppendResult(group_id, False, number, taken))
         counted = sum(not result.taken for result in results)
         if counted:  # this write makes the wait cover the append that is repeated
-            await self._connection.call(run, "rb_count", (), ["duplicate", counted], durably=True)
+            await self._connection.call(run, "rb_count", [keys.deleted(run)], ["duplicate", counted], durably=True)
         return results
 
     async def free_payloads(

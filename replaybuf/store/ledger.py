@@ -112,14 +112,15 @@ class LedgerStore:
         """
         connection = self._connection
         flags = [part for name in dict.fromkeys(column.name for column in frames) for part in (f"column:{name}", 1)]
-        await connection.call(run, "rb_count", (), flags, token, durably=True)  # a deletion then deletes them too
+        # A deletion then deletes them too.
+        await connection.call(run, "rb_count", [keys.deleted(run)], flags, token, durably=True)
         pipe = connection.pipeline()
         for column in frames:
             key = keys.late_column(column.payload_key, column.name)
             pipe.execute_command("SET", key, column.frame, "NX", "GET")
         held = await connection.run_durably(pipe)
         if other := [pair for pair in zip(frames, held, strict=True) if pair[1] not in (None, pair[0].frame)]:
-            await connection.call(run, "rb_count", (), (), token)
+            await connection.call(run, "rb_count", [keys.deleted(run)], (), token)
             pipe = connection.pipeline()
             for column, frame in other:
                 key = keys.late_column(column.payload_key, column.name)

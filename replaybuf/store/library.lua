@@ -195,6 +195,17 @@ local function writing(callback)
   end)
 end
 
+-- Wrap a function that any server may call: it changes nothing in a deleted run, even for a server that has forgotten
+-- what it knew of that run. Nobody would delete its keys again. first key: mark
+local function kept(callback)
+  return writing(function(keys, args, run)
+    if redis.call('EXISTS', table.remove(keys, 1)) == 1 then
+      return 'replaced', tonumber(redis.call('GET', run.incarnation) or 0)
+    end
+    return callback(keys, args, run)
+  end)
+end
+
 -- Wrap a function that only a leader may call: it changes nothing without a token.
 local function led(callback)
   return writing(function(keys, args, run)
@@ -802,8 +813,8 @@ local function register(name, callback)
   redis.register_function{function_name = name, callback = callback, flags = {'allow-oom'}}
 end
 
-register('rb_publish', writing(publish))
-register('rb_publish_stored', writing(publish_stored))
+register('rb_publish', kept(publish))
+register('rb_publish_stored', kept(publish_stored))
 register('rb_begin_round', led(begin_round))
 register('rb_ends', guarded(ends))
 register('rb_confirm', guarded(confirm))
@@ -813,7 +824,7 @@ register('rb_replace_column', replace_column)
 register('rb_lead', guarded(lead))
 register('rb_tickets', led(tickets))
 register('rb_read_tickets', read_tickets)
-register('rb_count', writing(count))
+register('rb_count', kept(count))
 register('rb_free', led(free))
 register('rb_spill', led(spill))
 register('rb_forget', led(forget))
@@ -821,7 +832,7 @@ register('rb_done', led(done))
 register('rb_accept_loss', accept_loss)
 register('rb_snapshot', led(snapshot))
 register('rb_drop', led(drop))
-register('rb_evaluate', writing(evaluate))
+register('rb_evaluate', kept(evaluate))
 register('rb_sample', led(sample))
 register('rb_cursor', led(cursor))
 register('rb_note', note)

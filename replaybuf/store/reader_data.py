@@ -73,7 +73,8 @@ class EvaluationStore:
 
     async def append(self, run: str, raw: bytes) -> None:
         """Append a result, durably."""
-        await self._connection.call(run, "rb_evaluate", [keys.evaluations(run)], [KEPT_RESULTS, raw], durably=True)
+        names = [keys.deleted(run), keys.evaluations(run)]
+        await self._connection.call(run, "rb_evaluate", names, [KEPT_RESULTS, raw], durably=True)
 
     async def read_newest(self, run: str, limit: int) -> list[bytes]:
         """Read the newest `limit` results, oldest first."""

@@ -103,7 +103,7 @@ class CounterStore:
 
     async def add(self, run: str, increments: Mapping[str, int], token: str = "") -> None:
         """Raise counters. With a leader's fencing token raises `NotLeader` after a newer leader took over."""
-        await self._connection.call(run, "rb_count", (), _flat(increments), token)
+        await self._connection.call(run, "rb_count", [keys.deleted(run)], _flat(increments), token)
 
 
 def _add_read(pipe: FastPipeline, run: str) -> None:

@@ -107,11 +107,11 @@ def lost_writes_are_noticed(run: RunHistory) -> Iterator[str]:
         calls: list[GroupSent | TrainerWrote | Attached | TicketsTaken]
         calls = [*run.sent, *run.wrote, *run.attached, *run.tickets]
         for call in calls:
-            if older.from_s < call.sent_s and call.at_s < older.at_s and _has_written(call):
+            if older.from_s < call.sent_s and call.at_s < older.at_s and _has_written(call, run):
                 yield f"{older.kind}: {call.server} answered {type(call).__name__} while Redis lacked data"
 
 
-def _has_written(call: GroupSent | TrainerWrote | Attached | TicketsTaken) -> bool:
+def _has_written(call: GroupSent | TrainerWrote | Attached | TicketsTaken, run: RunHistory) -> bool:
     match call:
         case GroupSent():
             return call.outcome == "stored"
@@ -119,7 +119,21 @@ def _has_written(call: GroupSent | TrainerWrote | Attached | TicketsTaken) -> bo
             return bool(call.epoch)
         case TicketsTaken():
             return bool(call.tickets)
-    return call.outcome == OK
+    return call.outcome == OK and not _repeats(call, run)
+
+
+def _repeats(call: TrainerWrote, run: RunHistory) -> bool:
+    """Return whether the same may have been written before: a checkpoint that is kept has no epoch.
+
+    Version 0 is published from the start.
+    """
+    same = (
+        (sent.kind, sent.adapter, sent.value) == (call.kind, call.adapter, call.value)
+        and (call.kind == "checkpoint" or sent.epoch == call.epoch)
+        for sent in run.wrote
+        if sent.sent_s < call.sent_s
+    )
+    return (call.kind == "publish" and call.value == 0) or any(same)
 
 
 def nobody_pays_for_others(run: RunHistory) -> Iterator[str]:

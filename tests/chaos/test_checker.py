@@ -22,6 +22,7 @@ from replaybuf.wire.ledger import (
 from tests.builders import config_record
 from tests.chaos.checker import GUARANTEES, check
 from tests.chaos.content import checksum, tokens_of
+from tests.chaos.fault_checks import lost_writes_are_noticed
 from tests.chaos.history import (
     AnyEvent,
     Attached,
@@ -44,6 +45,7 @@ from tests.chaos.history import (
     TicketsTaken,
     TrainerWrote,
 )
+from tests.chaos.run_history import RunHistory
 
 RUN = "r"
 HERE, THERE = "http://a", "http://b"
@@ -652,7 +654,7 @@ def a_trainer_attaches_while_redis_is_older(history: History) -> None:
 
 @fault(13)
 def an_ack_is_answered_while_redis_is_older(history: History) -> None:
-    history += [older(), wrote("ack", 1, 1, 12.0)]
+    history += [older(), wrote("ack", 2, 2, 12.0)]
 
 
 def attacked(attack: str, **fields: Any) -> Attacked:
@@ -728,6 +730,16 @@ def test_an_older_redis_may_be_reported_while_it_serves_and_shortly_after() -> N
 def test_an_older_redis_may_be_reported_until_the_right_one_has_loaded_its_data() -> None:
     late = wrote("ack", 2, 2, 26.0, "data-lost")
     assert is_correct(older(right_s=20.0), late) and not is_correct(older(), late)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "epochs"), [("publish", 1, (2, 2)), ("publish", 0, (2,)), ("checkpoint", 0, (1, 2))]
+)
+def test_a_repeated_write_may_be_answered_while_redis_is_older(kind: str, value: int, epochs: tuple[int, ...]) -> None:
+    """It writes nothing. A kept checkpoint has no epoch, and version 0 is published from the start."""
+    calls = [wrote(kind, value, epoch, 12.0 - 4.0 * before) for before, epoch in enumerate(reversed(epochs))]
+    assert not list(lost_writes_are_noticed(RunHistory([older(), *calls])))
+    assert list(lost_writes_are_noticed(RunHistory([older(), wrote(kind, 1, 2, 12.0), wrote("ack", 1, 1, 8.0)])))
 
 
 def test_an_attack_on_a_run_whose_data_are_lost_may_be_answered_500() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from unittest import mock
 
+import pytest
+
+from replaybuf.errors import LedgerGap
 from replaybuf.service.run.journal import Journal
-from replaybuf.store import EmbeddedServer, Ends, Store
+from replaybuf.store import EmbeddedServer, Ends, Store, keys
 from replaybuf.wire.ledger import AckRecord
+from tests.builders import config_record
 from tests.store.test_store import to_append
 
 
@@ -61,5 +66,42 @@ def test_nothing_of_a_run_is_read_of_which_nothing_is_confirmed(server: Embedded
             assert journal.ends == Ends(0, 0)
         finally:
             await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("moment", ["before the load", "within the load"])
+def test_a_server_that_opens_a_run_knows_its_ends(server: EmbeddedServer, moment: str) -> None:
+    """Also if it is deleted and restored meanwhile: else the server would notice neither a loss nor a deletion."""
+
+    async def main() -> None:
+        store, other, name = await Store.open(server.url), await Store.open(server.url), f"opened-{moment.split()[0]}"
+        read = store.snapshots.read
+
+        async def restore() -> None:
+            await other.connection.client.incr(keys.incarnation(name))
+
+        async def read_later(run: str) -> bytes | None:
+            await restore()
+            return await read(run)
+
+        try:
+            token = (await other.runs.take_lease(name, "here", 60.0)).token
+            await other.ledger.append(name, str(token), 1, config_record())
+            await store.runs.exists(name)
+            journal = Journal(name, store)
+            if moment == "before the load":
+                await restore()
+                await journal.load()
+            else:
+                with mock.patch.object(store.snapshots, "read", read_later), pytest.raises(LedgerGap, match=name):
+                    await journal.load()
+                journal = Journal(name, store)
+                await journal.load()
+            known = store.connection.known.of(name)
+            assert (known.entry, known.incarnation) == (1, 1)
+        finally:
+            await store.close()
+            await other.close()
 
     asyncio.run(main())

@@ -6,19 +6,29 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from unittest import mock
 
 import httpx
 import msgspec
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from replaybuf.errors import Fenced, InvalidGroups, NotFound, NotLeader, RunFinished, ServiceUnavailable
+from replaybuf.errors import (
+    Conflict,
+    Fenced,
+    InvalidGroups,
+    NotFound,
+    NotLeader,
+    RunFinished,
+    ServiceUnavailable,
+    WrongStep,
+)
 from replaybuf.kernel.state.tickets import Ticket, parse_ticket
 from replaybuf.service import host as service
 from replaybuf.service import turns
 from replaybuf.service.bodies.writer import Part
+from replaybuf.service.clock import Clock
 from replaybuf.service.host import Service
 from replaybuf.service.http.body.append_bodies import read_groups
 from replaybuf.service.http.body.body_budget import BodyBudget
@@ -32,7 +42,7 @@ from replaybuf.service.traffic import Traffic
 from replaybuf.store import EmbeddedServer, PendingGroup, Store
 from replaybuf.wire.config import BatchSpec, RunConfig, StrategySpec, TicketSpec
 from replaybuf.wire.config_patch import ConfigPatch
-from replaybuf.wire.contract import AttachRequest, WaitingAnswer
+from replaybuf.wire.contract import AttachRequest, Tickets, WaitingAnswer
 from replaybuf.wire.frame import MEDIA_TYPE, encode_frame, stored_checksum
 from replaybuf.wire.group import Group, group_from_json
 from replaybuf.wire.ledger import CheckpointRecord
@@ -384,6 +394,93 @@ def test_a_prompt_whose_group_another_server_stored_is_not_issued_again(server: 
     on_a_run(server, work, tickets=TicketSpec(max_attempts=1))
 
 
+def test_a_ticket_does_not_expire_while_the_look_at_stored_groups_is_older(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply to the look is late: meanwhile another server stores the group, and the ticket passes its deadline."""
+
+    async def work(store: Store, leader: Run) -> None:
+        stored, returned = (await leader.tickets.issue("me", 2, "", 0.0)).tickets
+        await leader.tickets.give_back(returned.ticket, "shutdown")
+        other = await Run.load(leader.name, store)
+        assert other is not None
+        pull, ahead_s = leader.journal.pull, [0.0]
+        monkeypatch.setattr(leader.journal, "clock", Clock(time.time, lambda: time.monotonic() + ahead_s[0]))
+
+        async def look_late() -> None:
+            await pull()
+            if not ahead_s[0]:
+                ahead_s[0] = 2 * stored.expires_in_s
+                await other.appends.append(with_ticket(stored.ticket))
+
+        monkeypatch.setattr(leader.journal, "pull", look_late)
+        (again,) = (await leader.tickets.issue("me", 1, "", 0.0)).tickets
+        assert (stored.prompt_index, again.prompt_index) == (0, returned.prompt_index)
+
+    on_a_run(server, work)
+
+
+def test_who_asks_during_the_look_at_stored_groups_waits_for_the_next(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reply is late: this producer may know of a group that was stored meanwhile. Who asked first has left."""
+
+    async def work(store: Store, leader: Run) -> None:
+        (ticket,) = (await leader.tickets.issue("me", 1, "", 0.0)).tickets
+        other = await Run.load(leader.name, store)
+        assert other is not None
+        await leader.tickets.give_back(ticket.ticket, "shutdown")
+        pull, leaving, later = leader.journal.pull, asyncio.Event(), list[asyncio.Task[Tickets]]()
+
+        async def gone() -> NoReturn:
+            await leaving.wait()
+            raise ClientDisconnect
+
+        async def look_late() -> None:
+            await pull()
+            if not later:
+                await other.appends.append(with_ticket(ticket.ticket))
+                later.append(asyncio.create_task(leader.tickets.issue("later", 1, "", 5.0)))
+                leaving.set()
+                with pytest.raises(ClientDisconnect):
+                    await first
+
+        monkeypatch.setattr(leader.journal, "pull", look_late)
+        first = asyncio.create_task(leader.tickets.issue("first", 1, "", 5.0, gone))
+        await asyncio.wait({first})
+        (issued,) = (await later[0]).tickets
+        assert issued.prompt_index == ticket.prompt_index + 1
+
+    on_a_run(server, work)
+
+
+def test_the_removal_of_a_ticket_does_not_overtake_its_issue(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of a new ticket is late, and its group is stored meanwhile: the tick removes what is not there yet."""
+
+    async def work(store: Store, leader: Run) -> None:
+        change, sent, arrives = leader.journal.store.tickets.change, asyncio.Event(), asyncio.Event()
+
+        async def change_late(*arguments: Any, **options: Any) -> None:
+            if options["left_s"]:
+                sent.set()
+                await arrives.wait()
+            await change(*arguments, **options)
+
+        monkeypatch.setattr(leader.journal.store.tickets, "change", change_late)
+        issuing = asyncio.create_task(leader.tickets.issue("me", 1, "", 5.0))
+        await sent.wait()
+        await leader.appends.append(with_ticket(str(Ticket("", 0, 0, attempt=1, serial=1))))
+        removing = asyncio.create_task(leader.side_state.write_removed())
+        await asyncio.wait({removing}, timeout=0.2)
+        arrives.set()
+        await asyncio.gather(issuing, removing)
+        assert (await store.tickets.read_one(leader.name)).tickets == []
+
+    on_a_run(server, work)
+
+
 def test_a_write_that_arrives_after_the_next_read_only_delays(server: EmbeddedServer) -> None:
     """Redis that stood still reads its connections in any order; the write of a closed one may come last."""
 
@@ -407,6 +504,31 @@ def test_a_server_that_has_lost_the_lead_rejects_nothing(server: EmbeddedServer)
         with pytest.raises(NotLeader):
             await append(run, "early", version=5)
         assert (await store.counters.read(run.name))["rejected:version_above_published"] == 1
+
+    on_a_run(server, work)
+
+
+def test_a_server_that_has_lost_the_lead_refuses_no_trainer(server: EmbeddedServer) -> None:
+    """Its successor may know the step or the epoch. A refusal writes nothing that would show the newer token."""
+    calls: list[Callable[[Run], Awaitable[object]]] = [
+        lambda run: run.trainer_calls.attach(AttachRequest(resume_step=3)),
+        lambda run: run.trainer_calls.ack(0, 7, {}),
+        lambda run: run.trainer_calls.publish(9, 1, None, ""),
+        lambda run: run.trainer_calls.checkpoint(3, 1, 1),
+    ]
+
+    async def work(store: Store, run: Run) -> None:
+        await run.trainer_calls.attach(AttachRequest())
+        for refused in calls:
+            with pytest.raises((WrongStep, Fenced, Conflict)):
+                await refused(run)
+        token = run.journal.token
+        assert (await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)).token
+        for refused in calls:
+            run.journal.token, run.journal.leading = token, True
+            with pytest.raises(NotLeader):
+                await refused(run)
+            assert not run.journal.leading
 
     on_a_run(server, work)
 

@@ -382,7 +382,7 @@ def test_only_prompts_that_were_issued_get_a_bit(server: EmbeddedServer) -> None
 def publish_raw(server: EmbeddedServer, run: str, values: bytes, strings: bytes) -> None:
     """Publish an entry past every check, as a foreign producer could."""
     done = keys.prompts_done(run, "")
-    names = [*keys.guarded(run), done, done, "payload"]
+    names = [*keys.guarded(run), keys.deleted(run), done, done, "payload"]
     with client_of(server) as client:
         client.set("payload", b"", ex=60)
         group_id = f"raw-{time.time_ns()}"

@@ -19,7 +19,7 @@ from tests.simulation.broken import BROKEN, redis_of, simulate_broken
 from tests.simulation.coverage import Reached, describe
 from tests.simulation.mix import REDIS
 from tests.simulation.plan import Plan
-from tests.simulation.release import OtherRelease, check_release
+from tests.simulation.release import OtherRelease, base_of_product, check_release
 from tests.simulation.schedule import Outcome, digest
 from tests.simulation.shrinking import Shrinker
 
@@ -33,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="number of schedules")
     parser.add_argument("--seed", type=int, help="run this schedule alone, and show its trace")
-    parser.add_argument("--base", type=int, help="first seed; a random one by default")
+    parser.add_argument(
+        "--base", type=_first_seed, help="first seed; `product`: that of the product's sources; by default a random one"
+    )
     parser.add_argument("--seconds", type=float, help="start no further schedule after this time")
     parser.add_argument("--broken", choices=sorted(BROKEN), help="break a guarantee, and end at the first failure")
     parser.add_argument("--only", type=_numbers, help="numbers of the faults that happen, as a failure prints them")
@@ -56,6 +58,14 @@ def main() -> None:
     base = random.SystemRandom().randrange(LARGEST_SEED) if options.base is None else options.base
     plans = [Plan(seed, options.broken, redis=redis) for seed in range(base, base + options.seeds)]
     sys.exit(_run(plans, options.seconds, shrinks=not options.no_shrink))
+
+
+def _first_seed(text: str) -> int:
+    if text == "product":
+        return base_of_product()
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a seed; it must be a number or `product`")
+    return int(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -14,10 +14,14 @@ from tests.simulation.redis_model.cluster import RedisCluster
 from tests.simulation.redis_model.layout import slot_of
 from tests.simulation.redis_model.redis import Redis, delete_key
 from tests.simulation.redis_model.sentinel_group import SentinelGroup
+from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.servers import LONGEST_STOP_S, Server
 from tests.simulation.world import RUN, World
 
 LONGEST_AWAY_S = 2.0
+CRASHES_AGAIN, SHORTEST_UP_S, LONGEST_UP_S = 0.3, 3.0, 8.0
+"""Share of crashes of a node with two replicas that it repeats, and after which time: one replica may follow it again,
+and the other one may not."""
 JUMP_S = 3600.0
 
 
@@ -67,7 +71,7 @@ class Disturber:
     async def _stop(self, server: Server) -> None:
         """Stop a process, longer than its lease lasts at times."""
         node = server.node
-        if not self._world.may_stop(node):
+        if not self._world.may_hurt(node):
             return
         node.stopped = True
         await asyncio.sleep(self._rng.uniform(0.5, LONGEST_STOP_S))
@@ -85,6 +89,12 @@ class Disturber:
 
     async def _crash(self, server: Server) -> None:
         redis = self._redis.pick()
+        await self._crash_once(redis)
+        if self._world.mix.replicas > 1 and self._rng.random() < CRASHES_AGAIN:
+            await asyncio.sleep(self._rng.uniform(SHORTEST_UP_S, LONGEST_UP_S))
+            await self._crash_once(redis)
+
+    async def _crash_once(self, redis: RedisServer) -> None:
         if redis.node.dead or redis.replaced:
             return
         redis.crash()
@@ -108,8 +118,7 @@ class Disturber:
         redis.full = False
 
     async def _failover(self, server: Server) -> None:
-        redis = self._redis.server_of(keys.counts(RUN))
-        await Failover(self._world, redis, self._servers, self._history).work()
+        await Failover(self._world, self._redis, self._servers, self._history).work()
 
     async def _cut(self, server: Server) -> None:
         for link in list(self._redis.pick().links):

@@ -10,9 +10,10 @@ from replaybuf.store import keys
 from replaybuf.wire.answer.run_status import RunStatus
 from tests.chaos.history import UNAVAILABLE, Event, OlderRedis
 from tests.simulation.loop import Node
+from tests.simulation.redis_model.redis import Redis
 from tests.simulation.redis_model.server import RedisServer
 from tests.simulation.redis_model.values import Saved
-from tests.simulation.servers import Client, Gone, Server
+from tests.simulation.servers import LONGEST_STOP_S, Client, Gone, Server
 from tests.simulation.world import RUN, World
 
 KIND = "failover"
@@ -27,12 +28,18 @@ POLL_S = 0.1
 class Failover:
     """Lets a replica take over that lacks what a server knows of the main run."""
 
-    def __init__(self, world: World, redis: RedisServer, servers: list[Server], history: list[Event]) -> None:
-        self._world, self._redis, self._servers, self._history = world, redis, servers, history
+    def __init__(self, world: World, redis: Redis, servers: list[Server], history: list[Event]) -> None:
+        self._world, self._servers, self._history = world, servers, history
+        self._group, self._redis = redis, redis.server_of(keys.counts(RUN))
+
+    @property
+    def _fit(self) -> bool:
+        """Whether the server is well and still has the run: only then does the loss stop all its writes."""
+        return self._redis.healthy and self._group.server_of(keys.counts(RUN)) is self._redis
 
     async def work(self) -> None:
         """Do it, unless nothing is missing in the replica after a while, or Redis itself is hurt."""
-        if not self._redis.healthy:
+        if not self._fit:
             return
         replica = self._redis.values.copy()
         if not (knowing := await self._lags(ends_of(self._redis, RUN))):
@@ -44,7 +51,7 @@ class Failover:
         from_s = self._world.now_s()
         right = self._redis.take_over(replica)
         before = parts_of(self._redis, RUN)
-        silent = await find_silent(self._world, self._servers, self._redis.server_of(keys.counts(RUN)), RUN)
+        silent = await find_silent(self._world, self._servers, self._redis, RUN)
         await asyncio.sleep(self._world.rng.uniform(0.0, LONGEST_LOAD_S))
         after, until_s = parts_of(self._redis, RUN), self._world.now_s()
         self._redis.take_over(right)
@@ -62,7 +69,7 @@ class Failover:
     async def _lags(self, copied: tuple[int, int]) -> Server | None:
         """Wait for a server that knows more of the run than the replica has, and return it."""
         ends_s = self._world.now_s() + LONGEST_LAG_S
-        while self._world.now_s() < ends_s and self._redis.healthy:
+        while self._world.now_s() < ends_s and self._fit:
             for server in self._servers:
                 run = server.service.runs.get(RUN) if server.service and not server.node.stopped else None
                 if run and (run.state.entries > copied[0] or run.state.stored > copied[1]):
@@ -74,19 +81,23 @@ class Failover:
 async def find_silent(world: World, servers: list[Server], redis: RedisServer, name: str) -> list[Server]:
     """Return the servers that do not report the loss of a run in time, of those that run all the while.
 
-    The time counts while `redis` does not stand still: until it answers, they know nothing of it. A server whose
-    answers are lost is not silent, nor is one that says that Redis is away.
+    The time begins anew with each fault, which may last `LONGEST_STOP_S`, and while `redis` stands still: until it
+    answers, they know nothing of it. A server whose answers are lost is not silent, nor is one that says that Redis is
+    away.
     """
 
     async def work(service: Service, gone: Gone) -> RunStatus:
         return (await service.run(name)).describe()
 
     asked = {server: server.node for server in servers}
-    client, ends_s = Client(servers, Node("watch")), world.now_s() + REPORT_S
+    client, began_s = Client(servers, Node("watch")), world.now_s()
+    ends_s = began_s + REPORT_S
     silent, outcomes = list(asked), dict[Server, str]()
     while silent and world.now_s() < ends_s:
         if redis.node.dead or redis.node.stopped:
             ends_s = world.now_s() + REPORT_S
+        if world.faults.last_s > began_s:
+            ends_s = max(ends_s, world.faults.last_s + LONGEST_STOP_S + REPORT_S)
         for server in list(silent):
             if server.node.stopped or server.node is not asked[server]:
                 silent.remove(server)  # a stopped process reports nothing, and a new one begins anew

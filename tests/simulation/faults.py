@@ -39,6 +39,7 @@ class Faults:
     - `slow_sync`: share of syncs of the disk that take longer than writes wait
     - `late_news`: share of followers' reads of new entries that are answered late, by up to `LATEST_NEWS_S`
     - `only`: numbers of the faults that happen, None = all; `happened`: those that did, each with its time and kind
+    - `last_s`: when the last one happened
     - `node_every_s`: mean time between two faults of a process, each of one of the `kinds`; None = none
     """
 
@@ -53,6 +54,7 @@ class Faults:
     only: frozenset[int] | None
     active: bool = False
     happened: dict[int, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    last_s: float = 0.0
     _drawn: int = 0
 
     @classmethod
@@ -80,4 +82,5 @@ class Faults:
         if self.only is not None and number not in self.only:
             return False
         self.happened[number] = (now_s, kind)
+        self.last_s = now_s
         return True

@@ -59,13 +59,17 @@ def _removed(run: RunHistory) -> set[str]:
 
 
 def _halted(run: RunHistory) -> tuple[str, ...]:
-    """Return how a report begins that an adapter was starved, for those that an operator paused or removed."""
+    """Return how a report begins that an adapter was starved, for those that an operator paused or removed.
+
+    After a rewind for all of them: it takes back what they had trained, and their groups stay counted.
+    """
+    rewound = any(isinstance(record, RewindRecord) for _, record in run.ledger)
     return tuple(
         f"adapter {name} has "
         for _, record in run.ledger
         if isinstance(record, ConfigRecord)
         for name, spec in record.config.get("adapters", {}).items()
-        if spec.get("removed") or spec.get("paused")
+        if rewound or spec.get("removed") or spec.get("paused")
     )
 
 

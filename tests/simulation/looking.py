@@ -163,6 +163,7 @@ class Rest:
 
     async def send_again(self) -> None:
         """Send groups again that are stored: some, and all that nobody has seen, as their history may be trimmed."""
+        self.fill_ledger()  # it may say that a prompt of these has failed
         events = RunHistory(of_history([event for event in self._history if event.run == self._run]))
         answered = {
             sent.group_id: (sent.adapter, sent.prompt_index) for sent in events.sent if sent.outcome == "stored"

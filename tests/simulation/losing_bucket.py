@@ -11,6 +11,7 @@ from replaybuf.service.host import Service
 from replaybuf.store import keys
 from tests.chaos.content import make_group
 from tests.chaos.history import UNAVAILABLE, Faulted, Healed
+from tests.simulation.http.client import CALL_TIMEOUT_S
 from tests.simulation.loop import Node
 from tests.simulation.losing import LOST_RUN, LostRun
 from tests.simulation.producer_calls import ServiceCalls
@@ -79,7 +80,7 @@ class LostBucket(LostRun):
         server, world = self._world.rng.choice(self._servers), self._world
         if not await self._is_known() or not world.faults.take("lost bucket", world.now_s()):
             return False
-        server.stops_at, node = LOST_RUN, server.node
+        server.stops_at, node, sent_s = LOST_RUN, server.node, world.now_s()
         group = Sent(name, make_group(name, 0, named=True), None)
         calls = ServiceCalls(Client([server], Node("held")), LOST_RUN)
         appending = asyncio.create_task(send(calls, [group], self._unread, frames=True))
@@ -87,18 +88,20 @@ class LostBucket(LostRun):
             await asyncio.sleep(LOOK_S)
         server.stops_at = ""
         older = self._payloads(bucket)
-        await self._append(lost)
+        others = Client([other for other in self._servers if other is not server], Node("loser"))
+        await self._append(lost, ServiceCalls(others, LOST_RUN))
         self.stage = "its loss"
         self._lose_payload(bucket, older)
         await asyncio.sleep(world.rng.uniform(0.0, LONGEST_PAUSE_S))
         world.loop.go_on(node)
         (outcome,) = await appending
+        answered_s = world.now_s()
         await asyncio.sleep(WRITTEN_S)  # its client may have left long ago
         if node.dead:
             return False  # nobody knows whether it wrote
-        if outcome in AGAIN:
+        if outcome in AGAIN or answered_s - sent_s > CALL_TIMEOUT_S:  # its client has sent it again
             self._unanswered = name
-        else:
+        if outcome not in AGAIN:
             self._compare(f"the answer to group {name}", DataLost.slug, outcome)
         return True
 

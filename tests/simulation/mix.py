@@ -20,8 +20,12 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SINGLE, CLUSTER, SENTINEL = "single", "cluster", "sentinel"
 REDIS = (SINGLE, SINGLE, CLUSTER, CLUSTER, SENTINEL)
-"""Kinds of Redis: one server; three primaries with a replica each; a primary with a replica that three sentinels watch.
+"""Kinds of Redis: one server; three primaries with replicas; a primary with a replica that three sentinels watch.
 A schedule draws one of these."""
+TWO_REPLICAS = 0.4
+"""Share of clusters whose primaries have two replicas each."""
+CONFIRMING = (1, 2)
+"""How many of two replicas confirm each write: a schedule draws one of these."""
 COPIED = 0.25
 """Share of schedules with a run that is backed up, deleted and restored."""
 REWOUND = 0.3
@@ -47,6 +51,7 @@ class Mix:
     - `loses`: Redis loses the newest groups and entries of another run, and an operator accepts the loss
     - `rewinds`: the trainer often resumes at an older step, and asks any server for its batches
     - `http`: producers call the servers by HTTP, else in their processes
+    - `replicas`: of each primary; `confirming`: how many of them confirm each write
     """
 
     redis: str
@@ -65,10 +70,17 @@ class Mix:
     rewinds: bool
     loses: bool
     http: bool
+    replicas: int
+    confirming: int
 
     @classmethod
-    def draw(cls, rng: random.Random, redis: str, *, http: bool) -> Mix:
-        """Draw a mix for a kind of Redis."""
+    def draw(cls, seed: int, rng: random.Random, redis: str) -> Mix:
+        """Draw a mix for a kind of Redis.
+
+        What came later has generators of its own: it does not change the draws before it.
+        """
+        replicating = random.Random(f"replicas {seed}")
+        replicas = 2 if redis == CLUSTER and replicating.random() < TWO_REPLICAS else 1
         strategy = rng.choice(tuple(STRATEGIES))
         several = strategy == "one step" and rng.random() < 0.3
         spills = rng.random() < 0.2
@@ -89,7 +101,9 @@ class Mix:
             copies=rng.random() < COPIED,
             rewinds=rewinds,
             loses=rng.random() < LOST,
-            http=http,
+            http=random.Random(f"http {seed}").random() < BY_HTTP,
+            replicas=replicas,
+            confirming=min(replicas, replicating.choice(CONFIRMING)),
         )
         if redis == SINGLE:
             return mix

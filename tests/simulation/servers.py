@@ -191,7 +191,7 @@ class Server:
 
     async def _stop_at_times(self, kind: str, rate: float) -> None:
         world, node = self.world, NODE.get()
-        if world.may_stop(node) and world.faults.happens(kind, rate, world):
+        if world.may_hurt(node) and world.faults.happens(kind, rate, world):
             node.stopped = True
             world.at(WORLD, world.now_s() + world.rng.uniform(SHORTEST_STOP_S, LONGEST_STOP_S), world.loop.go_on, node)
             await asyncio.sleep(0)

@@ -9,14 +9,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from replaybuf.errors import ServiceUnavailable
 from replaybuf.kernel.state.group_query import GroupQuery
 from replaybuf.service.host import Service
 from replaybuf.service.http.call.browse import describe_group, list_groups
+from replaybuf.store import keys
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.contract import AttachRequest
 from tests.chaos.content import GROUP_SIZE, VOCAB_SIZE, checksum, make_group
 from tests.chaos.history import OK, Event
 from tests.chaos.runs import spill_to
+from tests.simulation.failing_over import ends_of
 from tests.simulation.producer_calls import ServiceCalls
 from tests.simulation.producing import Sent, send
 from tests.simulation.redis_model.redis import Redis
@@ -65,10 +68,10 @@ class SmallRun:
         config |= spill_to(self._folder) if self._folder else {}
         await service.create(self.name, msgspec.convert(config, RunConfig), if_absent=True)
 
-    async def _append(self, name: str) -> None:
+    async def _append(self, name: str, calls: ServiceCalls | None = None) -> None:
         group = Sent(name, make_group(name, 0, named=True), None)
         while True:
-            (outcome,) = await send(self._calls, [group], self._unread, frames=True)
+            (outcome,) = await send(calls or self._calls, [group], self._unread, frames=True)
             if outcome in ("stored", "duplicate"):
                 return
             await asyncio.sleep(PAUSE_S)
@@ -77,6 +80,8 @@ class SmallRun:
         """Return the counts of the run, and the checksum of each rollout that is still needed."""
         run = await service.led(self.name)
         await run.read_streams()  # another server may have stored the last group
+        if (run.state.entries, run.state.stored) != ends_of(self._redis.server_of(keys.counts(self.name)), self.name):
+            raise ServiceUnavailable("this server has lost the lead and has not heard of it", name="leader")
         state, rollouts = msgspec.to_builtins(run.describe()), {}
         for group in (await list_groups(run, GroupQuery(state="live"), None, GROUPS)).groups:
             shown: Any = (await describe_group(run, group.group_id, None))["rollouts"]

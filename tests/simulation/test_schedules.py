@@ -21,6 +21,10 @@ FOUND = {
     202000: "a leader that stood still kept an old state after another one had led and handed the run back",
     910045: "a server that answered its last calls had closed its spill folder, and stored groups became dead letters",
     1049: "groups that came during a takeover kept their tickets",
+    5001146: "an append was stored in a run after its deletion",
+    5006676: "a server that had lost the lead refused to attach at a checkpoint of its successor",
+    6000194: "the removal of a ticket overtook the late write that issued it",
+    5002003: "a server opened a run that was deleted and restored meanwhile, and knew no ends of it",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
 FOUND_ON_CLUSTER = {
@@ -33,7 +37,7 @@ FINDING = {
     "handover": range(20),
     "rewind-order": range(20),
     "shorter-history": range(2, 12),
-    "rules": range(29, 31),
+    "rules": range(59, 61),
     "bucket": range(4),
     "token": range(8, 10),
     "bucket-suspended": range(4),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.simulation.coverage import Reached
 from tests.simulation.plan import Plan
-from tests.simulation.release import OtherRelease, check_release, release
+from tests.simulation.release import release
 from tests.simulation.schedule import Outcome
 from tests.simulation.shrinking import Shrinker
 
@@ -26,10 +24,3 @@ def test_only_the_faults_that_a_failure_needs_are_left() -> None:
     shortest = Shrinker(run(Plan(1)), run).shrink()
     assert shortest.faults.keys() == NEEDED
     assert shortest.plan.command == f"make simulate-faults SEED=1 ARGS='--release {release()} --only 3,17 --faults-s 2'"
-
-
-def test_a_seed_of_another_release_is_refused() -> None:
-    """It would run another schedule, and its success would mean nothing."""
-    check_release(7, release())
-    with pytest.raises(OtherRelease, match="seed 7 is of release 0badc0de"):
-        check_release(7, "0badc0de")

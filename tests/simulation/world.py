@@ -15,7 +15,6 @@ from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 from replaybuf.plugins import time_limit
-from tests.simulation import mix
 from tests.simulation.coverage import Coverage
 from tests.simulation.faults import Faults
 from tests.simulation.loop import NODE, WORLD, Node, SimulatedLoop
@@ -41,8 +40,7 @@ class World:
         # By a generator of its own: other kinds do not change the schedules of this one.
         self.redis = plan.redis or random.Random(f"redis {plan.seed}").choice(REDIS)
         self.faults = Faults.draw(self.rng, plan.only, self.redis)
-        http = random.Random(f"http {plan.seed}").random() < mix.BY_HTTP
-        self.mix = Mix.draw(self.rng, self.redis, http=http)
+        self.mix = Mix.draw(plan.seed, self.rng, self.redis)
         self.faults_s = self.mix.faults_s if plan.faults_s is None else plan.faults_s
         self.coverage = Coverage()
         self.loop = SimulatedLoop(self.rng)
@@ -95,15 +93,15 @@ class World:
 
     @contextlib.contextmanager
     def running(self, node: Callable[[], Node]) -> Iterator[None]:
-        """Let nobody stop a process meanwhile: it may alone know what Redis lacks, and others wait seconds for it."""
+        """Keep a process from harm meanwhile: it may alone know what Redis lacks, and others wait seconds for it."""
         self._kept_running.append(node)
         try:
             yield
         finally:
             self._kept_running.remove(node)
 
-    def may_stop(self, node: Node) -> bool:
-        """Return whether a process may be stopped now."""
+    def may_hurt(self, node: Node) -> bool:
+        """Return whether a process may be stopped, or be kept from its servers, now."""
         return all(kept() is not node for kept in self._kept_running)
 
     @contextlib.contextmanager

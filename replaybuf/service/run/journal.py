@@ -35,6 +35,7 @@ from replaybuf.service.presence import Presence
 from replaybuf.store import AppendResult, Ends, IndexChunk, IndexEntry, Store
 from replaybuf.store.entries import NewEntry, build_chunk
 from replaybuf.store.ledger import LedgerEntry, NewColumn
+from replaybuf.store.redis.faults import replaced
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.config import RunConfig
 from replaybuf.wire.decoding import collector_paused
@@ -199,12 +200,15 @@ class Journal:
     # ------------------------------------------------------------------ streams
 
     async def load(self) -> None:
-        """Rebuild the state from the snapshot and both streams."""
-        self._note_incarnation()
+        """Rebuild the state from the snapshot and both streams. Raises `LedgerGap` if the run is replaced meanwhile."""
         async with self._reading:
             ends = await self.store.streams.read_confirmed_end(self.name)
+            self._note_incarnation()  # after a read, which learns of a run that was restored since the caller looked
             await self._load_snapshot(None if ends is None else ends.group)
         await self.catch_up()
+        newest = self.store.connection.known.of(self.name).incarnation
+        if newest != self._incarnation:  # the ends of an older run count for nothing: no loss would be noticed
+            raise replaced(self.name, self._incarnation, newest)
 
     async def _load_snapshot(self, through: int | None) -> None:
         """Bring an empty state to the snapshot's ledger entry; `through` is the last confirmed group."""

@@ -28,6 +28,7 @@ class SideState:
         self.duplicates = 0
         self.uncertain = False
         self._to_remove: dict[str, None] = {}
+        self._writing = asyncio.Lock()
         self._journal = journal
         self._process_id = journal.store.connection.process_id
 
@@ -92,24 +93,26 @@ class SideState:
             await self._write(change, durably=True)
 
     async def _write(self, change: TicketChange, *, durably: bool) -> None:
-        journal, removed = self._journal, dict(self._to_remove)
+        journal = self._journal
         left_s = dict.fromkeys(change.texts_to_add, self.book.ttl_s) | dict.fromkeys(map(str, change.due), 0.0)
-        try:
-            with journal.recording_loss():
-                await journal.store.tickets.change(
-                    journal.name,
-                    journal.token,
-                    drop=[*removed, *change.texts_to_drop],
-                    # The group of a prompt may have arrived after the decision to issue it again.
-                    left_s={ticket: ticket_s for ticket, ticket_s in left_s.items() if ticket not in removed},
-                    counts=change.counts,
-                    durably=durably,
-                )
-        except NotLeader:
-            journal.become_follower(None)
-            raise
-        for ticket in removed:  # some were added, or written by another task, meanwhile
-            self._to_remove.pop(ticket, None)
+        async with self._writing:  # commands of two connections may arrive in any order
+            removed = dict(self._to_remove)
+            try:
+                with journal.recording_loss():
+                    await journal.store.tickets.change(
+                        journal.name,
+                        journal.token,
+                        drop=[*removed, *change.texts_to_drop],
+                        # The group of a prompt may have arrived after the decision to issue it again.
+                        left_s={ticket: ticket_s for ticket, ticket_s in left_s.items() if ticket not in removed},
+                        counts=change.counts,
+                        durably=durably,
+                    )
+            except NotLeader:
+                journal.become_follower(None)
+                raise
+            for ticket in removed:  # some were added meanwhile
+                self._to_remove.pop(ticket, None)
 
     @contextlib.contextmanager
     def uncertain_on_failure(self) -> Iterator[None]:

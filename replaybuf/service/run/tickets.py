@@ -106,10 +106,12 @@ class Tickets:
         journal = self._journal
         self._selector.last_asked_s[adapter] = journal.clock.monotonic()
         try:
-            async with self._deciding():
-                await self._expire()
+            async with journal.decision():
+                # Before the look at Redis, whose reply may be late: who asks later may know of groups that it lacks.
+                asked = list(itertools.islice(producers, contract.TICKETS_AT_ONCE))
+                await self._expire(await self.refresh())
                 with self._polls.pace.work():
-                    first = list(itertools.islice(producers, contract.TICKETS_AT_ONCE))
+                    first = [producer for producer in asked if not producer.answer.done()]
                     wanted = sum(producer.request.wanted for producer in first)
                     now_s = journal.clock.monotonic()
                     change = decide_tickets(journal.state, self._book, self._selector, adapter, wanted, now_s)
@@ -146,12 +148,12 @@ class Tickets:
     async def expire(self) -> None:
         """Take back tickets past their deadline."""
         if self._side_state.must_reload or self._book.may_expire(self._journal.clock.monotonic()):
-            async with self._deciding():
-                await self._expire()
+            async with self._deciding() as seen_s:
+                await self._expire(seen_s)
             self._journal.notify()
 
-    async def _expire(self) -> None:
-        change = self._book.expire(self._journal.clock.monotonic())
+    async def _expire(self, seen_s: float) -> None:
+        change = self._book.expire(seen_s)
         if change:
             logger.warning("tickets expired run=%s count=%d", self._journal.name, change.counts["expired"])
             await self._save(change, "expired")
@@ -247,25 +249,25 @@ class Tickets:
             self.follow_config()
 
     @contextlib.asynccontextmanager
-    async def _deciding(self, *, taking_back: bool = False) -> AsyncIterator[None]:
-        """Decide about tickets, with Redis and all stored groups taken into account."""
+    async def _deciding(self, *, taking_back: bool = False) -> AsyncIterator[float]:
+        """Decide about tickets, with Redis and all groups taken into account that were stored by the time it yields."""
         async with self._journal.decision():
-            await self.refresh(taking_back=taking_back)
-            yield
+            yield await self.refresh(taking_back=taking_back)
 
-    async def refresh(self, *, taking_back: bool = False) -> None:
-        """Bring the book up to Redis and to all stored groups. Called within a decision."""
-        reloaded = self._side_state.must_reload
+    async def refresh(self, *, taking_back: bool = False) -> float:
+        """Bring the book up to Redis and to all groups stored by now; return this time. Called within a decision."""
+        reloaded, now_s = self._side_state.must_reload, self._journal.clock.monotonic()
         if reloaded:
             await self.reload()
         due = any(self._book.due_of(name) for name in self._journal.config.kept_adapters)
-        if reloaded or taking_back or due or self._book.may_expire(self._journal.clock.monotonic()):
+        if reloaded or taking_back or due or self._book.may_expire(now_s):
             # Other servers store groups: their prompts must neither fail nor be issued again. A book that was read from
             # Redis does not await them either, so the batch of exact slots must see them.
             await self._journal.pull()
         # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.
         self.complete(self._journal.unsettled)
         self._book.reissue(self._journal.state.reissues)
+        return now_s
 
 
 def _share(tickets: list[Ticket], producers: Iterable[_Producer]) -> list[tuple[_Producer, list[Ticket]]]:

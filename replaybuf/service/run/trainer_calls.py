@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from replaybuf.errors import Conflict, StrategyFault, counted
+from replaybuf.errors import Conflict, NotLeader, ReplaybufError, StrategyFault, counted
 from replaybuf.kernel.decide.records import (
     check_adapter,
     decide_ack,
@@ -62,7 +63,7 @@ class TrainerCalls:
         Raises `WrongStep` for a step that cannot be resumed, `Conflict` if a batch to redeliver does not fit `seq_len`.
         """
         journal, state = self._journal, self._state
-        async with journal.decision():
+        async with self._deciding():
             counts = await journal.store.counters.read(journal.name)
             attached = decide_attach(state, request, journal.clock.wall(), counts.get(EPOCH_BASE, 0))
             if request.on_resume == "redeliver":
@@ -91,6 +92,27 @@ class TrainerCalls:
             look_ahead=self._selector.bounds.look_ahead,
         )
 
+    @contextlib.asynccontextmanager
+    async def _deciding(self) -> AsyncIterator[None]:
+        """Decide. What the body refuses is refused only if no newer leader may accept it: then raises `NotLeader`."""
+        journal = self._journal
+        async with journal.decision():
+            try:
+                yield
+            except ReplaybufError as error:
+                if error.status < 500:  # a write would carry the token, a refusal writes nothing
+                    await self._prove_lead()
+                raise
+
+    async def _prove_lead(self) -> None:
+        """Ask Redis whether our token is the newest. Raises `NotLeader`."""
+        journal = self._journal
+        try:
+            await journal.store.counters.add(journal.name, {}, journal.token)
+        except NotLeader:
+            journal.become_follower(None)
+            raise
+
     async def _check_fit(self, step: int, seq_len: int) -> None:
         """Raise `Conflict` if a batch from `step` on holds a rollout that does not fit `seq_len`."""
         truncates = self._journal.config.batch.overlong == "truncate"
@@ -115,7 +137,7 @@ class TrainerCalls:
         """Count a step as trained, once. Raises `WrongStep` out of order or for a batch that was never served."""
         check_metadata("feedback", feedback or {})
         journal, state, waits = self._journal, self._state, self._batches.waits
-        async with journal.decision():
+        async with self._deciding():
             journal.check_epoch(epoch)
             priorities: dict[int, float] = {}
             if feedback and "priorities" in feedback and step == state.step and step in state.batches:
@@ -148,7 +170,7 @@ class TrainerCalls:
     async def publish(self, version: int, epoch: int, weights_uri: str | None, adapter: str) -> Policy:
         """Record that the engines have loaded a version. Raises `Conflict` if it is too low or too high."""
         journal = self._journal
-        async with journal.decision():
+        async with self._deciding():
             journal.check_epoch(epoch)
             record = decide_policy(self._state, version, epoch, weights_uri, adapter, journal.clock.wall())
             if record:
@@ -189,7 +211,7 @@ class TrainerCalls:
     async def checkpoint(self, step: int, epoch: int, keep: int) -> Checkpoints:
         """Keep what the newest `keep` checkpoints may need; older history may be deleted. Raises `WrongStep`."""
         journal, state = self._journal, self._state
-        async with journal.decision():
+        async with self._deciding():
             journal.check_epoch(epoch)
             kept = await self._cursors.kept(step, keep)
             record = decide_checkpoint(state, step, keep, journal.clock.wall(), kept)

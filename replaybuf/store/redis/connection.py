@@ -280,7 +280,8 @@ class Connection:
 
     async def read_blocking(self, streams: Mapping[Any, Any], timeout_s: float) -> Any:
         """Read one entry of each stream, or block until there is one; None after `timeout_s`."""
-        read = self._blocking.xread(dict(streams), count=1, block=int(timeout_s * 1000))
+        words = ("XREAD", "BLOCK", int(timeout_s * 1000), "COUNT", 1, "STREAMS", *streams, *streams.values())
+        read = self._blocking.execute_command(*words)  # the coroutine of `xread` holds another: `run` closes one only
         within_s = timeout_s + self.command_timeout_s
         try:
             async with asyncio.timeout(within_s):

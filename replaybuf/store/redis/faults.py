@@ -109,7 +109,7 @@ def older(run: str, known: Ends, shown: Ends, *, relaxed: bool) -> DataLost | Le
 def replaced(run: str, known: int, shown: int) -> LedgerGap:
     """Build the error of a process that knows an older incarnation of a run."""
     detail = (
-        f"run {run} was deleted and made again, or a loss accepted: Redis has incarnation {shown}, this process knows "
+        f"run {run} was deleted, or a loss accepted: Redis has incarnation {shown} of the name, this process knows "
         f"incarnation {known}. A service reads the run again; start a producer that writes to Redis itself again"
     )
     return LedgerGap(detail, name="run", value=run)

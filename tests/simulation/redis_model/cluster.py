@@ -1,15 +1,16 @@
-"""A modelled Redis Cluster: three primaries with a replica each, failover, and slots that move."""
+"""A modelled Redis Cluster: three primaries with one or two replicas each, failover, and slots that move."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from replaybuf.store import keys
 from replaybuf.store.redis.durability import WritePolicy
 from tests.simulation.loop import WORLD
 from tests.simulation.redis_model.cluster_node import ClusterNode
-from tests.simulation.redis_model.layout import NODES, SHARDS, Layout, address_of, slot_of
-from tests.simulation.redis_model.replicated import DOWN_AFTER_S, LONGEST_VOTE_S, LOOK_EVERY_S
+from tests.simulation.redis_model.layout import SHARDS, Layout, address_of, slot_of
+from tests.simulation.redis_model.replicated import DOWN_AFTER_S, LONGEST_VOTE_S, LOOK_EVERY_S, introduce
 from tests.simulation.world import RUN, World
 
 CONTROL_SHARE = 0.5
@@ -22,11 +23,13 @@ class RedisCluster:
 
     def __init__(self, world: World, *, fsync: str) -> None:
         self.world, self.fsync = world, fsync
-        self.policy = WritePolicy(replicas=1)
+        self.policy = WritePolicy(replicas=world.mix.confirming)
         self.url = "redis+cluster://" + ",".join(f"{host}:{port}" for host, port in map(address_of, range(SHARDS)))
-        self.layout = Layout()
+        self.layout = Layout(replicas=world.mix.replicas)
         self.records: dict[bytes, dict[int, tuple[bytes, bytes]]] = {}
-        self.nodes = [ClusterNode(self, number) for number in range(NODES)]
+        self.nodes = [ClusterNode(self, number) for number in self.layout.nodes]
+        for shard in range(SHARDS):
+            introduce(self.nodes[shard::SHARDS])
         self._moving: set[int] = set()
         self._missed_since: dict[int, float] = {}
         self._promotes_at: dict[int, float] = {}
@@ -54,13 +57,13 @@ class RedisCluster:
 
     def _look(self) -> None:
         """Look at all nodes, as they look at each other."""
-        for number in range(NODES):
-            self._look_at(self.nodes[number])
+        for node in self.nodes:
+            self._look_at(node)
         for shard in range(SHARDS):
             primary = self.nodes[self.layout.primaries[shard]]
-            replica = self._other(primary)
-            known = all(node.layout.primaries[shard] == primary.number for node in (primary, replica))
-            primary.link(replica, known=known)
+            for at, replica in enumerate(cast(list[ClusterNode], primary.peers)):
+                known = all(node.layout.primaries[shard] == primary.number for node in (primary, replica))
+                primary.link(at, known=known)
         self.world.at(WORLD, self.world.now_s() + LOOK_EVERY_S, self._look)
 
     def _look_at(self, node: ClusterNode) -> None:
@@ -77,16 +80,16 @@ class RedisCluster:
             self._promotes_at[number] = now_s + self.world.rng.uniform(0.1, LONGEST_VOTE_S)
             self.change(self.layout.mark_failed(failed | {number}))
         elif self.layout.is_primary(number) and now_s >= self._promotes_at[number]:
-            replica = self._other(node)
-            if replica.take_over_from(node):
-                self.change(self.layout.promote(replica.number), replica)
+            self._replace(node)
+
+    def _replace(self, primary: ClusterNode) -> None:
+        """Let a replica of a primary take over, if one can."""
+        if successor := cast(ClusterNode | None, primary.promote_replica()):
+            self.change(self.layout.promote(successor.number), successor)
 
     @property
     def _has_majority(self) -> bool:
         return 2 * sum(self.nodes[number].running for number in self.layout.primaries) > SHARDS
-
-    def _other(self, node: ClusterNode) -> ClusterNode:
-        return self.nodes[(node.number + SHARDS) % NODES]
 
     # ------------------------------------------------------------------ slots
 

@@ -34,7 +34,15 @@ class ClusterNode(ReplicatedServer):
         self.coming: dict[int, ClusterNode] = {}
         """Slots on their way to this node (IMPORTING)."""
         self._usable_at_s = 0.0
-        super().__init__(cluster.world, fsync=cluster.fsync, address=address_of(number), is_primary=self.is_primary)
+        mix = cluster.world.mix
+        super().__init__(
+            cluster.world,
+            fsync=cluster.fsync,
+            address=address_of(number),
+            is_primary=self.is_primary,
+            replicas=mix.replicas,
+            confirming=mix.confirming,
+        )
         self.records = cluster.records
 
     @property

@@ -1,4 +1,4 @@
-"""Who serves which slot of a modelled cluster: shards of a primary and a replica, as one node knows them. Pure."""
+"""Who serves which slot of a modelled cluster: shards of a primary and replicas, as one node knows them. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ SHARDS = 3
 SHARE: int = -(-SLOTS // SHARDS)
 FIRSTS: tuple[int, ...] = (*range(0, SLOTS, SHARE), SLOTS)
 """The first slot of each shard at the start, and the number of slots."""
-NODES = 2 * SHARDS
-"""A node is of the shard `number % SHARDS`, for ever."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One state of the cluster; a higher `version` is newer.
+    """One state of the cluster; a higher `version` is newer. A node is of the shard `number % SHARDS`, for ever.
 
     - `primaries`, `epochs`: number of the primary of each shard, and of its configuration
     - `moved`: slot -> shard, of slots that were moved
     - `failed`: nodes that most primaries miss
+    - `replicas`: of each primary
     """
 
     version: int = 0
@@ -33,8 +32,14 @@ class Layout:
     epochs: tuple[int, ...] = tuple(range(1, SHARDS + 1))
     moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
     failed: frozenset[int] = frozenset()
+    replicas: int = 1
     _texts: dict[int, str] = dataclasses.field(default_factory=dict, init=False, compare=False)
     """What nodes answered, by number."""
+
+    @property
+    def nodes(self) -> range:
+        """Numbers of all nodes."""
+        return range((1 + self.replicas) * SHARDS)
 
     def shard_of(self, slot: int) -> int:
         """Return the shard that serves a slot."""
@@ -75,7 +80,7 @@ class Layout:
     def describe(self, asked: int) -> str:
         """Return what node `asked` answers to CLUSTER NODES."""
         if asked not in self._texts:
-            self._texts[asked] = "".join(f"{self._line(number, asked)}\n" for number in range(NODES))
+            self._texts[asked] = "".join(f"{self._line(number, asked)}\n" for number in self.nodes)
         return self._texts[asked]
 
     def _line(self, number: int, asked: int) -> str:

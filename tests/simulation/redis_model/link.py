@@ -57,7 +57,7 @@ class Link:
             raise RedisConnectionError("the connection was closed by the server")
         world = self.world
         cut_at = None
-        if world.faults.happens("cut send", world.faults.cut, world):
+        if world.may_hurt(self.client) and world.faults.happens("cut send", world.faults.cut, world):
             cut_at = world.rng.randint(0, len(commands))
             world.coverage.add_stack(sys._getframe(1))
         self._arrives_s = max(self._arrives_s, world.now_s() + world.way_s() + self._late_s(commands))
@@ -69,7 +69,7 @@ class Link:
         world, rate = self.world, self.world.faults.late_send
         if world.mix.rewinds and any(PUBLISH in words[:2] for words in commands):
             rate *= PUBLISH_FACTOR
-        if not world.faults.happens("late send", rate, world):
+        if not (world.may_hurt(self.client) and world.faults.happens("late send", rate, world)):
             return 0.0
         late_s = world.rng.uniform(0.0, LATEST_SEND_S)
         world.note(f"commands to Redis from {_name(commands[0])} on are {late_s:.1f} s late")
@@ -137,7 +137,7 @@ class Link:
         """Send the replies of one turn together, as a server does: each may be late, with all behind it."""
         world, after_s = self.world, self.world.way_s()
         for reply in replies:
-            if world.faults.happens("late", world.faults.late, world):
+            if world.may_hurt(self.client) and world.faults.happens("late", world.faults.late, world):
                 late_s = world.rng.uniform(0.0, LATEST_S)
                 world.note(f"a reply to {self.client} is {late_s:.1f} s late")
                 after_s += late_s

@@ -10,7 +10,13 @@ from redis.exceptions import ResponseError
 from replaybuf.store.redis.durability import WritePolicy
 from tests.simulation.loop import WORLD, Node
 from tests.simulation.redis_model.link import Link
-from tests.simulation.redis_model.replicated import DOWN_AFTER_S, LONGEST_VOTE_S, LOOK_EVERY_S, ReplicatedServer
+from tests.simulation.redis_model.replicated import (
+    DOWN_AFTER_S,
+    LONGEST_VOTE_S,
+    LOOK_EVERY_S,
+    ReplicatedServer,
+    introduce,
+)
 from tests.simulation.redis_model.values import NoModel
 from tests.simulation.world import World
 
@@ -92,6 +98,7 @@ class SentinelGroup:
             ReplicatedServer(world, fsync=fsync, address=address, is_primary=number == 0)
             for number, address in enumerate(ADDRESSES)
         ]
+        introduce(self.servers)
         self.records = self.servers[0].records = self.servers[1].records
         self.sentinels = [Sentinel(self, number) for number in range(SENTINELS)]
         self._missed_since_s: float | None = None
@@ -112,21 +119,21 @@ class SentinelGroup:
 
     def _look(self) -> None:
         """Look at both servers, as the sentinels do."""
-        primary, replica = self.servers[self.primary], self.servers[1 - self.primary]
-        primary.link(replica, known=not replica.is_primary)
+        primary = self.servers[self.primary]
+        primary.link(0, known=not self.servers[1 - self.primary].is_primary)
         if primary.running:
             self._missed_since_s = None
             for sentinel in self._voters:
                 sentinel.down = sentinel.failing_over = False
         else:
-            self._miss(primary, replica)
+            self._miss(primary)
         self.world.at(WORLD, self.world.now_s() + LOOK_EVERY_S, self._look)
 
     @property
     def _voters(self) -> list[Sentinel]:
         return [sentinel for sentinel in self.sentinels if not sentinel.node.stopped]
 
-    def _miss(self, primary: ReplicatedServer, replica: ReplicatedServer) -> None:
+    def _miss(self, primary: ReplicatedServer) -> None:
         now_s = self.world.now_s()
         if self._missed_since_s is None:
             self._missed_since_s = now_s
@@ -142,7 +149,7 @@ class SentinelGroup:
         if not any(sentinel.failing_over for sentinel in voters):
             self._promotes_at_s = now_s + self.world.rng.uniform(0.1, LONGEST_VOTE_S)
             self.world.rng.choice(voters).failing_over = True
-        elif now_s >= self._promotes_at_s and replica.take_over_from(primary):
+        elif now_s >= self._promotes_at_s and primary.promote_replica():
             self._switch(primary)
 
     def _switch(self, former: ReplicatedServer) -> None:

@@ -50,7 +50,7 @@ class RedisServer:
     """One server. `fsync`: its `appendfsync`, `always` or `everysec`. `damage` changes the library as it is loaded."""
 
     def __init__(
-        self, world: World, *, fsync: str, address: tuple[str, int] = ("redis", 6379), followed: bool = False
+        self, world: World, *, fsync: str, address: tuple[str, int] = ("redis", 6379), replicas: int = 0
     ) -> None:
         self.world, self.fsync = world, fsync
         self.policy = STRICT
@@ -58,7 +58,7 @@ class RedisServer:
         self.url = f"redis://{self._host}:{self._port}/0"
         world.network[address] = self
         self.wall_ahead_s = 0.0
-        self.values = Values(self._now_ms, followed=followed)
+        self.values = Values(self._now_ms, replicas=replicas)
         self.links: list[Link] = []
         self.records: dict[bytes, dict[int, tuple[bytes, bytes]]] = {}
         """By ledger and entry: the newest record that was written there, and the newest group that it noted."""

@@ -42,16 +42,17 @@ Saved = dict[bytes, tuple[Any, int | None]]
 
 
 class Values:
-    """All keys of a server. `write` must be called before a value changes. `followed`: by a replica.
+    """All keys of a server. `write` must be called before a value changes. `replicas`: how many follow it.
 
-    `_transactions`: for each write that is not on the disk, or that the replica lacks, what the keys held before. A
+    `_transactions`: for each write that is not on the disk, or that a replica lacks, what the keys held before. A
     transaction is a command or a function with all its commands, as in an append-only file.
     """
 
-    def __init__(self, now_ms: Callable[[], int], *, followed: bool = False) -> None:
+    def __init__(self, now_ms: Callable[[], int], *, replicas: int = 0) -> None:
         self.now_ms = now_ms
-        self._followed = followed
-        self._synced = self._replicated = 0
+        self._synced = 0
+        self.replicated = [0] * replicas
+        """How many transactions since the start each replica has."""
         self._values: dict[bytes, Any] = {}
         self._ends_ms: dict[bytes, int] = {}
         self._transactions: list[list[tuple[bytes, Any, int | None]]] = []
@@ -173,13 +174,13 @@ class Values:
         self._synced = max(self._synced, through)
         self._forget_old()
 
-    def replicated(self, through: int) -> None:
-        """Record that the replica has the first `through` transactions."""
-        self._replicated = max(self._replicated, through)
+    def replicate(self, replica: int, through: int) -> None:
+        """Record that a replica has the first `through` transactions."""
+        self.replicated[replica] = max(self.replicated[replica], through)
         self._forget_old()
 
     def _forget_old(self) -> None:
-        everywhere = min(self._synced, self._replicated) if self._followed else self._synced
+        everywhere = min(self._synced, *self.replicated) if self.replicated else self._synced
         del self._transactions[: len(self._transactions) - (self.written - everywhere)]
 
     @property
@@ -187,16 +188,15 @@ class Values:
         """Count transactions that a crash may lose."""
         return self.written - self._synced
 
-    @property
-    def unreplicated(self) -> int:
-        """Count transactions that the replica lacks."""
-        return self.written - self._replicated
+    def unreplicated(self, replica: int) -> int:
+        """Count transactions that a replica lacks."""
+        return self.written - self.replicated[replica]
 
     def lose(self, count: int) -> None:
         """Undo the last `count` transactions."""
         self.changes += 1
         self.written -= count
-        self._replicated = min(self._replicated, self.written)
+        self.replicated = [min(through, self.written) for through in self.replicated]
         for _ in range(count):
             for key, value, ends_ms in reversed(self._transactions.pop()):
                 if value is None:
@@ -222,7 +222,7 @@ class Values:
         self._values = {key: _copy(value) for key, (value, _) in saved.items()}
         self._ends_ms = {key: end for key, (_, end) in saved.items() if end is not None}
         self._transactions, self._open = [], []
-        self._synced = self._replicated = self.written
+        self._synced, self.replicated = self.written, [self.written] * len(self.replicated)
 
 
 def _copy(value: Any) -> Any:
