@@ -32,19 +32,21 @@ FOUND_ON_CLUSTER = {
     700061: "a suspended server wrote to a bucket that had lost a payload, got an error, and did not look for the loss",
     900034: "an append was published in a newer round than that of its notes, after its payloads had been deleted",
 }
-FINDING = {
-    "deduplication": range(1),
-    "handover": range(20),
-    "rewind-order": range(20),
-    "shorter-history": range(2, 12),
-    "rules": range(59, 61),
-    "bucket": range(4),
-    "token": range(8, 10),
-    "bucket-suspended": range(4),
-    "late-reply": range(5, 7),
-    "early-answer": range(1),
-}
-"""Seeds of which one finds each broken guarantee, the first of late; docs/how-this-is-tested.md counts from seed 0."""
+FOUND_WHEN_BROKEN = (
+    "deduplication",
+    "handover",
+    "rewind-order",
+    "shorter-history",
+    "rules",
+    "bucket",
+    "token",
+    "bucket-suspended",
+    "late-reply",
+    "early-answer",
+)
+"""Guarantees that each take at most a few dozen schedules; docs/how-this-is-tested.md has the numbers of all."""
+MOST_SCHEDULES = 150
+"""Which seed finds a broken guarantee changes with the code of the service."""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,8 @@ def test_a_seed_is_one_schedule_under_any_hash_seed() -> None:
     assert digest(outcome.trace) in ended.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("broken", "seeds"), FINDING.items())
-def test_a_broken_guarantee_is_found(broken: str, seeds: range) -> None:
+@pytest.mark.parametrize("broken", FOUND_WHEN_BROKEN)
+def test_a_broken_guarantee_is_found(broken: str) -> None:
     """A simulation that finds nothing when a guarantee is gone proves nothing when it is there."""
-    assert any(simulate_broken(Plan(seed, broken, redis=redis_of(broken))).violations for seed in seeds)
+    plans = (Plan(seed, broken, redis=redis_of(broken)) for seed in range(MOST_SCHEDULES))
+    assert any(simulate_broken(plan).violations for plan in plans)
