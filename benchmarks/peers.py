@@ -36,11 +36,11 @@ import numpy as np
 from groups import random_group
 from measured import Measured, Target
 from served import Served
+from versions_side import train
 
 from replaybuf.client.client import AsyncClient, Client
 from replaybuf.store import PendingGroup, Store
 from replaybuf.store.redis.durability import WritePolicy
-from replaybuf.wire.batch import read_batch
 from replaybuf.wire.frame import encode_frame, stored_checksum
 from replaybuf.wire.group import Group
 
@@ -159,7 +159,8 @@ class Ours:
             client.put_run(config)
             figures = asyncio.run(self._inserts(run, groups))
             begun_s, before_s = perf_counter(), self._served.cpu_s
-            steps = train(client, len(INSERTS) * groups // TOGETHER)
+            steps = len(INSERTS) * groups // TOGETHER
+            train(client, steps)
             figures["get"] = (perf_counter() - begun_s) / len(INSERTS)
             figures["batch" + PROCESSOR] = (self._served.cpu_s - before_s) / steps
         return figures
@@ -206,19 +207,6 @@ async def appending(served: Served, name: str, run: str) -> AsyncIterator[Append
 
         yield append
         await store.close()
-
-
-def train(client: Client, steps: int) -> int:
-    """Fetch, ack and publish all batches; return their number."""
-    epoch = client.attach(dp_world_size=1, resume_step=0).epoch
-    for step in range(steps):
-        body = client.fetch_batch(step, epoch, wait_ms=int(TIMEOUT_S * 500))
-        if not isinstance(body, bytes) or read_batch(body).meta.batch_groups != TOGETHER:
-            raise RuntimeError(f"no batch: {body!r:.100}")
-        client.ack(step, epoch)
-        client.publish_policy(step + 1, epoch)
-    client.checkpoint(steps, epoch)
-    return steps
 
 
 # ---------------------------------------------------------------------- peers
