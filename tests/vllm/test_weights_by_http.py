@@ -36,7 +36,7 @@ def test_vllm_samples_with_weights_that_its_helper_downloaded(vllm: str, version
     logprobs = oracle_of(versions)
     with (
         helper_process(tmp_path / "local", vllm, token="secret") as helper,
-        publishing(tmp_path / "weights", helper.url, publish_token="secret") as publisher,
+        publishing(tmp_path / "weights", helper.url, token="secret") as publisher,
     ):
         for version in (3, 1):
             publisher.prepare(version, CopiedWeights(versions[version]))
