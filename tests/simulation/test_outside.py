@@ -40,7 +40,6 @@ EXCEPTIONS = {
     "client/transport.py": "sockets of clients",
     "generator/child_process.py": "starts child processes",
     "generator/environments/reward_worker.py": "a thread of a child process",
-    "generator/metrics.py": "serves metrics",
     "generator/options.py": "names of this machine",
     "generator/stage/stage_daemon.py": "order of groups of a stage",
     "generator/threads.py": "threads of reward functions",
