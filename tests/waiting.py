@@ -9,8 +9,10 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+import psutil
 
 T = TypeVar("T")
 
@@ -35,6 +37,22 @@ def eventually(look: Callable[[], T], within_s: float, wanted: Callable[[T], obj
         assert not _over(began_s, within_s), f"not within {within_s:g} s; seen last: {seen!r:.1000}"
         pause.wait(max(POLL_S, _pause_s(began_s)))
     return seen
+
+
+def still_running(processes: Sequence[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Return the processes that have not ended within the time. A zombie has: not every init reaps what it inherits."""
+    began_s = time.monotonic()
+    pause = threading.Event()
+    while (alive := list(filter(_runs, processes))) and not _over(began_s, within_s):
+        pause.wait(max(POLL_S, _pause_s(began_s)))
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def until(condition: Callable[[], object], within_s: float = 30.0, poll_s: float = 0.0) -> None:

@@ -20,7 +20,7 @@ from replaybuf.client import Client
 from replaybuf.errors import counted
 from tests.forked import ForkedProcess
 from tests.ports import free_ports
-from tests.waiting import eventually
+from tests.waiting import eventually, still_running
 
 TRAINER = Path(__file__).with_name("standin_trainer.py")
 ENGINE = "import http.server, sys; http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), None).serve_forever()"
@@ -90,8 +90,7 @@ def ended(session: ForkedProcess) -> tuple[int | None, str]:
 
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that still run after the guard's time."""
-    alive = psutil.wait_procs(processes, timeout=WITHIN_S)[1]
-    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return still_running(processes, WITHIN_S)
 
 
 @contextlib.contextmanager
@@ -268,7 +267,7 @@ def test_the_service_and_its_valkey_end_when_up_is_killed_together_with_its_guar
         session.communicate(WITHIN_S)
         assert left(ours) == []
     finally:
-        for process in left(processes):
+        for process in still_running(processes, 0.0):  # nobody stops the others
             process.kill()
 
 

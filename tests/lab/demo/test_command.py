@@ -24,7 +24,7 @@ from replaybuf.errors import Invalid
 from replaybuf.lab.demo.command import PROGRAM, run_demo
 from replaybuf.lab.demo.folder import DemoOptions, Folder, Request
 from replaybuf.lab.demo.run_file import inline_toml, read_plan, write_run_file
-from tests.waiting import eventually
+from tests.waiting import eventually, still_running
 
 STEPS = 10
 STANDINS = Path(__file__).with_name("standins.py")
@@ -85,12 +85,6 @@ def training(process: subprocess.Popen[str], root: Path) -> list[psutil.Process]
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def left(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait for processes to go; return those that did not."""
-    alive = psutil.wait_procs(processes, timeout=timeout_s)[1]
-    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-
-
 def read_until(process: subprocess.Popen[str], words: str) -> str:
     """Read the output up to a line with `words`; return it."""
     if process.stdout is None:
@@ -129,7 +123,7 @@ def test_a_demo_shows_the_warm_start_and_reports_and_leaves_no_process(start: St
     processes = psutil.Process(process.pid).children(recursive=True)
     code, rest = finished(process, "\n")
     output += rest
-    assert (code, left(processes, 60.0)) == (0, []), output
+    assert (code, still_running(processes, 60.0)) == (0, []), output
     assert f"open the console again: {sys.executable} -m replaybuf serve --data-dir {tmp_path / 'demo'}" in output
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert report["accuracy"] == {"sampled": {"before": 0.5, "after": 0.5}, "greedy": {"before": 1.0, "after": 1.0}}
@@ -254,7 +248,7 @@ def test_a_demo_resumes_after_kill_9(start: Start, tmp_path: Path) -> None:
 
     process = start("--resume")
     output = read_until(process, "starting the service")
-    assert left(processes, 0.0) == [], "the folder is free only after the guard has ended them"
+    assert still_running(processes, 0.0) == [], "the folder is free only after the guard has ended them"
     code, rest = finished(process)
     output += rest
     assert code == 0, output
