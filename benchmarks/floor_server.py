@@ -91,7 +91,7 @@ class Floor:
             entries.append(values)
             names.append(header.group_id)
         async with self._lock:
-            first = keys.guarded(RUN)
+            first = [*keys.guarded(RUN), keys.deleted(RUN)]
             guard = ["", 0, "", self._stored, self._newest_key, 0, ""]
             words: tuple[Any, ...] = (
                 "FCALL",

@@ -32,7 +32,7 @@ async def publish(
         entries = templates[numbers % DISTINCT]
         entries["prompt_index"] = numbers
         pipe = store.connection.pipeline()
-        names: list[str] = []
+        names = [keys.deleted(run)]
         arguments: list[Any] = []
         for n, entry in zip(numbers.tolist(), entries, strict=True):
             k, name = n % DISTINCT, f"p{n}"
