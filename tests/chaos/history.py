@@ -22,7 +22,7 @@ from replaybuf.wire.answer.browse import GroupSummary
 OK = "ok"
 Prompt = tuple[str, int]
 """Adapter and prompt index."""
-UNAVAILABLE = ("unavailable", "not-leader", "no-room", "data-lost")
+UNAVAILABLE = ("unavailable", "not-leader", "not-durable", "no-room", "data-lost")
 """Outcomes of calls that the service did not decide; clients retry them."""
 
 

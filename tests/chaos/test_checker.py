@@ -804,7 +804,9 @@ def test_every_guarantee_is_broken_at_least_once() -> None:
     assert numbers == list(GUARANTEES) == [*range(1, 12), 13, 14]
 
 
-@pytest.mark.parametrize(("outcome", "told_of"), [("ok", False), ("unavailable", False), ("fenced", True)])
+@pytest.mark.parametrize(
+    ("outcome", "told_of"), [("ok", False), ("unavailable", False), ("not-durable", False), ("fenced", True)]
+)
 def test_a_checkpoint_may_be_gone_where_a_trainer_that_was_not_fenced_yet_went_on(outcome: str, told_of: bool) -> None:
     """One checkpoint is kept; a later one of another trainer may have dropped it."""
     history = correct()
