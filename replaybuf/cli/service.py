@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replaybuf.client import Client
+from replaybuf.wire.contract import WaitingAnswer
+from replaybuf.wire.wait_reasons import WAIT_REASONS
 
 RETRY_S = 60.0
 """Commands go on through the restart of a service."""
@@ -66,6 +68,14 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(printable(value)) for value in row))
     (console or Console()).print(table if table.rows else "nothing to show")
+
+
+def explain_waiting(waiting: WaitingAnswer) -> Iterator[str]:
+    """Yield what the reason of a wait means with what to do, and its detail."""
+    if reason := WAIT_REASONS.get(waiting.reason):  # a newer service may have others
+        yield str(reason)
+    if waiting.detail:
+        yield printable(waiting.detail)
 
 
 def printable(value: object) -> str:

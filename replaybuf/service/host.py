@@ -347,7 +347,8 @@ class Service:
         ends = await self.store.streams.read_ends([run.name for run in runs])
         checks = [functools.partial(run.check_ends, shown) for run, shown in zip(runs, ends, strict=True)]
         outages = await self._work_each(zip(runs, checks, strict=True))
-        self._checked_on = self._checked_on if outages else serving  # with outages all are checked again
+        if not outages:  # else all are checked again
+            self._checked_on = serving
         outages += await self._work_each(await read_side_states(self.store, runs, shared=self._servers.any))
         if (known := self.store.connection.known).unsynced:
             await asyncio.to_thread(known.sync)

@@ -17,6 +17,7 @@ from replaybuf.cli.service import (
     StepNumber,
     client,
     draw_bar,
+    explain_waiting,
     print_json,
     print_table,
     printable,
@@ -24,7 +25,6 @@ from replaybuf.cli.service import (
 from replaybuf.errors import counted
 from replaybuf.wire.answer.explain import AdapterCandidates, Arrivals, BatchExplanation, Choice, ChosenGroup, Packing
 from replaybuf.wire.contract import Amount
-from replaybuf.wire.wait_reasons import WAIT_REASONS
 
 BAR_WIDTH = 24
 MOST_RANKS = 64
@@ -82,10 +82,7 @@ def _head(explanation: BatchExplanation) -> Iterator[str]:
     if explanation.waiting:
         waits = explanation.waiting
         yield f"waits: {waits.reason}, blocked on {waits.blocked_on}; has {_amount(waits.have)}{_needs(waits.need)}"
-        if reason := WAIT_REASONS.get(waits.reason):  # a newer service may have others
-            yield f"  {reason}"
-        if waits.detail:
-            yield f"  {waits.detail}"
+        yield from (f"  {line}" for line in explain_waiting(waits))
 
 
 def _amount(amount: Amount) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -19,9 +19,9 @@ from replaybuf.cli.service import (
     Service,
     ServiceOptions,
     client,
+    explain_waiting,
     print_json,
     print_table,
-    printable,
 )
 from replaybuf.client.addresses import addresses_of
 from replaybuf.errors import counted
@@ -37,7 +37,6 @@ from replaybuf.wire.answer.run_status import (
 )
 from replaybuf.wire.config import check_run_name
 from replaybuf.wire.contract import Readiness, WaitingAnswer
-from replaybuf.wire.wait_reasons import WAIT_REASONS
 
 WATCH_PERIOD_S = 2.0
 
@@ -82,7 +81,7 @@ def show_status(options: ServiceOptions, run: str | None, console: Console | Non
     for status in runs:
         results = fetch(address, f"/v1/runs/{status.run}/evaluations", options.token, Evaluations).evaluations
         console.print(_table(status, ready.leaders.get(status.run), results))
-        for line in _explain(status.waiting):
+        for line in explain_waiting(status.waiting) if status.waiting else ():
             console.print(f"  {line}", markup=False, highlight=False)
 
 
@@ -192,15 +191,6 @@ def _waiting(waiting: WaitingAnswer | None) -> str:
     have, need = msgspec.structs.asdict(waiting.have), msgspec.structs.asdict(waiting.need)
     actor = "nobody has to act" if waiting.blocked_on == "nothing" else f"waiting for {waiting.blocked_on}"
     return f"{waiting.reason}: have {_pairs(have)}; need {_pairs(need)}; {actor}"
-
-
-def _explain(waiting: WaitingAnswer | None) -> Iterator[str]:
-    if waiting is None:
-        return
-    if reason := WAIT_REASONS.get(waiting.reason):  # a newer service may have others
-        yield str(reason)
-    if waiting.detail:
-        yield printable(waiting.detail)
 
 
 def _since(seconds: float | None) -> str:

@@ -204,6 +204,11 @@ def hash_content(record: BatchRecord, layout: AttachedTrainer) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(inputs) + timeless).digest()
 
 
+async def pack_beside(record: BatchRecord, fetched: FetchedGroups, layout: AttachedTrainer) -> PackedBatch:
+    """Pack as `pack_batch`, many or large groups in a thread."""
+    return await call_beside(size_of(len(fetched.groups), fetched.frame_bytes), pack_batch, record, fetched, layout)
+
+
 def pack_batch(record: BatchRecord, fetched: FetchedGroups, layout: AttachedTrainer) -> PackedBatch:
     """Pack the groups of a record for a layout. Raises `Gone` where a group can no longer be read."""
     frames = {entry.number: entry for entry in fetched.entries}

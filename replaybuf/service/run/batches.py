@@ -26,8 +26,7 @@ from replaybuf.service.bodies.assembly import (
     complete_record,
     fetch_groups,
     join_fetched,
-    pack_batch,
-    size_of,
+    pack_beside,
 )
 from replaybuf.service.bodies.explanation import describe_batch
 from replaybuf.service.bodies.writer import Bodies, Part
@@ -322,8 +321,7 @@ class Batches:
         layout = self._state.attachment
         if layout is None:
             raise Conflict(f"run {self._journal.name} has no trainer attached", name="epoch", value=0, bound=1)
-        size = size_of(len(fetched.groups), fetched.frame_bytes)
-        return self._keep(await call_beside(size, pack_batch, record, fetched, layout))
+        return self._keep(await pack_beside(record, fetched, layout))
 
     def _keep(self, batch: PackedBatch) -> PackedBatch:
         self._packed[batch.record.step] = batch

@@ -28,8 +28,7 @@ from replaybuf.service.bodies.assembly import (
     complete_record,
     fetch_groups,
     hash_content,
-    pack_batch,
-    size_of,
+    pack_beside,
 )
 from replaybuf.service.bodies.writer import Bodies
 from replaybuf.service.run.journal import Journal
@@ -202,8 +201,7 @@ class NextBatch:
             return  # a late column arrived meanwhile; that is a change, so the next call fetches the group again
         draft = draft_batch(self._state, self._selector, chosen, self._journal.clock.wall())
         record = await call_beside(len(numbers), complete_record, draft, fetched)
-        size = size_of(len(numbers), fetched.frame_bytes)
-        batch = await call_beside(size, pack_batch, record, fetched, layout)
+        batch = await pack_beside(record, fetched, layout)
         if not prepared.closed:
             prepared.batch = batch
             await self._write_bodies(prepared, batch)
