@@ -15,6 +15,7 @@ from replaybuf.client.client import Client
 from replaybuf.client.http_reply import Reply
 from replaybuf.errors import NotAcceptable
 from replaybuf.packing import batches
+from replaybuf.service.bodies import assembly
 from replaybuf.service.bodies import writer as bodies
 from replaybuf.service.bodies.writer import Part
 from replaybuf.service.http.reply.sending import CHUNK_BYTES, BodyResponse, coding_for, matches
@@ -401,7 +402,7 @@ def test_a_fault_during_preparation_is_left_to_the_decision(
             raise ValueError("no such thing")
 
         with monkeypatch.context() as patched:
-            patched.setattr(next_batch, "pack_batch", broken)
+            patched.setattr(assembly, "pack_batch", broken)
             await made.prepare()
         assert "next batch not prepared" in caplog.text
         assert made.run.state.totals.dead_lettered.total() == 0
