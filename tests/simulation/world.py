@@ -119,7 +119,7 @@ class World:
             (socket, "create_connection", self._refuse("socket.create_connection")),
             (socket.socket, "connect", self._refuse("socket.connect")),
             (time_limit, "_timer", contextlib.nullcontext),  # of real time: a busy machine would change the schedule
-            (asyncio.tasks._all_tasks, "add", _nowhere),  # type: ignore[attr-defined] # the loop knows its tasks
+            (_tasks_of_asyncio(), "add", _nowhere),  # the loop knows its tasks
         ]
         with contextlib.ExitStack() as stack:
             state = random.getstate()
@@ -138,6 +138,12 @@ class World:
             raise error
 
         return refuse
+
+
+def _tasks_of_asyncio() -> Any:
+    """Return the weak set of all tasks."""
+    names = vars(asyncio.tasks)
+    return names["_scheduled_tasks" if "_scheduled_tasks" in names else "_all_tasks"]  # renamed in Python 3.12
 
 
 def _nowhere(task: object) -> None:
