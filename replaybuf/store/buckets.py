@@ -14,7 +14,7 @@ bucket whose count is lower has lost acknowledged payloads, and takes no new one
 again: the payload that is lost may be of another server, and a write of one that does not know it would make the count
 right again, so nobody would notice the loss. A server that was suspended between this read and the end of its write
 reads again, also after an error, which says nothing of what was written: if a number of its own is published, the
-payload that had it is lost. The index refuses such numbers too.
+payload that had it is lost. The index refuses such numbers too, and the sweep looks for them.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ class BucketStore:
                 waiting += own
 
     async def take_back(self, run: str, bucket: int, number: int, payload_keys: Sequence[str]) -> int:
-        """Delete an attempt's payloads in a bucket, and do not count them, if one has this number, which is published.
+        """Delete payloads of attempts in a bucket, and do not count them, if one has this number, which is published.
 
         The payload that had the number before is lost, and the count then shows it. Returns how many payloads the
-        bucket had before the attempt, or -1 if none has the number: the attempt's own may be the lost ones.
+        bucket had before the attempts, or -1 if none has the number: the attempt's own may be the lost ones.
         """
         own = _by_bucket(run, payload_keys)[bucket]
         names = [keys.attempts(run, bucket), keys.written(run, bucket), *own]
@@ -313,7 +313,7 @@ class BucketStore:
     async def sweep(self, run: str, token: str, find_published: FindPublished) -> int:
         """Begin a round of attempts; delete payloads of older attempts that the index lacks. Return how many.
 
-        Raises `NotLeader`.
+        Raises `NotLeader`, and `DataLost` if such payloads hid a loss: their process ended before it looked for one.
         """
         if not await self._has_attempts(run):
             return 0
@@ -323,10 +323,19 @@ class BucketStore:
         async for bucket, attempts in self._attempts(run, f"({newest - 1}"):
             published = await find_published(run, attempts)
             orphans = [key for key in attempts if key not in published]
+            await self._uncover_loss(run, bucket, orphans)
             await self.unlink(orphans)
             await self._forget(run, bucket, attempts)
             swept += len(orphans)
         return swept
+
+    async def _uncover_loss(self, run: str, bucket: int, orphans: Sequence[str]) -> None:
+        if not orphans or self._connection.policy.level == "relaxed":
+            return
+        published, _ = await self._read_published(run)
+        number = published.get(bucket)
+        if number and (counter := await self.take_back(run, bucket, number, orphans)) >= 0:
+            raise self._record_loss(run, bucket, number, counter)
 
     async def _has_attempts(self, run: str) -> bool:
         pipe = self._connection.pipeline()

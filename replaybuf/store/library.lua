@@ -331,27 +331,36 @@ local function note(keys, args)
   return {1, written + #args - 2}
 end
 
--- Take back an append attempt that hides a loss: one of its payloads has a number that is published, so the payload that
+-- Take back append attempts that hide a loss: one of their payloads has a number that is published, so the payload that
 -- had the number before is lost. A note is written and removed with its number, so it proves that the count includes it.
--- keys: attempts, written, payloads of the attempt in the order of their notes; args: published number
--- returns how many payloads the bucket had before the attempt, or -1 and changes nothing, if no payload has the number
+-- keys: attempts, written, payloads of the attempts in the order of their notes; args: published number
+-- Only payloads whose numbers follow each other up to the published one, and on from there, are taken back.
+-- returns how many payloads the bucket had before them, or -1 and changes nothing, if no payload has the number
 local function take_back(keys, args)
-  local published, noted, before = tonumber(args[1]), {}, -1
+  local published, taken, before, last = tonumber(args[1]) % NUMBERS, {}, -1, nil
   for at = 3, #keys do
     local score = redis.call('ZSCORE', keys[1], keys[at])
-    if score then
-      noted[#noted + 1] = keys[at]
-      if score * NUMBERS % NUMBERS == published % NUMBERS then
-        before = published - #noted
+    local number = score and score * NUMBERS % NUMBERS
+    if number and last and number ~= (last + 1) % NUMBERS then
+      if before >= 0 then
+        break
+      end
+      taken = {}
+    end
+    if number then
+      taken[#taken + 1] = keys[at]
+      last = number
+      if number == published then
+        before = args[1] - #taken
       end
     end
   end
   if before >= 0 then
-    for _, payload in ipairs(noted) do
+    for _, payload in ipairs(taken) do
       redis.call('UNLINK', payload)
       redis.call('ZREM', keys[1], payload)
     end
-    redis.call('INCRBY', keys[2], -#noted)
+    redis.call('INCRBY', keys[2], -#taken)
   end
   return before
 end

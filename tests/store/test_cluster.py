@@ -294,6 +294,38 @@ def test_a_failed_append_of_a_suspended_server_does_not_hide_a_loss(
     on_cluster(cluster.url, work)
 
 
+def test_a_cut_append_that_hid_a_loss_is_found_by_the_sweep(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suspended server was killed after its write: it never compared its number. An older cut append hid nothing."""
+
+    async def work(store: Store) -> None:
+        run, (cut, first, second, third) = "hidden", names_of_one_bucket(4)
+        token = (await store.runs.take_lease(run, "leader", LEASE_S)).token or ""
+        written = keys.written(run, keys.bucket_of(first))
+        node, left = cluster.owner(written).client, buckets_of(store)
+        await left.write(run, {keys.payload_in_bucket(run, cut): b"cut"})
+        assert await append(store, run, to_append(first)) == [True]
+        suspended = await Store.open(cluster.url)
+        known = await buckets_of(suspended)._read_published(run)
+        assert await append(store, run, to_append(second)) == [True]
+        node.set(written, 2)  # the node has lost the payload of the second group
+        try:
+            monkeypatch.setattr(buckets_of(suspended), "_read_published", mock.AsyncMock(return_value=known))
+            await buckets_of(suspended).write(run, {keys.payload_in_bucket(run, third): b"killed"})
+        finally:
+            await suspended.close()
+        assert await left.find_loss(run) is None
+        assert await store.groups.sweep(run, token) == 0
+        with pytest.raises(DataLost, match="has had 2 payloads, but 3 were acknowledged"):
+            await store.groups.sweep(run, token)
+        assert await left.find_loss(run)
+        assert await store.groups.sweep(run, token) == 1
+        assert node.get(written) == b"2"
+
+    on_cluster(cluster.url, work)
+
+
 def test_an_append_whose_own_payload_was_lost_is_written_again(
     cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
