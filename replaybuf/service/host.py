@@ -35,20 +35,18 @@ from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
 from replaybuf.service.traffic import Traffic
-from replaybuf.service.turns import Work, cancel_all, do_all, do_in_turn, in_turns, raise_first
+from replaybuf.service.turns import Work, cancel_all, do_all, do_in_turn, in_turns, raise_first, wait_briefly
 from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
 from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
 TICK_S = 0.25
 WATCH_PERIOD_S = 1.0
 PREPARE_PERIOD_S = 0.05
 FOLLOW_TIMEOUT_S = 1.0
-FOLLOW_PERIOD_S = 0.01
-"""A burst of entries is read at once: at most 100 reads per second."""
+FOLLOW_PERIOD_S = 0.01  # a burst of entries is read at once: at most 100 reads per second
 REPORT_PERIOD_S = 10.0
 DELETE_PERIOD_S = 1.0
 OUTAGE_PAUSE_S = 0.5
@@ -82,7 +80,7 @@ class Service:
         self._balance = Balance(self._servers, clock.monotonic)
         self._embedded, self._history_groups = embedded, history_groups
         self._spread = store.connection.cluster is not None
-        self._opening, self._added = asyncio.Lock(), asyncio.Event()
+        self._opening, self._added, self._unchecked = asyncio.Lock(), asyncio.Event(), asyncio.Event()
         self._busy, self._checked_on = BusyRuns(), ""
         self._ticking, self._watching = Rotation(self._busy, TICK_ROUNDS), Rotation(self._busy, WATCH_ROUNDS)
 
@@ -142,10 +140,10 @@ class Service:
                 self._add(run)
                 logger.info("run created run=%s strategy=%s by=%s", name, config.strategy.name, by or "-")
                 return run, True
-        existing = await self.run(name)
+        run = await self.run(name)
         if not if_absent:
-            existing.check_config(config)
-        return existing, False
+            run.check_config(config)
+        return run, False
 
     async def delete(self, name: str, *, by: str = "") -> None:
         """Record that a finished run is deleted; its keys go in the background. Raises `Conflict` for other runs."""
@@ -245,7 +243,7 @@ class Service:
                 "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
                 "tick": self._repeat(self._tick, TICK_S),
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
-                "watch": self._repeat(self._watch, WATCH_PERIOD_S),
+                "watch": self._repeat(self._watch, 0.0),
                 "measure": self._repeat(self._measure, REPORT_PERIOD_S),
                 "delete": self._repeat(self._delete, DELETE_PERIOD_S),
                 "watch_loop": self.loop_watch.run(),
@@ -303,7 +301,10 @@ class Service:
         return await do_in_turn((functools.partial(self._work, *work) for work in works), pass_outages=self._spread)
 
     async def _hold(self) -> None:
-        if changed := await self._leadership.hold(self.runs):
+        changed = await self._leadership.hold(self.runs)
+        if self.store.runs.serving != self._checked_on:
+            self._unchecked.set()
+        if changed:
             outages = await self._work_each((run, run.read_streams) for run in changed)
             self._added.set()  # follow them closely again
             raise_first(outages)
@@ -322,9 +323,7 @@ class Service:
         self._added.clear()
         known = {run.name: run.journal.ends for run in self._busy.list() if run.written_by_others}
         if not known:
-            with contextlib.suppress(TimeoutError):  # we may lose the lead of a run meanwhile
-                async with asyncio.timeout(FOLLOW_TIMEOUT_S):
-                    await self._added.wait()
+            await wait_briefly(self._added, FOLLOW_TIMEOUT_S)  # we may lose the lead of a run meanwhile
             return
         news = asyncio.create_task(self.store.streams.wait_for_entries(known, FOLLOW_TIMEOUT_S))
         added = asyncio.create_task(self._added.wait())
@@ -334,14 +333,14 @@ class Service:
             names = await news if news.done() else []
         finally:
             await cancel_all([task for task in (news, added) if not task.done()])
-        listed = (self.runs.get(name) for name in names)
-        raise_first(await self._work_each((run, run.read_streams) for run in listed if run))
+        raise_first(await self._work_each((run, run.read_streams) for run in map(self.runs.get, names) if run))
 
     async def _tick(self) -> None:
         raise_first(await self._work_each((run, run.tick) for run in self._ticking.next(self.runs)))
 
     async def _watch(self) -> None:
         """Check that Redis kept what it acknowledged; read the tickets and counters that others wrote."""
+        await wait_briefly(self._unchecked, WATCH_PERIOD_S)  # not after a failover: who knows less must not write first
         serving = self.store.runs.serving
         runs = self._watching.next(self.runs) if serving == self._checked_on else [*self.runs.values()]
         ends = await self.store.streams.read_ends([run.name for run in runs])
@@ -349,6 +348,7 @@ class Service:
         outages = await self._work_each(zip(runs, checks, strict=True))
         if not outages:  # else all are checked again
             self._checked_on = serving
+            self._unchecked.clear()
         outages += await self._work_each(await read_side_states(self.store, runs, shared=self._servers.any))
         if (known := self.store.connection.known).unsynced:
             await asyncio.to_thread(known.sync)
@@ -362,9 +362,8 @@ class Service:
     async def _discover(self) -> list[ServiceUnavailable]:
         """Open runs that others created, or that we know and Redis does not list; return the outages of nodes."""
         names = {*await self.store.runs.list_names(), *self.store.connection.known.runs} - self.runs.keys()
-        return await do_in_turn(
-            (functools.partial(self._discover_one, name) for name in sorted(names)), pass_outages=self._spread
-        )
+        works = (functools.partial(self._discover_one, name) for name in sorted(names))
+        return await do_in_turn(works, pass_outages=self._spread)
 
     async def _discover_one(self, name: str) -> None:
         # `unreadable` reports what cannot be read, and the next call retries; `_delete` removes a deleted run.

@@ -323,18 +323,27 @@ class BucketStore:
         async for bucket, attempts in self._attempts(run, f"({newest - 1}"):
             published = await find_published(run, attempts)
             orphans = [key for key in attempts if key not in published]
-            await self._uncover_loss(run, bucket, orphans)
-            await self.unlink(orphans)
+            if orphans:
+                await self._uncover_loss(run, bucket, orphans)
+                await self.unlink(orphans)
             await self._forget(run, bucket, attempts)
             swept += len(orphans)
         return swept
 
     async def _uncover_loss(self, run: str, bucket: int, orphans: Sequence[str]) -> None:
-        if not orphans or self._connection.policy.level == "relaxed":
+        """Raise `DataLost` if payloads that the index lacks have a published number.
+
+        One that does not exist may have been published, used and freed: its group is trimmed, its note may be left.
+        """
+        if self._connection.policy.level == "relaxed":
             return
         published, _ = await self._read_published(run)
+        pipe = self._connection.pipeline()
+        for key in orphans:
+            pipe.exists(key)
+        left = [key for key, exists in zip(orphans, await self._connection.run(pipe.execute()), strict=True) if exists]
         number = published.get(bucket)
-        if number and (counter := await self.take_back(run, bucket, number, orphans)) >= 0:
+        if number and left and (counter := await self.take_back(run, bucket, number, left)) >= 0:
             raise self._record_loss(run, bucket, number, counter)
 
     async def _has_attempts(self, run: str) -> bool:

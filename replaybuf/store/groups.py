@@ -222,7 +222,8 @@ class GroupStore:
             # A leader that was replaced stops here. One that is replaced after it deletes nothing that its successor
             # needs: the ledger has freed these keys, and no append uses a key again.
             await self._connection.call(run, "rb_free", (), [""], token)
-            await self.buckets.unlink(payload_keys)
+            # Durably: the sweep takes a payload without an index entry for one that was never published.
+            await self.buckets.unlink(payload_keys, durably=True)
             payload_keys = []
         for start in range(0, len(payload_keys) or 1, FREED_AT_ONCE):
             chunk = payload_keys[start : start + FREED_AT_ONCE]

@@ -81,7 +81,8 @@ local function holds_less(run, incarnation, known, entries, stored, entry_key)
     or known.group > 0 and not holds_group(run, known.group, known.payload_key)
 end
 
--- When this process of Redis began to run functions; 0 if it had no data. It is not stored: a restart begins anew.
+-- When a server first asked this process of Redis for leases or to write; 0 if it had no data. It is not stored: a restart
+-- begins anew. Reads do not count: one connection may read before its server can use the others.
 local serving_since_ms
 -- The replication id under which it did. A global outlives a demotion, but each promotion gives a primary another id.
 local serving_as
@@ -142,7 +143,6 @@ end
 -- {outcome, detail, incarnation}
 local function guarded(callback)
   return function(keys, args)
-    begin_serving()
     local run = {}
     for _, name in ipairs({'fence', 'ledger', 'index', 'ids', 'counts', 'lost', 'incarnation'}) do
       run[name] = table.remove(keys, 1)
@@ -185,6 +185,7 @@ end
 -- but for runs that began since then.
 local function writing(callback)
   return guarded(function(keys, args, run, entries)
+    begin_serving()
     local left_ms = run.shown ~= '' and writes_in_ms() or 0
     if left_ms > 0 and entries == 0 then
       new_runs[run.ledger] = true
@@ -497,6 +498,7 @@ end
 -- Take or renew the lease. keys: lead; args: holder, ttl in ms, '1' to take it from any holder
 -- detail: 1, fencing token, newest ledger entry, newest group: no older leader adds to them; or 0, holder, ms left
 local function lead(keys, args, run)
+  begin_serving()
   local holder, entries, stored = redis.call('GET', keys[1]), read_ends(run)
   if holder == args[1] then
     redis.call('PEXPIRE', keys[1], args[2])
