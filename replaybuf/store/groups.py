@@ -142,10 +142,13 @@ class GroupStore:
             entries = new_entries(groups, payload_keys, published, now_s, admitted=checked_at is not None)
             frames = {key: item.frame for key, item in zip(payload_keys, groups, strict=True)}
             attempt = await buckets.write(run, frames)
-            written = [part for bucket, counts in attempt.written.items() for part in (bucket, *counts)]
+            places: dict[int, list[str]] = {}
+            for place, item in enumerate(groups):
+                places.setdefault(keys.bucket_of(item.group_id), []).append(str(place))
+            written = [(bucket, *counts, ",".join(places[bucket])) for bucket, counts in attempt.written.items()]
             marks, words = publish_words(run, groups, entries, checked_at)
             names = [keys.deleted(run), *(name for mark in marks for name in mark), keys.buckets(run)]
-            words = [attempt.round, len(attempt.written), *written, *words]
+            words = [attempt.round, len(written), *(part for counts in written for part in counts), *words]
             try:
                 outcome, flat = await self._connection.call(run, "rb_publish_stored", names, words, durably=True)
                 _check_current(run, outcome)

@@ -281,28 +281,34 @@ end
 -- rounds is refused: its payloads may be deleted.
 -- keys: those of `publish`, what is published of the buckets
 -- args: round in which the attempt began, number of buckets, (bucket, its payloads ever written, how many of the newest
--- are of this attempt; 0 = may be lost)..., those of `publish`
+-- are of this attempt; 0 = may be lost, places of its groups from 0)..., those of `publish`
 -- outcomes: ok, with the newest round as the last detail; outdated, with it as the detail; taken, with a bucket: a number
 -- of this attempt is published already, so the bucket has lost a payload since
+-- Numbers of groups that are stored already are not published: their payloads are not acknowledged.
 local function publish_stored(keys, args, run)
   local buckets, count = keys[#keys], tonumber(args[2])
   local newest = tonumber(redis.call('HGET', run.counts, 'round') or 0)
   if tonumber(args[1]) < newest - 1 then
     return 'outdated', newest
   end
-  for at = 3, 3 * count, 3 do
+  for at = 3, 4 * count, 4 do
     local written, known = tonumber(args[at + 1]), tonumber(redis.call('HGET', buckets, args[at]) or 0)
     if known <= written and known > written - tonumber(args[at + 2]) then
       return 'taken', tonumber(args[at])
     end
   end
-  local outcome, published = put_groups(keys, args, run, 2, 2 + 3 * count)
+  local outcome, published = put_groups(keys, args, run, 2, 2 + 4 * count)
   if outcome ~= 'ok' then
     return outcome, published
   end
-  for at = 3, 3 * count, 3 do
-    if tonumber(args[at + 1]) > tonumber(redis.call('HGET', buckets, args[at]) or 0) then
-      redis.call('HSET', buckets, args[at], args[at + 1])
+  for at = 3, 4 * count, 4 do
+    local behind -- how many payloads of the attempt come behind its last stored one
+    for place in string.gmatch(args[at + 3], '%d+') do
+      behind = published[2 * place + 1] == 1 and 0 or behind and behind + 1
+    end
+    local number = behind and args[at + 1] - behind
+    if number and number > tonumber(redis.call('HGET', buckets, args[at]) or 0) then
+      redis.call('HSET', buckets, args[at], string.format('%d', number))
     end
   end
   published[#published + 1] = newest

@@ -326,6 +326,23 @@ def test_a_cut_append_that_hid_a_loss_is_found_by_the_sweep(
     on_cluster(cluster.url, work)
 
 
+def test_the_payload_of_a_repeat_hides_no_loss(cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server was killed before it deleted the payload, which has the newest number of its bucket."""
+
+    async def work(store: Store) -> None:
+        run, (first, second) = "repeated", names_of_one_bucket(2)
+        token = (await store.runs.take_lease(run, "leader", LEASE_S)).token or ""
+        monkeypatch.setattr(buckets_of(store), "withdraw", mock.AsyncMock())
+        assert await append(store, run, to_append(first)) == [True]
+        assert await append(store, run, to_append(second), to_append(first)) == [True, False]
+        assert [await store.groups.sweep(run, token) for _ in range(2)] == [0, 1]
+        assert await buckets_of(store).find_loss(run) is None
+        assert cluster.owner(keys.buckets(run)).client.hgetall(keys.buckets(run)) == {b"0": b"2"}
+        assert await append(store, run, to_append(second)) == [False]
+
+    on_cluster(cluster.url, work)
+
+
 def test_an_append_whose_own_payload_was_lost_is_written_again(
     cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -366,6 +366,28 @@ def test_a_leader_writes_nothing_to_a_redis_that_just_started_until_others_showe
         asyncio.run(main(valkey))
 
 
+def test_reads_do_not_use_up_the_time_before_the_first_write(tmp_path: Path) -> None:
+    """A server may read from a new primary that takes no writes yet; who knows more has not reached it either."""
+
+    async def main(valkey: Valkey) -> None:
+        leader = await Store.open(valkey.url)
+        try:
+            token = str((await leader.runs.take_lease("r", "one", 60.0)).token)
+            await leader.ledger.append("r", token, 1, AckRecord(step=0, epoch=1))
+            valkey.kill()
+            valkey.start()
+            began_s = valkey.client.time()[0]
+            while valkey.client.time()[0] < began_s + 3:
+                await _once_answered(lambda: leader.streams.read_end("r"))
+            with pytest.raises(ServiceUnavailable, match="has just started"):
+                await _once_answered(writes(leader, "r", token)["ledger"], but="has just started")
+        finally:
+            await leader.close()
+
+    with Valkey(tmp_path / "valkey") as valkey:
+        asyncio.run(main(valkey))
+
+
 async def _once_answered(call: Callable[[], Awaitable[object]], *, but: str | None = None) -> object:
     """Make a call until Redis answers it otherwise than with `ServiceUnavailable`, or with one that says `but`."""
     async with asyncio.timeout(30.0):
