@@ -35,7 +35,7 @@ from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
 from replaybuf.service.traffic import Traffic
-from replaybuf.service.turns import Work, cancel_all, do_all, do_in_turn, in_turns, raise_first, wait_briefly
+from replaybuf.service.turns import Work, cancel_all, do_all, do_in_turn, in_turns, raise_first
 from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
 from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name
@@ -80,7 +80,7 @@ class Service:
         self._balance = Balance(self._servers, clock.monotonic)
         self._embedded, self._history_groups = embedded, history_groups
         self._spread = store.connection.cluster is not None
-        self._opening, self._added, self._unchecked = asyncio.Lock(), asyncio.Event(), asyncio.Event()
+        self._opening, self._added = asyncio.Lock(), asyncio.Event()
         self._busy, self._checked_on = BusyRuns(), ""
         self._ticking, self._watching = Rotation(self._busy, TICK_ROUNDS), Rotation(self._busy, WATCH_ROUNDS)
 
@@ -243,7 +243,7 @@ class Service:
                 "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
                 "tick": self._repeat(self._tick, TICK_S),
                 "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
-                "watch": self._repeat(self._watch, 0.0),
+                "watch": self._repeat(self._watch, WATCH_PERIOD_S),
                 "measure": self._repeat(self._measure, REPORT_PERIOD_S),
                 "delete": self._repeat(self._delete, DELETE_PERIOD_S),
                 "watch_loop": self.loop_watch.run(),
@@ -301,10 +301,7 @@ class Service:
         return await do_in_turn((functools.partial(self._work, *work) for work in works), pass_outages=self._spread)
 
     async def _hold(self) -> None:
-        changed = await self._leadership.hold(self.runs)
-        if self.store.runs.serving != self._checked_on:
-            self._unchecked.set()
-        if changed:
+        if changed := await self._leadership.hold(self.runs):
             outages = await self._work_each((run, run.read_streams) for run in changed)
             self._added.set()  # follow them closely again
             raise_first(outages)
@@ -323,7 +320,9 @@ class Service:
         self._added.clear()
         known = {run.name: run.journal.ends for run in self._busy.list() if run.written_by_others}
         if not known:
-            await wait_briefly(self._added, FOLLOW_TIMEOUT_S)  # we may lose the lead of a run meanwhile
+            with contextlib.suppress(TimeoutError):  # we may lose the lead of a run meanwhile
+                async with asyncio.timeout(FOLLOW_TIMEOUT_S):
+                    await self._added.wait()
             return
         news = asyncio.create_task(self.store.streams.wait_for_entries(known, FOLLOW_TIMEOUT_S))
         added = asyncio.create_task(self._added.wait())
@@ -340,7 +339,6 @@ class Service:
 
     async def _watch(self) -> None:
         """Check that Redis kept what it acknowledged; read the tickets and counters that others wrote."""
-        await wait_briefly(self._unchecked, WATCH_PERIOD_S)  # not after a failover: who knows less must not write first
         serving = self.store.runs.serving
         runs = self._watching.next(self.runs) if serving == self._checked_on else [*self.runs.values()]
         ends = await self.store.streams.read_ends([run.name for run in runs])
@@ -348,7 +346,6 @@ class Service:
         outages = await self._work_each(zip(runs, checks, strict=True))
         if not outages:  # else all are checked again
             self._checked_on = serving
-            self._unchecked.clear()
         outages += await self._work_each(await read_side_states(self.store, runs, shared=self._servers.any))
         if (known := self.store.connection.known).unsynced:
             await asyncio.to_thread(known.sync)

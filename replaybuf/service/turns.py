@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -68,13 +67,6 @@ async def call_beside(size: int, call: Callable[P, T], *arguments: P.args, **opt
     if size <= FEW:
         return call(*arguments, **options)
     return await asyncio.to_thread(call, *arguments, **options)
-
-
-async def wait_briefly(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait until an event is set, or for `timeout_s`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -91,7 +91,7 @@ local new_runs = {}
 -- Time that every living server has to show what it knows, before the lead changes.
 local SETTLE_MS = 2000
 -- Time before a run is written: a leader that does not know the newest groups of the others must not go on without
--- them. A server that lives shows its ends as soon as it has connected.
+-- them. A server that knows more notices it when it renews its leases, twice a second, and shows its ends.
 local UNWRITTEN_MS = 1000
 local LOOK_MS = 500
 

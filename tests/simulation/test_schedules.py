@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.simulation.broken import redis_of, simulate_broken
-from tests.simulation.mix import CLUSTER, SINGLE
+from tests.simulation.mix import CLUSTER, SENTINEL, SINGLE
 from tests.simulation.plan import Plan
 from tests.simulation.schedule import digest, simulate
 
@@ -31,6 +31,12 @@ FOUND_ON_CLUSTER = {
     4: "a server that did not know a lost payload wrote to its bucket, and hid the loss",
     700061: "a suspended server wrote to a bucket that had lost a payload, got an error, and did not look for the loss",
     900034: "an append was published in a newer round than that of its notes, after its payloads had been deleted",
+    20200: "a primary that became a replica meanwhile refused WAITAOF, and no write waited for the disk any more",
+    5005893: "a ticket passed its deadline after its group was stored, and before the leader heard of it",
+    7000665: "the payload of a suspended append had the number of a lost one, and was deleted before anybody noticed",
+}
+FOUND_ON_SENTINEL = {
+    7010394: "a leader wrote to a promoted replica before the server that knew more could show it",
 }
 FOUND_WHEN_BROKEN = (
     "deduplication",
@@ -50,7 +56,12 @@ MOST_SCHEDULES = 150
 
 
 @pytest.mark.parametrize(
-    ("seed", "redis"), [*((seed, SINGLE) for seed in FOUND), *((seed, CLUSTER) for seed in FOUND_ON_CLUSTER)]
+    ("seed", "redis"),
+    [
+        (seed, redis)
+        for seeds, redis in ((FOUND, SINGLE), (FOUND_ON_CLUSTER, CLUSTER), (FOUND_ON_SENTINEL, SENTINEL))
+        for seed in seeds
+    ],
 )
 def test_a_schedule_that_once_failed_holds(seed: int, redis: str) -> None:
     """Every guarantee of the checker of chaos, and progress after the last fault."""
