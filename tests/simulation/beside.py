@@ -52,6 +52,14 @@ class Reader:
     def __init__(self, world: World, client: Client, run: str, history: list[Event]) -> None:
         self._world, self._client, self._run, self._history = world, client, run, history
 
+    async def open(self) -> None:
+        """Create the cursor before any group is freed: it keeps no bytes of groups that were freed before it."""
+
+        async def work(service: Service, gone: Gone) -> None:
+            await (await service.led(self._run)).cursors.open(CURSOR, None)
+
+        await self._client.observe(self._run, work)
+
     async def work(self, stopping: asyncio.Event) -> None:
         """Read until `stopping` is set."""
         while not stopping.is_set():

@@ -66,7 +66,9 @@ class Disturber:
         server.kill()
 
     async def _end(self, server: Server) -> None:
-        server.stop()
+        """End a process in order. Its calls may take seconds to end, in which it tells the others nothing."""
+        if self._world.may_hurt(server.node):
+            server.stop()
 
     async def _stop(self, server: Server) -> None:
         """Stop a process, longer than its lease lasts at times."""

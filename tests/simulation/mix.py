@@ -20,10 +20,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SINGLE, CLUSTER, SENTINEL = "single", "cluster", "sentinel"
 REDIS = (SINGLE, SINGLE, CLUSTER, CLUSTER, SENTINEL)
-"""Kinds of Redis: one server; three primaries with replicas; a primary with a replica that three sentinels watch.
+"""Kinds of Redis: one server; three primaries with replicas; a primary with replicas that three sentinels watch.
 A schedule draws one of these."""
 TWO_REPLICAS = 0.4
-"""Share of clusters whose primaries have two replicas each."""
+"""Share of schedules whose primaries have two replicas each, where they have any."""
 CONFIRMING = (1, 2)
 """How many of two replicas confirm each write: a schedule draws one of these."""
 COPIED = 0.25
@@ -80,7 +80,7 @@ class Mix:
         What came later has generators of its own: it does not change the draws before it.
         """
         replicating = random.Random(f"replicas {seed}")
-        replicas = 2 if redis == CLUSTER and replicating.random() < TWO_REPLICAS else 1
+        replicas = 2 if redis != SINGLE and replicating.random() < TWO_REPLICAS else 1
         strategy = rng.choice(tuple(STRATEGIES))
         several = strategy == "one step" and rng.random() < 0.3
         spills = rng.random() < 0.2

@@ -181,6 +181,7 @@ class Schedule:
             training.append(self._start("stage", stage(world, self._client("stage"), RUN, resting)))
         reader = Reader(world, self._client("reader"), RUN, self.history)
         if mix.reads:
+            await reader.open()
             others.append(self._start("reader", reader.work(stopping)))
         if mix.revises:
             others.append(self._start("operator", operate(world, self._client("operator"), RUN, stopping)))

@@ -1,4 +1,4 @@
-"""A modelled primary and replica that three sentinels watch: failover with a quorum, and none without."""
+"""A modelled primary and its replicas that three sentinels watch: failover with a quorum, and none without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulation.world import World
 
 NAME = "main"
 SENTINELS, QUORUM = 3, 2
-ADDRESSES = ("redis-a", 6380), ("redis-b", 6381)
+ADDRESSES = ("redis-a", 6380), ("redis-b", 6381), ("redis-c", 6382)
 HEARS_S = 0.8
 """Within this time a sentinel hears of a failover."""
 DEMOTES_S = 2.0
@@ -58,8 +58,8 @@ class Sentinel:
             case b"MASTER":
                 return self._facts(host, port)
             case b"REPLICAS":
-                replica = self.group.servers[1 - self.primary]
-                return [{b"flags": b"slave" if replica.running else b"s_down,slave"}]
+                replicas = self.group.servers[self.primary].peers
+                return [{b"flags": b"slave" if replica.running else b"s_down,slave"} for replica in replicas]
         return ResponseError("Unknown subcommand")
 
     def _facts(self, host: str, port: int) -> dict[bytes, bytes]:
@@ -88,18 +88,28 @@ class Sentinel:
 
 
 class SentinelGroup:
-    """Both servers and all sentinels. `primary`: the number of the true one; `records`: as in `RedisServer`."""
+    """All servers and sentinels. `primary`: the number of the true one; `records`: as in `RedisServer`."""
 
     def __init__(self, world: World, *, fsync: str) -> None:
         self.world, self.primary, self.epoch = world, 0, 0
-        self.policy = WritePolicy(replicas=1)
+        mix = world.mix
+        self.policy = WritePolicy(replicas=mix.confirming)
         self.url = f"redis+sentinel://{','.join(f'sentinel{at}:26379' for at in range(SENTINELS))}/{NAME}"
         self.servers = [
-            ReplicatedServer(world, fsync=fsync, address=address, is_primary=number == 0)
-            for number, address in enumerate(ADDRESSES)
+            ReplicatedServer(
+                world,
+                fsync=fsync,
+                address=address,
+                is_primary=number == 0,
+                replicas=mix.replicas,
+                confirming=mix.confirming,
+            )
+            for number, address in enumerate(ADDRESSES[: 1 + mix.replicas])
         ]
         introduce(self.servers)
-        self.records = self.servers[0].records = self.servers[1].records
+        self.records = self.servers[0].records
+        for server in self.servers:
+            server.records = self.records
         self.sentinels = [Sentinel(self, number) for number in range(SENTINELS)]
         self._missed_since_s: float | None = None
         self._promotes_at_s = 0.0
@@ -113,14 +123,18 @@ class SentinelGroup:
 
     def pick(self) -> ReplicatedServer:
         """Draw a server to hurt; most often the primary."""
-        return self.servers[self.primary if self.world.rng.random() < 0.8 else 1 - self.primary]
+        primary = self.servers[self.primary]
+        if self.world.rng.random() < 0.8:
+            return primary
+        return primary.peers[0] if len(primary.peers) == 1 else self.world.rng.choice(primary.peers)
 
     # ------------------------------------------------------------------ failover
 
     def _look(self) -> None:
-        """Look at both servers, as the sentinels do."""
+        """Look at all servers, as the sentinels do."""
         primary = self.servers[self.primary]
-        primary.link(0, known=not self.servers[1 - self.primary].is_primary)
+        for at, peer in enumerate(primary.peers):
+            primary.link(at, known=not peer.is_primary)
         if primary.running:
             self._missed_since_s = None
             for sentinel in self._voters:
@@ -149,12 +163,12 @@ class SentinelGroup:
         if not any(sentinel.failing_over for sentinel in voters):
             self._promotes_at_s = now_s + self.world.rng.uniform(0.1, LONGEST_VOTE_S)
             self.world.rng.choice(voters).failing_over = True
-        elif now_s >= self._promotes_at_s and primary.promote_replica():
-            self._switch(primary)
+        elif now_s >= self._promotes_at_s and (promoted := primary.promote_replica()):
+            self._switch(primary, promoted)
 
-    def _switch(self, former: ReplicatedServer) -> None:
+    def _switch(self, former: ReplicatedServer, promoted: ReplicatedServer) -> None:
         """Let the sentinels hear of the new primary; one of them makes the former one a replica when it is back."""
-        self.primary, self.epoch, self._missed_since_s = 1 - self.primary, self.epoch + 1, None
+        self.primary, self.epoch, self._missed_since_s = self.servers.index(promoted), self.epoch + 1, None
         leader = next(sentinel for sentinel in self._voters if sentinel.failing_over)
         for sentinel in self.sentinels:
             after_s = 0.0 if sentinel is leader else self.world.rng.uniform(0.05, HEARS_S)
