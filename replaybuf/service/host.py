@@ -42,11 +42,13 @@ from replaybuf.wire.config import RunConfig, check_run_name
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
 TICK_S = 0.25
 WATCH_PERIOD_S = 1.0
 PREPARE_PERIOD_S = 0.05
 FOLLOW_TIMEOUT_S = 1.0
-FOLLOW_PERIOD_S = 0.01  # a burst of entries is read at once: at most 100 reads per second
+FOLLOW_PERIOD_S = 0.01
+"""A burst of entries is read at once: at most 100 reads per second."""
 REPORT_PERIOD_S = 10.0
 DELETE_PERIOD_S = 1.0
 OUTAGE_PAUSE_S = 0.5

@@ -319,31 +319,30 @@ class BucketStore:
             return 0
         _, newest = await self._connection.call(run, "rb_begin_round", (), (), token, durably=True)
         self._learn(run, int(newest))
+        numbers, _ = await self._read_published(run)
         swept = 0
         async for bucket, attempts in self._attempts(run, f"({newest - 1}"):
             published = await find_published(run, attempts)
             orphans = [key for key in attempts if key not in published]
             if orphans:
-                await self._uncover_loss(run, bucket, orphans)
+                await self._uncover_loss(run, bucket, numbers.get(bucket, 0), orphans)
                 await self.unlink(orphans)
             await self._forget(run, bucket, attempts)
             swept += len(orphans)
         return swept
 
-    async def _uncover_loss(self, run: str, bucket: int, orphans: Sequence[str]) -> None:
-        """Raise `DataLost` if payloads that the index lacks have a published number.
+    async def _uncover_loss(self, run: str, bucket: int, number: int, orphans: Sequence[str]) -> None:
+        """Raise `DataLost` if payloads that the index lacks have the newest published `number` of their bucket.
 
         One that does not exist may have been published, used and freed: its group is trimmed, its note may be left.
         """
-        if self._connection.policy.level == "relaxed":
+        if not number or self._connection.policy.level == "relaxed":
             return
-        published, _ = await self._read_published(run)
         pipe = self._connection.pipeline()
         for key in orphans:
             pipe.exists(key)
         left = [key for key, exists in zip(orphans, await self._connection.run(pipe.execute()), strict=True) if exists]
-        number = published.get(bucket)
-        if number and left and (counter := await self.take_back(run, bucket, number, left)) >= 0:
+        if left and (counter := await self.take_back(run, bucket, number, left)) >= 0:
             raise self._record_loss(run, bucket, number, counter)
 
     async def _has_attempts(self, run: str) -> bool:

@@ -59,7 +59,7 @@ def of_real(group: Watched) -> Answer:
 
 def facts(answer: Answer, ports: list[int]) -> tuple[object, ...]:
     """Return an answer without what depends on the machine, or on chance: whether the first server is the primary."""
-    promoted = answer.primary is not None and ports.index(answer.primary[1]) > 0
+    promoted = ports.index(answer.primary[1]) > 0 if answer.primary else None
     return promoted, answer.down, answer.failing_over, answer.sentinels, answer.quorum, answer.down_after_s
 
 

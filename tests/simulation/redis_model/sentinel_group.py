@@ -126,7 +126,9 @@ class SentinelGroup:
         primary = self.servers[self.primary]
         if self.world.rng.random() < 0.8:
             return primary
-        return primary.peers[0] if len(primary.peers) == 1 else self.world.rng.choice(primary.peers)
+        if len(primary.peers) == 1:
+            return primary.peers[0]  # without a draw, which would change the schedules of known seeds
+        return self.world.rng.choice(primary.peers)
 
     # ------------------------------------------------------------------ failover
 
