@@ -481,6 +481,37 @@ def test_the_removal_of_a_ticket_does_not_overtake_its_issue(
     on_a_run(server, work)
 
 
+def test_the_prompt_of_a_producer_that_left_may_be_stored_already(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt stores its group while the new ticket is written: there is nothing to give back for it."""
+
+    async def work(store: Store, leader: Run) -> None:
+        change, sent, leaving, arrives = (leader.journal.store.tickets.change, *(asyncio.Event() for _ in range(3)))
+
+        async def gone() -> NoReturn:
+            await leaving.wait()
+            raise ClientDisconnect
+
+        async def change_late(*arguments: Any, **options: Any) -> None:
+            sent.set()
+            await arrives.wait()
+            await change(*arguments, **options)
+
+        monkeypatch.setattr(leader.journal.store.tickets, "change", change_late)
+        left = asyncio.create_task(leader.tickets.issue("left", 1, "", 5.0, gone))
+        stays = asyncio.create_task(leader.tickets.issue("stays", 1, "", 5.0))
+        await sent.wait()
+        leaving.set()
+        with pytest.raises(ClientDisconnect):
+            await left
+        await leader.appends.append(with_ticket(str(Ticket("", 0, 0, attempt=1, serial=1))))
+        arrives.set()
+        assert [ticket.prompt_index for ticket in (await stays).tickets] == [1]
+
+    on_a_run(server, work)
+
+
 def test_a_write_that_arrives_after_the_next_read_only_delays(server: EmbeddedServer) -> None:
     """Redis that stood still reads its connections in any order; the write of a closed one may come last."""
 

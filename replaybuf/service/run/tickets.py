@@ -122,7 +122,8 @@ class Tickets:
                 await self._save(change)
                 for ticket in [issued for producer, share in shares if producer.answer.done() for issued in share]:
                     # The producer left meanwhile: nobody would use its ticket until that expires.
-                    await self._save(self._book.give_back(ticket, "shutdown"))
+                    if self._book.holds(ticket):  # no group of the prompt was stored meanwhile
+                        await self._save(self._book.give_back(ticket, "shutdown"))
                 return Round(shares)
         except StrategyFault:  # `admit` failed: the decision has paused the run
             return Round([], waiting("paused", count_held(journal.state, self._selector, adapter), journal.state))
