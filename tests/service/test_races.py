@@ -546,6 +546,7 @@ def test_a_server_that_has_lost_the_lead_refuses_no_trainer(server: EmbeddedServ
         lambda run: run.trainer_calls.ack(0, 7, {}),
         lambda run: run.trainer_calls.publish(9, 1, None, ""),
         lambda run: run.trainer_calls.checkpoint(3, 1, 1),
+        lambda run: run.batches.part(5, 1, 0, 0.0),
     ]
 
     async def work(store: Store, run: Run) -> None:

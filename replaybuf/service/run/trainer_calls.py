@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-from replaybuf.errors import Conflict, NotLeader, ReplaybufError, StrategyFault, counted
+from replaybuf.errors import Conflict, ReplaybufError, StrategyFault, counted
 from replaybuf.kernel.decide.records import (
     check_adapter,
     decide_ack,
@@ -22,7 +22,7 @@ from replaybuf.kernel.decide.records import (
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.eviction import Eviction
-from replaybuf.service.run.batches import Batches
+from replaybuf.service.run.batches import Batches, prove_lead
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
@@ -100,18 +100,9 @@ class TrainerCalls:
             try:
                 yield
             except ReplaybufError as error:
-                if error.status < 500:  # a write would carry the token, a refusal writes nothing
-                    await self._prove_lead()
+                if error.status < 500:
+                    await prove_lead(journal)
                 raise
-
-    async def _prove_lead(self) -> None:
-        """Ask Redis whether our token is the newest. Raises `NotLeader`."""
-        journal = self._journal
-        try:
-            await journal.store.counters.add(journal.name, {}, journal.token)
-        except NotLeader:
-            journal.become_follower(None)
-            raise
 
     async def _check_fit(self, step: int, seq_len: int) -> None:
         """Raise `Conflict` if a batch from `step` on holds a rollout that does not fit `seq_len`."""
