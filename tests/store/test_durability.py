@@ -14,6 +14,7 @@ import pytest
 from replaybuf.errors import Invalid, NoRoom, NotDurable, ServiceUnavailable
 from replaybuf.store import Store, WritePolicy
 from replaybuf.store.known_ends import NO_ENDS
+from replaybuf.store.redis.connection import Connection
 from replaybuf.store.redis.durability import LONGEST_WAIT_S, Barrier, ServerSettings, assess
 from replaybuf.wire.ledger import AckRecord
 from tests.store.test_store import to_append
@@ -242,6 +243,20 @@ def test_a_setting_changed_between_two_reports_is_not_trusted(tmp_path: Path) ->
 
     with Valkey(tmp_path / "v") as server:
         on(server, work)
+
+
+def test_the_first_write_to_a_server_waits_as_every_other(everysec: Valkey) -> None:
+    """How to wait is known when the server was asked: the write that makes the connection asks it first."""
+
+    async def main() -> None:
+        store = Store(Connection(everysec.url, WritePolicy("relaxed", replicas=1, timeout_s=0.05)))
+        try:
+            with pytest.raises(NotDurable, match="0 of 1 replica"):
+                await store.groups.append("r", [to_append("a")], {"": 0}, time.time())
+        finally:
+            await store.close()
+
+    asyncio.run(main())
 
 
 def test_a_repeat_of_an_unconfirmed_write_waits_for_the_first_try(tmp_path: Path) -> None:
