@@ -714,8 +714,22 @@ def test_rules_that_a_cut_change_did_not_apply_are_applied_before_the_next_batch
     on_a_run(server, work)
 
 
-def test_exact_slots_wait_for_a_group_that_only_redis_has_yet(server: EmbeddedServer) -> None:
-    """Tickets are read anew after trouble, without those of stored prompts; another server stored the first one."""
+async def lose_certainty(store: Store, run: Run, ends: tuple[int, int]) -> None:
+    """Let the leader read its tickets anew, as after trouble with Redis."""
+    run.side_state.uncertain = True
+
+
+async def lead_again(store: Store, run: Run, ends: tuple[int, int]) -> None:
+    """Lead anew, with these ends of the streams when the token was given."""
+    run.journal.become_follower(None)
+    await run.lead(str((await store.runs.take_lease(run.name, "here", LEASE_S)).token), ends)
+
+
+@pytest.mark.parametrize("read_tickets_anew", [lose_certainty, lead_again])
+def test_exact_slots_wait_for_a_group_that_only_redis_has_yet(
+    server: EmbeddedServer, read_tickets_anew: Callable[[Store, Run, tuple[int, int]], Awaitable[None]]
+) -> None:
+    """Tickets are read anew without those of stored prompts; another server has stored the first one meanwhile."""
 
     async def work(store: Store, run: Run) -> None:
         epoch = (await run.trainer_calls.attach(AttachRequest(dp_world_size=1))).epoch
@@ -723,9 +737,10 @@ def test_exact_slots_wait_for_a_group_that_only_redis_has_yet(server: EmbeddedSe
         for number, ticket in enumerate(later):
             group = group_from_json(wire_group(rollout(), group_id=f"later-{number}", ticket=ticket.ticket))
             await run.appends.append(arriving([Incoming(group)]))
+        ends = run.state.entries, run.state.stored
         group = group_from_json(wire_group(rollout(), group_id="first", prompt_index=0))
         await write_directly(store, run.name, group, parse_ticket(first.ticket).key)
-        run.side_state.uncertain = True
+        await read_tickets_anew(store, run, ends)
         assert isinstance(await run.batches.part(0, epoch, 0, 0.0), Part)
         assert run.state.records[0].numbers.tolist() == [3, 1], "the first prompt arrived last"
 

@@ -239,7 +239,10 @@ class Tickets:
         self._remove([prompt for prompt in pending if prompt[0] in removed], pending)
 
     async def reload(self) -> None:
-        """Replace the book with the one in Redis, less the prompts that are stored or failed."""
+        """Replace the book with the one in Redis, less the prompts that are stored or failed.
+
+        Groups that other servers have just stored are read as well: nobody awaits them, so the next batch must see them.
+        """
         with self._side_state.uncertain_on_failure():
             await self._side_state.reload()
             journal, pending = self._journal, self._book.pending_prompts()
@@ -248,6 +251,8 @@ class Tickets:
             failed = journal.state.failed.prompts
             self._remove([p for p, n in zip(pending, numbers, strict=True) if n is not None or p in failed], pending)
             self.follow_config()
+            if max((n for n in numbers if n is not None), default=0) > journal.state.stored:
+                await journal.pull()
 
     @contextlib.asynccontextmanager
     async def _deciding(self, *, taking_back: bool = False) -> AsyncIterator[float]:
@@ -257,13 +262,12 @@ class Tickets:
 
     async def refresh(self, *, taking_back: bool = False) -> float:
         """Bring the book up to Redis and to all groups stored by now; return this time. Called within a decision."""
-        reloaded, now_s = self._side_state.must_reload, self._journal.clock.monotonic()
-        if reloaded:
+        now_s = self._journal.clock.monotonic()
+        if self._side_state.must_reload:
             await self.reload()
         due = any(self._book.due_of(name) for name in self._journal.config.kept_adapters)
-        if reloaded or taking_back or due or self._book.may_expire(now_s):
-            # Other servers store groups: their prompts must neither fail nor be issued again. A book that was read from
-            # Redis does not await them either, so the batch of exact slots must see them.
+        if taking_back or due or self._book.may_expire(now_s):
+            # Other servers store groups: their prompts must neither fail nor be issued again.
             await self._journal.pull()
         # Prompts of stored but unsettled groups must neither fail, nor be issued again, nor hold up a batch.
         self.complete(self._journal.unsettled)
