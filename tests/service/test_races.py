@@ -748,6 +748,23 @@ def test_exact_slots_wait_for_a_group_that_only_redis_has_yet(
     on_a_run(server, work, strategy=strategy, batch=BatchSpec(groups_per_batch=2))
 
 
+def test_a_run_that_is_dropped_while_its_leader_is_looked_up_is_a_refusal(server: EmbeddedServer) -> None:
+    """Not an internal error, which clients take for a bug: the run is read again with the next call."""
+
+    async def main() -> None:
+        store = await Store.open(server.url)
+        host = Service(store, url="http://t", embedded=True)
+        transport = httpx.ASGITransport(application(host, Tokens(None)))
+        refusal = NotLeader("led elsewhere", name="leader", value="http://leader")
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
+            with mock.patch.object(host, "run", mock.AsyncMock(side_effect=refusal)):
+                answer = await http.get("/v1/runs/r")
+        await store.close()
+        assert (answer.status_code, answer.json()["detail"]) == (refusal.status, "led elsewhere")
+
+    asyncio.run(main())
+
+
 def test_a_call_that_the_end_of_the_service_cuts_off_is_to_be_sent_again(server: EmbeddedServer) -> None:
     """As `uvicorn` cancels it while Redis does not answer; clients take 500 for a bug, and end."""
 

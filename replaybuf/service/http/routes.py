@@ -164,9 +164,10 @@ class Application:
             try:
                 return await call.handler(request)
             except NotLeader as error:
-                if not error.value or (share.read_bytes and share.kept is None):
+                run = self.state.service.runs.get(request.path_params["run"])  # it may have been dropped meanwhile
+                if run is None or not error.value or (share.read_bytes and share.kept is None):
                     raise  # a body that came in parts is gone
-                leader, run = str(error.value), self.state.service.runs[request.path_params["run"]]
+                leader = str(error.value)
                 leads = functools.partial(_leads, run.journal, leader)
                 answer = await self._forwarding.forward(request, leader, leads, share.kept, record_only)
                 if answer is None:
