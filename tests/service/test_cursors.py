@@ -14,7 +14,7 @@ import pytest
 
 from replaybuf import Client
 from replaybuf.client.exports import export
-from replaybuf.errors import Conflict, Gone, NoRoom, NotFound
+from replaybuf.errors import Conflict, Gone, NoRoom, NotFound, NotLeader
 from replaybuf.kernel.decide import cursors
 from replaybuf.kernel.decide.cursors import find_kept
 from replaybuf.kernel.decide.trimming import decide_trim
@@ -27,7 +27,7 @@ from replaybuf.store import EmbeddedServer, Store
 from replaybuf.wire.answer.cursors import CursorGap, CursorList
 from replaybuf.wire.contract import AttachRequest
 from tests.conftest import RunClient, ServeProcess, group
-from tests.led_run import append, on_a_run, train
+from tests.led_run import LEASE_S, append, on_a_run, train
 from tests.service.test_counted import samples
 from tests.waiting import eventually
 
@@ -357,6 +357,20 @@ def test_readers_may_come_and_go_while_a_page_is_made(server: EmbeddedServer) ->
             await asyncio.sleep(0)
         pages = await asyncio.wait_for(asyncio.gather(*readers), 30.0)
         assert all(len(page.items) == 1 for page in pages)
+
+    on_a_run(server, work)
+
+
+def test_a_former_leader_returns_no_page(server: EmbeddedServer) -> None:
+    """Its successor may have recorded that these groups are done."""
+
+    async def work(store: Store, run: Run) -> None:
+        await append(run, "a")
+        await run.cursors.open("c", "stored")
+        await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)
+        with pytest.raises(NotLeader):
+            await run.cursors.page("c", 1, 0.0)
+        assert not run.journal.leading
 
     on_a_run(server, work)
 

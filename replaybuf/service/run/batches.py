@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from replaybuf.errors import Conflict, Invalid, NotLeader, ReplaybufError, StrategyFault
+from replaybuf.errors import Conflict, Invalid, ReplaybufError, StrategyFault
 from replaybuf.kernel.decide.config import decide_end
 from replaybuf.kernel.decide.records import check_requestable, decide_dead_letters, decide_overlong, draft_batch
 from replaybuf.kernel.figures.waits import TrainerWaits
@@ -56,18 +56,6 @@ EARLIEST_TIMER_S = 0.005
 """More than a timer of the event loop may be early; the time-out may also end between two looks at the clock."""
 
 _Answer = PackedBatch | WaitingAnswer
-
-
-async def prove_lead(journal: Journal) -> None:
-    """Ask Redis whether our token is the newest, before a trainer is refused: a refusal writes nothing with the token.
-
-    Raises `NotLeader`.
-    """
-    try:
-        await journal.store.counters.add(journal.name, {}, journal.token)
-    except NotLeader:
-        journal.become_follower(None)
-        raise
 
 
 class Batches:
@@ -122,7 +110,7 @@ class Batches:
             outcome = await self._answer(step, epoch)
         except ReplaybufError as error:
             if error.status < 500 and self._journal.leading:
-                await prove_lead(self._journal)
+                await self._journal.prove_lead()
             raise
         if isinstance(outcome, WaitingAnswer):
             return Round([], outcome)

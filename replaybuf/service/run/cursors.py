@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from replaybuf.errors import NotFound, NotLeader
+from replaybuf.errors import NotFound
 from replaybuf.kernel.decide.cursors import Kept, find_kept, find_superfluous
 from replaybuf.kernel.state.cursors import (
     Cursor,
@@ -90,12 +90,8 @@ class Cursors:
     async def _write(self, name: str, cursor: Cursor | None) -> None:
         journal, raw = self._journal, b"" if cursor is None else _encode(cursor)
         cursors, self._cursors = await self._loaded(), None  # unknown until Redis has answered
-        try:
-            with journal.recording_loss():
-                await journal.store.cursors.write(journal.name, journal.check_leading(), name, raw)
-        except NotLeader:
-            journal.become_follower(None)
-            raise
+        with journal.recording_refusals():
+            await journal.store.cursors.write(journal.name, journal.check_leading(), name, raw)
         cursors.pop(name, None)
         self._idle_s.pop(name, None)
         self._cursors = cursors if cursor is None else cursors | {name: cursor}
@@ -142,13 +138,17 @@ class Cursors:
     async def _serve(self, name: str, waiters: Iterable[Waiter[int, Page]]) -> Round[int, Page]:
         cursor = self._find(await self._current(), name)
         served: list[tuple[Waiter[int, Page], Page]] = []
+        waits = None
         for waiter in waiters:
             page = find_page(self._journal.state, cursor, waiter.request)
             if page.empty:
-                return Round(served, page)
+                waits = page
+                break
             served.append((waiter, page))
             await asyncio.sleep(0)
-        return Round(served)
+        if served:  # another leader may have advanced the cursor
+            await self._journal.prove_lead()
+        return Round(served, waits)
 
     def count_missed(self, name: str, position: Position, gap: CursorGap) -> None:
         """Count what the page up to a position misses, once."""

@@ -44,18 +44,17 @@ from replaybuf.wire.ledger import AnyRecord, BatchRecord, ColumnsRecord, newest_
 logger = logging.getLogger(__name__)
 
 
-class LossRecorder:
-    """Hands a `DataLost` of its body to `record`. Not a generator: each append enters it."""
+class RefusalRecorder(contextlib.AbstractContextManager["RefusalRecorder"]):
+    """Tells the journal what Redis refused its body for. Not a generator: each append enters it."""
 
-    def __init__(self, record: Callable[[DataLost], None]) -> None:
-        self._record = record
-
-    def __enter__(self) -> None:
-        """Do nothing."""
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, DataLost):
-            self._record(error)
+            self._journal.lose(error)
+        elif isinstance(error, NotLeader) and self._journal.token:
+            self._journal.become_follower(None)
 
 
 class Journal:
@@ -89,7 +88,7 @@ class Journal:
         self.changes = 0
         self.listeners: list[Callable[[], None]] = []
         self.snapshot: Snapshot | None = None
-        self._loss_recorder = LossRecorder(self.lose)
+        self._refusal_recorder = RefusalRecorder(self)
         self._deciding = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._uncertain = False
@@ -171,9 +170,14 @@ class Journal:
             logger.critical("%s", error.detail)
         self.lost = error
 
-    def recording_loss(self) -> LossRecorder:
-        """Record a `DataLost` that the body raises, so that the next request reports it at once."""
-        return self._loss_recorder
+    def recording_refusals(self) -> RefusalRecorder:
+        """Record a `DataLost` that the body raises, so that the next request reports it; follow after a `NotLeader`."""
+        return self._refusal_recorder
+
+    async def prove_lead(self) -> None:
+        """Ask Redis whether our token is the newest, before an answer that is not written. Raises `NotLeader`."""
+        with self.recording_refusals():
+            await self.store.counters.add(self.name, {}, self.token)
 
     def check_ends(self, shown: Ends | ReplaybufError) -> None:
         """Raise what a check of the ends returned; clear the last loss if there is none."""
@@ -308,8 +312,7 @@ class Journal:
 
     async def append(self, record: AnyRecord, candidates: Candidates | None = None) -> None:
         """Write one record, and what a batch was chosen from, then apply the record. Called within a decision."""
-        ledger = self.store.ledger
-        await self._write(lambda entry: ledger.append(self.name, self.token, entry, record, candidates))
+        await self._write(lambda entry: self.store.ledger.append(self.name, self.token, entry, record, candidates))
 
     async def append_columns(self, record: ColumnsRecord, frames: Sequence[NewColumn]) -> None:
         """Write a record with the late columns that it names, then apply it. Called within a decision."""
@@ -319,14 +322,11 @@ class Journal:
     async def _write(self, write: Callable[[int], Awaitable[LedgerEntry]]) -> None:
         """Apply the entry that `write` has written under this number."""
         try:
-            with self.recording_loss():
+            with self.recording_refusals():
                 entry = await write(self.state.entries + 1)
                 if newest_group(entry.record) > self.state.stored:  # a rewind, and others store groups
                     async with self._reading:
                         await self._read_groups(newest_group(entry.record))
-        except NotLeader:
-            self.become_follower(None)
-            raise
         except (ServiceUnavailable, asyncio.CancelledError):
             self._uncertain = True  # this record may be written, or one before it
             raise
@@ -350,7 +350,7 @@ class Journal:
             if isinstance(record, BatchRecord):
                 await asyncio.sleep(0)  # decoding 100,000 groups takes 40 ms
                 return record
-        with self.recording_loss():  # an older Redis lacks the entry
+        with self.recording_refusals():  # an older Redis lacks the entry
             await self.store.streams.read_end(self.name)
         raise ReplaybufError(f"ledger entry {entry} of run {self.name} is not a batch", name="entry", value=entry)
 
@@ -375,7 +375,7 @@ class Journal:
             through, numbers = self._to_free[0]
             entries = await groups.read_entries(self.name, numbers.tolist())
             payload_keys = [entry.strings.payload_key for entry in entries]
-            with self.recording_loss():
+            with self.recording_refusals():
                 await forget_spilled(entries)
                 columns = self.state.pool.columns.late_names
                 await groups.free_payloads(self.name, self.token, payload_keys, through, columns)

@@ -124,7 +124,7 @@ class Samples:
         """Write samples of steps in ascending order."""
         journal = self._journal
         rows = [(step, made.entry, encode_samples(StepSamples(made.entry, samples))) for step, made, samples in steps]
-        with journal.recording_loss():
+        with journal.recording_refusals():
             await journal.store.samples.write(journal.name, journal.token, rows)
         self._sampled = max(self._sampled, *(made.entry for _, made, _ in steps))
 

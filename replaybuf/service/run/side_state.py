@@ -7,7 +7,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from replaybuf.errors import NotLeader
 from replaybuf.kernel.state.tickets import TicketBook, TicketChange
 from replaybuf.service.run.journal import Journal
 from replaybuf.store import RunTickets
@@ -70,12 +69,8 @@ class SideState:
         if reasons:
             journal = self._journal
             counts = {f"rejected:{name}": count for name, count in reasons.items()}
-            try:
-                with self.uncertain_on_failure():
-                    await journal.store.counters.add(journal.name, counts, journal.token)
-            except NotLeader:
-                journal.become_follower(None)
-                raise
+            with journal.recording_refusals(), self.uncertain_on_failure():
+                await journal.store.counters.add(journal.name, counts, journal.token)
             self.rejected.update(reasons)
 
     def remove_later(self, texts: Iterable[str]) -> None:
@@ -97,20 +92,16 @@ class SideState:
         left_s = dict.fromkeys(change.texts_to_add, self.book.ttl_s) | dict.fromkeys(map(str, change.due), 0.0)
         async with self._writing:  # commands of two connections may arrive in any order
             removed = dict(self._to_remove)
-            try:
-                with journal.recording_loss():
-                    await journal.store.tickets.change(
-                        journal.name,
-                        journal.token,
-                        drop=[*removed, *change.texts_to_drop],
-                        # The group of a prompt may have arrived after the decision to issue it again.
-                        left_s={ticket: ticket_s for ticket, ticket_s in left_s.items() if ticket not in removed},
-                        counts=change.counts,
-                        durably=durably,
-                    )
-            except NotLeader:
-                journal.become_follower(None)
-                raise
+            with journal.recording_refusals():
+                await journal.store.tickets.change(
+                    journal.name,
+                    journal.token,
+                    drop=[*removed, *change.texts_to_drop],
+                    # The group of a prompt may have arrived after the decision to issue it again.
+                    left_s={ticket: ticket_s for ticket, ticket_s in left_s.items() if ticket not in removed},
+                    counts=change.counts,
+                    durably=durably,
+                )
             for ticket in removed:  # some were added meanwhile
                 self._to_remove.pop(ticket, None)
 

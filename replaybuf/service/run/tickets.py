@@ -241,7 +241,7 @@ class Tickets:
     async def reload(self) -> None:
         """Replace the book with the one in Redis, less the prompts that are stored or failed.
 
-        Groups that other servers have just stored are read as well: nobody awaits them, so the next batch must see them.
+        Groups that other servers have just stored are read too: nobody awaits them, so the next batch must see them.
         """
         with self._side_state.uncertain_on_failure():
             await self._side_state.reload()

@@ -22,7 +22,7 @@ from replaybuf.kernel.decide.records import (
 from replaybuf.kernel.strategy.rates import Rates
 from replaybuf.kernel.strategy.selection import Selector
 from replaybuf.service.run.append.eviction import Eviction
-from replaybuf.service.run.batches import Batches, prove_lead
+from replaybuf.service.run.batches import Batches
 from replaybuf.service.run.cursors import Cursors
 from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.long_polls import Gone, LongPolls, Round, Waiter
@@ -101,7 +101,7 @@ class TrainerCalls:
                 yield
             except ReplaybufError as error:
                 if error.status < 500:
-                    await prove_lead(journal)
+                    await journal.prove_lead()
                 raise
 
     async def _check_fit(self, step: int, seq_len: int) -> None:

@@ -251,7 +251,7 @@ class Appends:
     ) -> None:
         """Answer `duplicate` for a repeat of a stored group, even if a bound has changed since; else `rejected`."""
         journal = self._journal
-        with journal.recording_loss():
+        with journal.recording_refusals():
             identities = [self._group_check.identity(chunk[position]) for position in refused]
             repeats = await journal.store.groups.find_repeats(journal.name, identities)
         for (position, rejection), repeat in zip(refused.items(), repeats, strict=True):
