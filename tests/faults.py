@@ -106,11 +106,14 @@ class FaultyProxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_STEP_TIMEOUT_S)
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
         if self._server is not None:
+            for listening in self._server.sockets:
+                self._loop.remove_reader(listening.fileno())
+            await asyncio.sleep(0)  # asyncio never closes a connection that it takes up after the end of its server
             self._server.close()
             self._server = None
 
@@ -121,17 +124,21 @@ class FaultyProxy:
 
     async def _end(self) -> None:
         await self._close()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)
         await self._cut()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Note a connection at once: the end of the proxy may come before its task runs."""
+        self.connections += 1
+        self._writers.add(writer)
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self._writers.add(writer)
         upstream = None
         try:
             redis, upstream = await asyncio.open_unix_connection(str(self.target))
@@ -147,7 +154,6 @@ class FaultyProxy:
                 if end is not None:
                     self._writers.discard(end)
                     end.transport.abort()
-            self._tasks.discard(task)
 
     async def _commands(self, reader: asyncio.StreamReader, upstream: asyncio.StreamWriter, fates: list[str]) -> None:
         while chunk := await reader.read(_CHUNK):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -347,21 +348,21 @@ def test_a_report_names_the_program_with_its_own_version() -> None:
 async def old_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer like a Redis 6.2, with the commands that read its version."""
     info = b"redis_version:6.2.14\r\n"
-    while line := await reader.readline():
-        words = []
-        for _ in range(int(line[1:])):
-            await reader.readline()
-            words.append((await reader.readline()).strip())
-        if words[0] == b"HELLO":
-            writer.write(b"%1\r\n$6\r\nserver\r\n$5\r\nredis\r\n")
-        elif words[0] == b"INFO":
-            writer.write(b"$%d\r\n%b\r\n" % (len(info), info))
-        elif words[0] == b"CONFIG":
-            writer.write(b"%0\r\n")
-        else:
-            writer.write(b"+OK\r\n")
-        await writer.drain()
-    writer.close()
+    with contextlib.closing(writer):
+        while line := await reader.readline():
+            words = []
+            for _ in range(int(line[1:])):
+                await reader.readline()
+                words.append((await reader.readline()).strip())
+            if words[0] == b"HELLO":
+                writer.write(b"%1\r\n$6\r\nserver\r\n$5\r\nredis\r\n")
+            elif words[0] == b"INFO":
+                writer.write(b"$%d\r\n%b\r\n" % (len(info), info))
+            elif words[0] == b"CONFIG":
+                writer.write(b"%0\r\n")
+            else:
+                writer.write(b"+OK\r\n")
+            await writer.drain()
 
 
 def test_an_old_server_is_rejected_with_both_versions() -> None:
