@@ -383,6 +383,16 @@ def test_storage_replaces_a_ticket_that_it_has_a_newer_one_of_and_leaves_the_dea
     assert book.oldest_deadline_s("") == 10.0
 
 
+def test_a_new_leader_takes_the_deadlines_of_its_earlier_term_from_storage() -> None:
+    """Its issue may not have reached storage; then another leader has issued the same ticket later."""
+    book = TicketBook(ttl_s=10, max_attempts=2, supplies={})
+    (again,) = book.issue("", 1, 0, 4.0).issued
+    book.forget_issued()
+    book.restore([(str(again), 8.0)], {}, 12.0)
+    assert book.oldest_deadline_s("") == 20.0
+    assert not book.expire(14.0)
+
+
 def test_an_empty_change_is_false() -> None:
     book = TicketBook(ttl_s=10, max_attempts=2, supplies={"": 1})
     assert not book.issue("", 0, 0, 0.0)

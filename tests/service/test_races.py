@@ -748,6 +748,21 @@ def test_exact_slots_wait_for_a_group_that_only_redis_has_yet(
     on_a_run(server, work, strategy=strategy, batch=BatchSpec(groups_per_batch=2))
 
 
+def test_a_ticket_of_an_earlier_term_lives_as_long_as_its_last_issue(server: EmbeddedServer) -> None:
+    """Another leader issued it while this server was cut off, and before Redis had heard of the first issue."""
+
+    async def work(store: Store, run: Run) -> None:
+        ends, ttl_s = (run.state.entries, run.state.stored), run.journal.config.tickets.ttl_s
+        (issued,) = (await run.tickets.issue("p", 1, "", 0.0)).tickets
+        run.journal.clock = Clock(monotonic=lambda: time.monotonic() + ttl_s)
+        await store.tickets.change(run.name, run.journal.token, left_s={issued.ticket: ttl_s})
+        await lead_again(store, run, ends)
+        await run.tickets.expire()
+        assert run.book.out_of("") == 1
+
+    on_a_run(server, work)
+
+
 def test_a_run_that_is_dropped_while_its_leader_is_looked_up_is_a_refusal(server: EmbeddedServer) -> None:
     """Not an internal error, which clients take for a bug: the run is read again with the next call."""
 

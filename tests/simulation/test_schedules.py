@@ -24,6 +24,8 @@ FOUND = {
     5001146: "an append was stored in a run after its deletion",
     5006676: "a server that had lost the lead refused to attach at a checkpoint of its successor",
     6000194: "the removal of a ticket overtook the late write that issued it",
+    7040307: "the first write of a connection did not wait for the disk, and a crash lost a stored group",
+    31697045: "a leader kept the deadline of a ticket whose issue never reached Redis, and issued it again too early",
     5002003: "a server opened a run that was deleted and restored meanwhile, and knew no ends of it",
 }
 """Seeds that found a bug, and which. A change of the load changes what a seed does: each bug has its own test too."""
@@ -33,9 +35,12 @@ FOUND_ON_CLUSTER = {
     900034: "an append was published in a newer round than that of its notes, after its payloads had been deleted",
     20200: "a primary that became a replica meanwhile refused WAITAOF, and no write waited for the disk any more",
     5005893: "a ticket passed its deadline after its group was stored, and before the leader heard of it",
+    7033298: "a call was answered 500, because its run was dropped before it was forwarded to the leader",
+    7032905: "a new leader did not read groups that others had just stored, and exact slots took later prompts",
     7000665: "the payload of a suspended append had the number of a lost one, and was deleted before anybody noticed",
 }
 FOUND_ON_SENTINEL = {
+    7036985: "a former leader returned a page of a cursor that was recorded as done at its successor",
     7010394: "a leader wrote to a promoted replica before the server that knew more could show it",
 }
 FOUND_WHEN_BROKEN = (

@@ -190,6 +190,11 @@ class TicketBook:
             elif name in ("issued", "expired", "returned"):
                 self.counts[name] = value
 
+    def forget_issued(self) -> None:
+        """Forget what this book has issued, before `restore`: what storage lacks another leader may have issued."""
+        for entry in [entry for entry in self._out.values() if not entry.loaded]:
+            self._pop_out(entry.ticket.prompt)
+
     def out_of(self, adapter: str) -> int:
         """Count the tickets of an adapter that are out."""
         return self._out_of[adapter]
@@ -250,7 +255,7 @@ class TicketBook:
     def prompts_exhausted(self, adapter: str) -> bool:
         """Return whether no prompt can be issued now; a ticket that is out may still become due again."""
         supply = self.supplies.get(adapter)
-        return supply is not None and self.next_index.get(adapter, 0) >= supply and not self._list_due(adapter)
+        return supply is not None and self.next_index.get(adapter, 0) >= supply and not self.due_of(adapter)
 
     def pending_prompts(self) -> dict[tuple[str, int], int]:
         """Return the prompts that are out or due again, with the reissue of each."""
@@ -272,13 +277,12 @@ class TicketBook:
 
     def issue(self, adapter: str, count: int, generation: int, now_s: float) -> TicketChange:
         """Issue up to `count` tickets: prompts due again first, the lowest index first, then new indexes."""
-        due = sorted(self._list_due(adapter), key=lambda ticket: ticket.prompt_index)
+        due = sorted((due for due in self._due.values() if due.adapter == adapter), key=lambda due: due.prompt_index)
         change = TicketChange(drop=due[:count])
         change.issued = [ticket._replace(generation=generation) for ticket in change.drop]
         first, supply = self.next_index.get(adapter, 0), self.supplies.get(adapter)
         end = first + count - len(change.drop)
-        if supply is not None:
-            end = max(first, min(end, supply))
+        end = end if supply is None else max(first, min(end, supply))
         change.issued += [Ticket(adapter, generation, index, attempt=1, serial=1) for index in range(first, end)]
         deadline_s = now_s + self.ttl_s
         for ticket in change.issued:
@@ -326,8 +330,7 @@ class TicketBook:
         the prompt. A prompt that ends every producer fails with its ticket `2 * max_attempts`.
         """
         change = TicketChange()
-        held = (entry for entry in self._out.values() if entry.producer in producers)
-        lost = list(itertools.islice(held, most))
+        lost = [entry for entry in self._out.values() if entry.producer in producers][:most]
         for entry in lost:
             self._retry_or_fail(entry, change, attempt_failed=entry.ticket.serial > self.max_attempts)
         self._count(change, "expired", len(lost))
@@ -355,9 +358,6 @@ class TicketBook:
             if due:
                 change.drop.append(due)
         return change
-
-    def _list_due(self, adapter: str) -> list[Ticket]:
-        return [ticket for prompt, ticket in self._due.items() if prompt[0] == adapter]
 
     def _put_out(self, entry: _OutTicket) -> None:
         prompt = entry.ticket.prompt
@@ -391,7 +391,7 @@ class TicketBook:
             change.failed.append(ticket)
         else:
             due = ticket._replace(attempt=ticket.attempt + attempt_failed, serial=ticket.serial + 1)
-            self._due[ticket.prompt] = due
+            self._due[due.prompt] = due
             change.due.append(due)
 
     def _count(self, change: TicketChange, name: str, by: int) -> None:

@@ -155,6 +155,7 @@ class Run:
         """
         quiet, before = self.quiet(), self.journal.ends
         async with self.journal.taking_over(token, ends):
+            self.book.forget_issued()
             await self.tickets.reload()
             self.tickets.start_over()
             await self.cursors.take_over()
