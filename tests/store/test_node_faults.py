@@ -236,6 +236,25 @@ def test_a_cut_fails_those_who_wait_for_a_silent_node_at_once(silent: str) -> No
     asyncio.run(main())
 
 
+def test_a_task_that_cuts_connections_as_it_connects_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It notices the switch of the primary itself; cancelled at a later wait, background work would end for good."""
+
+    async def main() -> None:
+        async with FakeNode().running() as node, connections_to(node) as connections:
+
+            async def notice_switch(pool: object) -> None:
+                connections.cut()
+                raise RedisConnectionError("the primary is down")
+
+            with monkeypatch.context() as patch, pytest.raises(RedisConnectionError, match="the primary is down"):
+                patch.setattr(aioredis.ConnectionPool, "get_connection", notice_switch)
+                await connections.exchange([("PING",)])
+            await asyncio.sleep(0)
+            assert await connections.exchange([("PING",)]) == [b"OK"]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("cut", [False, True], ids=["alone", "with a cut"])
 def test_a_cancelled_caller_of_a_silent_node_stays_cancelled(cut: bool) -> None:
     """A cut cancels it too, in the same turn: an error of the connection would swallow the caller's own end."""

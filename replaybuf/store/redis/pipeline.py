@@ -135,12 +135,17 @@ class IdleConnections:
         self._timer = loop.call_at(until_s, self._expire) if until_s < inf else None
 
     def cut(self) -> None:
-        """Fail all who wait for a reply or a connection, at once; no open connection is used again."""
+        """Fail all who wait for a reply or a connection, at once; no open connection is used again.
+
+        But not the caller, which may have noticed the switch while it connects: a task that cancels itself gets the
+        cancellation at its next wait, wherever that is.
+        """
         self._cuts += 1
         for connection in self._idle:
             connection.reply_parser.on_disconnect()  # `_take` then closes it
         for wait in self._waiting:
-            wait.expire()
+            if wait.task is not asyncio.current_task():
+                wait.expire()
 
     async def close(self) -> None:
         """Close all connections."""
