@@ -270,6 +270,7 @@ class Service:
                     logger.error("redis is not available: %s", error.detail)
                 self.outage = error.detail
                 await asyncio.sleep(OUTAGE_PAUSE_S)
+                continue  # less than the time in which nobody writes to a promoted replica: who knows more says so then
             # Of a file or a new socket; or of a read of several runs, where `_watch` drops the one that it is about.
             except (OSError, Unreadable) as error:
                 logger.error("background work is tried again job=%s: %s", job.__name__, error)

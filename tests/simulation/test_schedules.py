@@ -41,6 +41,8 @@ FOUND_ON_CLUSTER = {
 }
 FOUND_ON_SENTINEL = {
     7036985: "a former leader returned a page of a cursor that was recorded as done at its successor",
+    7032462: "a task cancelled itself as it noticed another primary, and the loop that reads tickets ended for good",
+    7034261: "the server that knew more asked a promoted replica again after the second in which nobody writes",
     7010394: "a leader wrote to a promoted replica before the server that knew more could show it",
 }
 FOUND_WHEN_BROKEN = (
