@@ -205,7 +205,7 @@ class Server:
         left = asyncio.Event()
         if world.faults.happens("lost call", world.faults.lost_call, world):
             world.note(f"a request to {self.name} is lost")
-        elif self.service is None:
+        elif self.service is None or (self._stopping and self._stopping.is_set()):  # one that ends listens no more
             world.at(WORLD, world.now_s() + world.way_s(), _fail, answer, "connection refused")
         else:
             self._calls[answer] = None
