@@ -763,6 +763,20 @@ def test_a_ticket_of_an_earlier_term_lives_as_long_as_its_last_issue(server: Emb
     on_a_run(server, work)
 
 
+def test_a_leader_that_lost_its_token_as_it_began_to_lead_follows_after_the_first_refusal(
+    server: EmbeddedServer,
+) -> None:
+    """Else it would hold the lease for ever, and nobody would lead."""
+
+    async def work(_: Store, run: Run) -> None:
+        run.journal.token = ""
+        with pytest.raises(NotLeader):
+            await run.tickets.issue("p", 1, "", 0.0)
+        assert not run.journal.leading
+
+    on_a_run(server, work)
+
+
 def test_a_run_that_is_dropped_while_its_leader_is_looked_up_is_a_refusal(server: EmbeddedServer) -> None:
     """Not an internal error, which clients take for a bug: the run is read again with the next call."""
 

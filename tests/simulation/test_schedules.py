@@ -36,6 +36,7 @@ FOUND_ON_CLUSTER = {
     20200: "a primary that became a replica meanwhile refused WAITAOF, and no write waited for the disk any more",
     5005893: "a ticket passed its deadline after its group was stored, and before the leader heard of it",
     7033298: "a call was answered 500, because its run was dropped before it was forwarded to the leader",
+    7055341: "a leader without a token kept its lease for ever, and nobody led",
     7032905: "a new leader did not read groups that others had just stored, and exact slots took later prompts",
     7000665: "the payload of a suspended append had the number of a lost one, and was deleted before anybody noticed",
 }

@@ -53,7 +53,7 @@ class RefusalRecorder(contextlib.AbstractContextManager["RefusalRecorder"]):
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, DataLost):
             self._journal.lose(error)
-        elif isinstance(error, NotLeader) and self._journal.token:
+        elif isinstance(error, NotLeader) and (self._journal.leading or self._journal.token):
             self._journal.become_follower(None)
 
 
