@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from replaybuf.service.turns import cancel_all
+
 T = TypeVar("T")
 
 _CHUNK = 65536
@@ -125,9 +127,7 @@ class FaultyProxy:
     async def _end(self) -> None:
         await self._close()
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
-                task.cancel()
-            await asyncio.wait(others)
+            await cancel_all(others)
         await self._cut()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

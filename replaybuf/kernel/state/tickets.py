@@ -330,7 +330,7 @@ class TicketBook:
         the prompt. A prompt that ends every producer fails with its ticket `2 * max_attempts`.
         """
         change = TicketChange()
-        lost = [entry for entry in self._out.values() if entry.producer in producers][:most]
+        lost = list(itertools.islice((entry for entry in self._out.values() if entry.producer in producers), most))
         for entry in lost:
             self._retry_or_fail(entry, change, attempt_failed=entry.ticket.serial > self.max_attempts)
         self._count(change, "expired", len(lost))
@@ -391,7 +391,7 @@ class TicketBook:
             change.failed.append(ticket)
         else:
             due = ticket._replace(attempt=ticket.attempt + attempt_failed, serial=ticket.serial + 1)
-            self._due[due.prompt] = due
+            self._due[ticket.prompt] = due
             change.due.append(due)
 
     def _count(self, change: TicketChange, name: str, by: int) -> None:

@@ -166,7 +166,8 @@ class Connection:
 
         Errors of the first `may_fail` commands are returned in place of their replies.
         """
-        await self.prepare()  # now, not in `run`: how to wait follows from what the server says of itself
+        if not self._prepared:  # now, not in `run`: how to wait follows from what the server says of itself
+            await self.prepare()
         barrier = self._barrier
         waits = barrier.commands if barrier else ()
         command = send_all(self._send, [*commands, *waits], may_fail, len(waits))
