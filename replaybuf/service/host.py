@@ -35,7 +35,7 @@ from replaybuf.service.run.lease_timer import LEASE_S
 from replaybuf.service.run.served_run import Run
 from replaybuf.service.run.spill import check_folder
 from replaybuf.service.traffic import Traffic
-from replaybuf.service.turns import Work, cancel_all, do_all, do_in_turn, in_turns, raise_first
+from replaybuf.service.turns import Work, cancel_all, do_all, do_in_turn, in_turns, raise_first, running_beside
 from replaybuf.service.unreadable_runs import UnreadableRuns, strange_values
 from replaybuf.store import ServerReport, Store
 from replaybuf.wire.config import RunConfig, check_run_name
@@ -234,27 +234,21 @@ class Service:
                 await self.store.runs.release_lease(run.name, self._servers.holder)
         self.store.connection.known.sync()
 
-    @contextlib.asynccontextmanager
-    async def working(self) -> AsyncIterator[None]:
+    def working(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Do the background work while the body runs."""
-        async with asyncio.TaskGroup() as tasks:
-            jobs = {
-                "hold": self._repeat(self._hold, 0.0),
-                "seek": self._repeat(self._seek, 0.0),
-                "share": self._repeat(self._share, SHARE_PERIOD_S),
-                "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
-                "tick": self._repeat(self._tick, TICK_S),
-                "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
-                "watch": self._repeat(self._watch, WATCH_PERIOD_S),
-                "measure": self._repeat(self._measure, REPORT_PERIOD_S),
-                "delete": self._repeat(self._delete, DELETE_PERIOD_S),
-                "watch_loop": self.loop_watch.run(),
-            }
-            running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
-            try:
-                yield
-            finally:
-                await cancel_all(running)
+        jobs = {
+            "hold": self._repeat(self._hold, 0.0),
+            "seek": self._repeat(self._seek, 0.0),
+            "share": self._repeat(self._share, SHARE_PERIOD_S),
+            "follow": self._repeat(self._follow, FOLLOW_PERIOD_S),
+            "tick": self._repeat(self._tick, TICK_S),
+            "prepare": self._repeat(self._prepare, PREPARE_PERIOD_S),
+            "watch": self._repeat(self._watch, WATCH_PERIOD_S),
+            "measure": self._repeat(self._measure, REPORT_PERIOD_S),
+            "delete": self._repeat(self._delete, DELETE_PERIOD_S),
+            "watch_loop": self.loop_watch.run(),
+        }
+        return running_beside(jobs)
 
     async def _repeat(self, job: Callable[[], Awaitable[None]], period_s: float) -> None:
         """Run `job` every `period_s`. Log the start and the end of a Redis outage once, and wait meanwhile."""
@@ -366,8 +360,9 @@ class Service:
         return await do_in_turn(works, pass_outages=self._spread)
 
     async def _discover_one(self, name: str) -> None:
-        # `unreadable` reports what cannot be read, and the next call retries; `_delete` removes a deleted run.
-        with contextlib.suppress(DataLost, LedgerGap, Gone):
+        # `unreadable` reports what cannot be read, and the next call retries; `_delete` removes a deleted run. A lead
+        # that is lost as it begins is sought again.
+        with contextlib.suppress(DataLost, LedgerGap, Gone, NotLeader):
             async with self._opening:
                 await self._open(name)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from replaybuf.errors import Invalid
 from replaybuf.service.host import Service
 from replaybuf.service.options import ServeOptions
-from replaybuf.service.turns import cancel_all
+from replaybuf.service.turns import running_beside
 from replaybuf.store import EmbeddedServer, Store, WritePolicy, lock_folder
 from replaybuf.wire.text.model_tokenizer import Tokenizer
 
@@ -51,15 +51,12 @@ async def run_service(options: ServeOptions, url: str) -> AsyncIterator[Service]
             balance=options.balance,
         )
         await service.start()
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(server.watch()) if server else None
+        async with running_beside({"embedded": server.watch()}) if server else contextlib.nullcontext():
             try:
                 async with service.working():
                     yield service
             finally:
                 await service.stop()
-                if watching:
-                    await cancel_all([watching])
     finally:
         if store:
             await store.close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from replaybuf.errors import ServiceUnavailable
@@ -67,6 +68,25 @@ async def call_beside(size: int, call: Callable[P, T], *arguments: P.args, **opt
     if size <= FEW:
         return call(*arguments, **options)
     return await asyncio.to_thread(call, *arguments, **options)
+
+
+@contextlib.asynccontextmanager
+async def running_beside(jobs: Mapping[str, Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run endless jobs, by name, while the body runs. Raises what a job raises, and `RuntimeError` if one ends."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(job, name=name) for name, job in jobs.items()]
+        watching = tasks.create_task(_refuse_ends(running))
+        try:
+            yield
+        finally:
+            await cancel_all([watching, *running])
+
+
+async def _refuse_ends(running: list[asyncio.Task[None]]) -> None:
+    """Raise once a job has ended: a cancellation that was meant for another wait ends it, and TaskGroup is silent."""
+    ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    names = ", ".join(sorted(task.get_name() for task in ended))
+    raise RuntimeError(f"background work has ended that must go on as long as its server: {names}")
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

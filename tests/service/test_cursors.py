@@ -361,13 +361,16 @@ def test_readers_may_come_and_go_while_a_page_is_made(server: EmbeddedServer) ->
     on_a_run(server, work)
 
 
-def test_a_former_leader_returns_no_page(server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_former_leader_returns_no_page(server: EmbeddedServer, knows: bool) -> None:
     """Its successor may have recorded that these groups are done."""
 
     async def work(store: Store, run: Run) -> None:
         await append(run, "a")
         await run.cursors.open("c", "stored")
         await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)
+        if knows:
+            run.journal.become_follower("http://successor")
         with pytest.raises(NotLeader):
             await run.cursors.page("c", 1, 0.0)
         assert not run.journal.leading

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Literal, NoReturn, TypeVar
 from unittest import mock
@@ -763,15 +764,20 @@ def test_a_ticket_of_an_earlier_term_lives_as_long_as_its_last_issue(server: Emb
     on_a_run(server, work)
 
 
-def test_a_leader_that_lost_its_token_as_it_began_to_lead_follows_after_the_first_refusal(
-    server: EmbeddedServer,
+def test_a_server_that_loses_the_lead_as_it_takes_it_does_not_lead(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would hold the lease for ever, and nobody would lead."""
+    """Else Redis would refuse all that it writes, and nobody would lead while it holds the lease."""
 
-    async def work(_: Store, run: Run) -> None:
-        run.journal.token = ""
+    async def work(store: Store, run: Run) -> None:
+        async def fenced() -> None:
+            await store.runs.take_lease(run.name, "successor", LEASE_S, force=True)
+            with pytest.raises(NotLeader):
+                await run.side_state.count_rejected(Counter(["missing_logprobs"]))
+
+        monkeypatch.setattr(run.eviction, "take_over", fenced)
         with pytest.raises(NotLeader):
-            await run.tickets.issue("p", 1, "", 0.0)
+            await lead_again(store, run, (0, 0))
         assert not run.journal.leading
 
     on_a_run(server, work)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaybuf.service import turns
@@ -161,5 +162,26 @@ def test_a_hold_of_the_loop_is_recorded() -> None:
         watching.cancel()
         above_100_ms = sum(watch.holds.counts[watch.holds.edges.index(100_000) + 1 :])
         assert above_100_ms >= 1 and watch.holds.sum >= 100_000
+
+    asyncio.run(main())
+
+
+def test_background_work_that_ends_ends_the_server(tmp_path: Path) -> None:
+    """A cancellation that is meant for another wait would end it in silence: nobody would renew leases, say."""
+
+    async def main() -> None:
+        server = EmbeddedServer(tmp_path, "relaxed")
+        await server.start()
+        store = await Store.open(server.url)
+        service = Service(store, url="http://127.0.0.1", embedded=True)
+        await service.start()
+        with pytest.raises(ExceptionGroup) as failure:
+            async with service.working(), asyncio.timeout(30.0):
+                next(task for task in asyncio.all_tasks() if task.get_name() == "hold").cancel()
+                await asyncio.Event().wait()
+        assert failure.group_contains(RuntimeError, match="background work has ended.*: hold")
+        await service.stop()
+        await store.close()
+        await server.stop()
 
     asyncio.run(main())

@@ -53,7 +53,7 @@ class RefusalRecorder(contextlib.AbstractContextManager["RefusalRecorder"]):
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, DataLost):
             self._journal.lose(error)
-        elif isinstance(error, NotLeader) and (self._journal.leading or self._journal.token):
+        elif isinstance(error, NotLeader) and self._journal.token:
             self._journal.become_follower(None)
 
 
@@ -129,10 +129,9 @@ class Journal:
 
     @contextlib.asynccontextmanager
     async def taking_over(self, token: str, ends: tuple[int, int] | None = None) -> AsyncIterator[None]:
-        """Lead from the end of the body on; only the body decides meanwhile.
+        """Lead from the end of the body on; only it decides meanwhile. Raises `NotLeader` if the lead is lost in it.
 
-        The token fences every older leader, so what is read first is everything. `ends`: newest ledger entry and group
-        at that moment, if they are known.
+        The token fences every older leader, so what is read first is everything; `ends`: newest ledger entry and group.
         """
         async with self._deciding:
             if not self.state.entries:  # a new run, under the name of one that may have been deleted
@@ -146,7 +145,8 @@ class Journal:
                     await self.catch_up()
                 self._uncertain = False
                 yield
-                self.leading = True
+                self.leading = self.token == token
+                self.check_leading()
             finally:
                 if not self.leading:
                     self.token = ""
@@ -176,8 +176,9 @@ class Journal:
 
     async def prove_lead(self) -> None:
         """Ask Redis whether our token is the newest, before an answer that is not written. Raises `NotLeader`."""
+        token = self.check_leading()
         with self.recording_refusals():
-            await self.store.counters.add(self.name, {}, self.token)
+            await self.store.counters.add(self.name, {}, token)
 
     def check_ends(self, shown: Ends | ReplaybufError) -> None:
         """Raise what a check of the ends returned; clear the last loss if there is none."""
@@ -374,11 +375,10 @@ class Journal:
         while self._to_free:
             through, numbers = self._to_free[0]
             entries = await groups.read_entries(self.name, numbers.tolist())
-            payload_keys = [entry.strings.payload_key for entry in entries]
+            keys = [entry.strings.payload_key for entry in entries]
             with self.recording_refusals():
                 await forget_spilled(entries)
-                columns = self.state.pool.columns.late_names
-                await groups.free_payloads(self.name, self.token, payload_keys, through, columns)
+                await groups.free_payloads(self.name, self.token, keys, through, self.state.pool.columns.late_names)
             self.mark_freed(through)  # a reload of the counters may have marked it meanwhile
 
     def mark_freed(self, through: int) -> None:
