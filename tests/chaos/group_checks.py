@@ -25,9 +25,9 @@ SETTLED = ("state", "step", "epoch", "generation", "published_version", "groups"
 def stored_means_stored(run: RunHistory) -> Iterator[str]:
     """1. What was answered (stored, attached, acked) survives kill -9 of every process, Redis included."""
     stored = run.stored_groups()
-    trimmed = {sent.group_id for sent in run.sent_again if sent.outcome == "duplicate"}
-    ids = {group.group_id for group in stored.values()} | trimmed
-    prompts = {group.prompt for group in stored.values()}
+    trimmed = [sent for sent in run.sent_again if sent.outcome == "duplicate"]
+    ids = {group.group_id for group in stored.values()} | {sent.group_id for sent in trimmed}
+    prompts = {group.prompt for group in stored.values()} | {sent.prompt for sent in trimmed}
     for sent in run.sent:
         if sent.outcome == "stored" and sent.group_id not in ids:
             yield f"group {sent.group_id} was answered stored and is not there"

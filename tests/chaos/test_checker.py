@@ -244,8 +244,10 @@ def test_a_group_may_be_used_again_where_its_strategy_says_so() -> None:
 
 
 def test_a_group_whose_history_is_trimmed_is_known_by_being_a_duplicate() -> None:
-    """It is listed no more, and nobody may have seen it before."""
+    """It is listed no more, and nobody may have seen it before. The group that was sent twice had another id."""
     history = [event for event in correct() if not (isinstance(event, GroupSeen) and event.number == 1)]
+    history.append(msgspec.structs.replace(sent(0, 8.0, "duplicate"), group_id="producer-0"))
+    history.sort(key=lambda event: event.at_s)
     rewrite(history, 3, batch(0, held(2, 1, 0)))
     reserve(history, 1, rollouts=body_of(history, 1).rollouts[2:])
     assert {violation.guarantee for violation in check(history)} == {1, 9}
