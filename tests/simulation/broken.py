@@ -9,6 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 from unittest import mock
 
 from starlette.requests import Request
@@ -30,14 +31,14 @@ from replaybuf.service.run.journal import Journal
 from replaybuf.service.run.served_run import Run
 from replaybuf.store import buckets
 from replaybuf.store.buckets import BucketStore
-from replaybuf.store.redis import cluster, inspection
+from replaybuf.store.redis import cluster, inspection, sentinel
 from replaybuf.store.redis.server import LIBRARY_CODE
 from replaybuf.wire.answer.explain import Candidates
 from replaybuf.wire.contract import AppendResult, AppendResults
 from replaybuf.wire.ledger import AnyRecord
 from tests.builders import arriving
 from tests.simulation import copying, disturbing, faults, mix, servers
-from tests.simulation.mix import CLUSTER, SINGLE
+from tests.simulation.mix import CLUSTER, SENTINEL, SINGLE
 from tests.simulation.plan import Plan
 from tests.simulation.redis_model import replicated
 from tests.simulation.schedule import Outcome, simulate
@@ -242,19 +243,19 @@ def _without_notes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_replicas_check() -> Iterator[None]:
+def _without_replicas_check(topology: ModuleType, redis: str) -> Iterator[None]:
     """Use a primary that restarted before its replicas follow it, in a world where nodes with two replicas often crash.
 
     As until November 2026.
     """
     with (
-        mock.patch.object(cluster, "find_split", lambda info, replicas, down_after_s: None),
+        mock.patch.object(topology, "find_split", lambda info, replicas, down_after_s: None),
         mock.patch.object(mix, "TWO_REPLICAS", 1.0),
         mock.patch.object(mix, "CONFIRMING", (1,)),
         mock.patch.object(replicated, "SLOW_LINKS", 0.5),
         mock.patch.object(replicated, "SLOWEST_LINK_S", 12.0),
         mock.patch.object(disturbing, "CRASHES_AGAIN", 1.0),
-        mock.patch.dict(faults.KINDS, {CLUSTER: ("crash",) * len(faults.KINDS[CLUSTER])}),
+        mock.patch.dict(faults.KINDS, {redis: ("crash",) * len(faults.KINDS[redis])}),
     ):
         yield
 
@@ -322,7 +323,8 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "bucket-suspended": _without_second_check,
     "old-attempt": _with_old_attempts,
     "attempt-note": _without_notes,
-    "restarted-primary": _without_replicas_check,
+    "restarted-primary": functools.partial(_without_replicas_check, cluster, CLUSTER),
+    "restarted-under-sentinel": functools.partial(_without_replicas_check, sentinel, SENTINEL),
     "late-reply": _with_late_replies,
     "early-answer": _with_early_answers,
 }
@@ -345,6 +347,8 @@ def redis_of(broken: str | None) -> str | None:
     """Return the kind of Redis on which a broken guarantee is looked for; None = drawn from each seed."""
     if broken is None:
         return None
+    if broken == "restarted-under-sentinel":
+        return SENTINEL
     return CLUSTER if broken in ON_CLUSTER else SINGLE
 
 
