@@ -301,6 +301,19 @@ class BucketStore:
                 pipe.unlink(key)
             await (self._connection.run_durably(pipe) if durably else self._connection.run(pipe.execute()))
 
+    async def free(self, run: str, payload_keys: Sequence[str]) -> None:
+        """Delete published payloads with their notes, durably.
+
+        The index may soon lack their groups, and the sweep takes what is noted there for an attempt.
+        """
+        for start in range(0, len(payload_keys), DELETED_AT_ONCE):
+            freed, pipe = payload_keys[start : start + DELETED_AT_ONCE], self._connection.pipeline()
+            for bucket, own in _by_bucket(run, freed).items():
+                pipe.zrem(keys.attempts(run, bucket), *own)  # first: a note without a payload would be looked at
+            for key in freed:
+                pipe.unlink(key)
+            await self._connection.run_durably(pipe)
+
     async def delete_all(self, run: str) -> None:
         """Delete what the buckets of a deleted run hold beside published payloads."""
         async for bucket, attempts in self._attempts(run, "+inf"):
@@ -334,15 +347,11 @@ class BucketStore:
     async def _uncover_loss(self, run: str, bucket: int, number: int, orphans: Sequence[str]) -> None:
         """Raise `DataLost` if payloads that the index lacks have the newest published `number` of their bucket.
 
-        One that does not exist may have been published, used and freed: its group is trimmed, its note may be left.
+        Also one that does not exist: a full node counts it with its note, and then refuses it.
         """
         if not number or self._connection.policy.level == "relaxed":
             return
-        pipe = self._connection.pipeline()
-        for key in orphans:
-            pipe.exists(key)
-        left = [key for key, exists in zip(orphans, await self._connection.run(pipe.execute()), strict=True) if exists]
-        if left and (counter := await self.take_back(run, bucket, number, left)) >= 0:
+        if (counter := await self.take_back(run, bucket, number, orphans)) >= 0:
             raise self._record_loss(run, bucket, number, counter)
 
     async def _has_attempts(self, run: str) -> bool:

@@ -84,12 +84,15 @@ class LostBucket(LostRun):
         group = Sent(name, make_group(name, 0, named=True), None)
         calls = ServiceCalls(Client([server], Node("held")), LOST_RUN)
         appending = asyncio.create_task(send(calls, [group], self._unread, frames=True))
-        while not (node.stopped or node.dead or appending.done()):  # noqa: ASYNC110 - the clock is virtual
+        while server.stops_at and not (node.dead or appending.done()):  # noqa: ASYNC110 - the clock is virtual
             await asyncio.sleep(LOOK_S)
         server.stops_at = ""
         older = self._payloads(bucket)
         others = Client([other for other in self._servers if other is not server], Node("loser"))
         await self._append(lost, ServiceCalls(others, LOST_RUN))
+        if any(f"}}:{name}:".encode() in key for key in self._payloads(bucket)):
+            await appending
+            return False  # another fault let the server go on: it wrote before the loss
         self.stage = "its loss"
         self._lose_payload(bucket, older)
         await asyncio.sleep(world.rng.uniform(0.0, LONGEST_PAUSE_S))

@@ -38,6 +38,7 @@ FOUND_ON_CLUSTER = {
     7033298: "a call was answered 500, because its run was dropped before it was forwarded to the leader",
     7055341: "a leader without a token kept its lease for ever, and nobody led",
     7032905: "a new leader did not read groups that others had just stored, and exact slots took later prompts",
+    7058697: "a full node counted a payload, with the number of a lost one, and refused it: the sweep hid the loss",
     7000665: "the payload of a suspended append had the number of a lost one, and was deleted before anybody noticed",
 }
 FOUND_ON_SENTINEL = {

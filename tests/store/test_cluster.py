@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from replaybuf.errors import DataLost, Invalid, NotLeader, ServiceUnavailable, UnsupportedServer
+from replaybuf.errors import DataLost, Invalid, NoRoom, NotLeader, ServiceUnavailable, UnsupportedServer
 from replaybuf.store import Ends, PendingGroup, Store, WritePolicy, buckets, keys
 from replaybuf.store.buckets import Attempt, BucketStore
 from replaybuf.store.ledger import NewColumn
@@ -294,13 +295,17 @@ def test_a_failed_append_of_a_suspended_server_does_not_hide_a_loss(
     on_cluster(cluster.url, work)
 
 
+@pytest.mark.parametrize("full", [False, True])
 def test_a_cut_append_that_hid_a_loss_is_found_by_the_sweep(
-    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """A suspended server was killed after its write: it never compared its number. An older cut append hid nothing."""
+    """A suspended server was killed after its write: it never compared its number. An older cut append hid nothing.
+
+    A full node counts the payload, and then refuses it.
+    """
 
     async def work(store: Store) -> None:
-        run, (cut, first, second, third) = "hidden", names_of_one_bucket(4)
+        run, (cut, first, second, third) = f"hidden-{full}", names_of_one_bucket(4)
         token = (await store.runs.take_lease(run, "leader", LEASE_S)).token or ""
         written = keys.written(run, keys.bucket_of(first))
         node, left = cluster.owner(written).client, buckets_of(store)
@@ -312,8 +317,12 @@ def test_a_cut_append_that_hid_a_loss_is_found_by_the_sweep(
         node.set(written, 2)  # the node has lost the payload of the second group
         try:
             monkeypatch.setattr(buckets_of(suspended), "_read_published", mock.AsyncMock(return_value=known))
-            await buckets_of(suspended).write(run, {keys.payload_in_bucket(run, third): b"killed"})
+            monkeypatch.setattr(buckets_of(suspended), "withdraw", mock.AsyncMock())
+            node.config_set("maxmemory", int(full))
+            with pytest.raises(NoRoom) if full else contextlib.nullcontext():
+                await buckets_of(suspended).write(run, {keys.payload_in_bucket(run, third): b"killed"})
         finally:
+            node.config_set("maxmemory", 0)
             await suspended.close()
         assert await left.find_loss(run) is None
         assert await store.groups.sweep(run, token) == 0
@@ -322,6 +331,24 @@ def test_a_cut_append_that_hid_a_loss_is_found_by_the_sweep(
         assert await left.find_loss(run)
         assert await store.groups.sweep(run, token) == 1
         assert node.get(written) == b"2"
+
+    on_cluster(cluster.url, work)
+
+
+def test_a_freed_payload_whose_note_was_left_hides_no_loss(cluster: ValkeyCluster) -> None:
+    """It has the newest number of its bucket, and the index lacks its group, which is trimmed."""
+
+    async def work(store: Store) -> None:
+        run, bucket = "freed", keys.bucket_of("a")
+        token = (await store.runs.take_lease(run, "leader", LEASE_S)).token or ""
+        assert await append(store, run, to_append("a")) == [True]
+        (entry,) = await store.groups.read_entries(run, [1])
+        assert exists(cluster, keys.attempts(run, bucket))
+        await store.groups.free_payloads(run, token, [entry.strings.payload_key], 1)
+        assert not exists(cluster, entry.strings.payload_key)
+        cluster.owner(keys.group_ids(run)).client.delete(keys.group_ids(run))
+        assert [await store.groups.sweep(run, token) for _ in range(2)] == [0, 0]
+        assert await buckets_of(store).find_loss(run) is None
 
     on_cluster(cluster.url, work)
 
