@@ -35,13 +35,11 @@ AGAIN = {"", "not-durable", *UNAVAILABLE} - {DataLost.slug}
 class LostBucket(LostRun):
     """One run from its creation to its end, with a loss of one payload between."""
 
-    _unanswered = ""
-    """Group of the suspended append, if nobody knows whether it is stored: where it hides no loss, it may be."""
-
     async def work(self) -> None:
         """Do all of it; each call is repeated until it is answered."""
         names = [f"{LOST_RUN}-{number}" for number in range(GROUPS)]
         lost, bucket = names[-1], keys.bucket_of(names[-1])
+        self._unanswered = set[str]()  # with a request that nobody answered: it may be stored when the loss is accepted
         await self._do(self._create)
         for name in names[:-1]:
             await self._append(name)
@@ -59,7 +57,7 @@ class LostBucket(LostRun):
         self.stage = "its end"
         await self._append("instead")
         rest = await self._train(range(1, GROUPS // PER_BATCH))
-        seen = ["instead" if name == self._unanswered else name for name in trained + rest]
+        seen = ["instead" if name in self._unanswered else name for name in trained + rest]
         self._compare("all trained groups", sorted({*names, "instead"} - {lost}), sorted(seen))
         facts = await self._do(self._facts)
         self._compare("groups that became unreadable", 1, facts["dead_lettered"])
@@ -102,8 +100,7 @@ class LostBucket(LostRun):
         await asyncio.sleep(WRITTEN_S)  # its client may have left long ago
         if node.dead:
             return False  # nobody knows whether it wrote
-        if outcome in AGAIN or answered_s - sent_s > CALL_TIMEOUT_S:  # its client has sent it again
-            self._unanswered = name
+        self._note_answer(name, outcome, answered_s - sent_s)
         if outcome not in AGAIN:
             self._compare(f"the answer to group {name}", DataLost.slug, outcome)
         return True
@@ -139,9 +136,15 @@ class LostBucket(LostRun):
         """Send a group to any server until it is answered."""
         group, outcome = Sent(name, make_group(name, 0, named=True), None), ""
         while outcome in AGAIN:
+            sent_s = self._world.now_s()
             (outcome,) = await send(self._calls, [group], self._unread, frames=True)
+            self._note_answer(name, outcome, self._world.now_s() - sent_s)
             await asyncio.sleep(PAUSE_S)
         return outcome
+
+    def _note_answer(self, name: str, outcome: str, took_s: float) -> None:
+        if outcome in AGAIN or took_s > CALL_TIMEOUT_S:  # its client has sent it again
+            self._unanswered.add(name)
 
     async def _read(self) -> str:
         """Read all live groups at the leader until it answers."""
