@@ -94,44 +94,42 @@ class Leadership:
 
         Their lease is free, or ours without our leading, or it cannot be read.
         """
-        asked, names, holders, expected = list[Run](), list[str](), list[str](), list[str]()
+        asked: list[Run] = []
         try:
             for run in runs:
-                if run.lease.asking.locked():
-                    continue  # it is asked for already
-                await run.lease.asking.acquire()  # at once
-                asked.append(run)
-                journal = run.journal
-                holder = self._holder if journal.leading else self._followed_holder(run)
-                names.append(journal.name)
-                holders.append(holder)
-                state = journal.state
-                expected.append(HeldLease.expect(holder, state.entries, state.stored) if holder else "")
-            if not asked:
-                return []
-            asked_s = asked[0].lease.now_s()
-            leases = await self._store.runs.hold_leases(names, self._holder, LEASE_S, expected)
-            free: list[Run] = []
-            for run, holder, lease in zip(asked, holders, leases, strict=True):
-                if isinstance(lease, float) and run.journal.leading == (holder == self._holder):  # as we expected
-                    run.lease.holder = holder
-                    run.lease.extend(lease, asked_s)
-                elif lease and self._is_free(run, holder, lease, asked_s):
-                    free.append(run)
-                # None: its node is away, and the lease ends by itself.
-            return free
+                if not run.lease.asking.locked():  # else it is asked for already
+                    await run.lease.asking.acquire()  # at once
+                    asked.append(run)
+            return await self._renew(asked) if asked else []
         finally:
             for run in asked:
                 run.lease.asking.release()
 
-    def _is_free(self, run: Run, holder: str, lease: HeldLease | float, asked_s: float) -> bool:
+    async def _renew(self, runs: list[Run]) -> list[Run]:
+        asked_s = runs[0].lease.now_s()
+        holders = [self._holder if run.journal.leading else self._followed_holder(run) for run in runs]
+        expected = [
+            HeldLease.expect(holder, run.state.entries, run.state.stored) if holder else ""
+            for run, holder in zip(runs, holders, strict=True)
+        ]
+        leases = await self._store.runs.hold_leases([run.name for run in runs], self._holder, LEASE_S, expected)
+        answers = zip(runs, holders, leases, strict=True)
+        return [run for run, holder, lease in answers if self._is_free(run, holder, lease, asked_s)]
+
+    def _is_free(self, run: Run, holder: str, lease: HeldLease | float | None, asked_s: float) -> bool:
         """Apply an answer; return whether to `seek` the lease.
 
-        A number: it is as we expected, with this `holder`, but we have stopped deciding meanwhile, or begun.
+        A number: it is as we expected, with this `holder`. None: its node is away, and the lease ends by itself.
         """
         journal = run.journal
         if isinstance(lease, float):
-            lease = HeldLease(holder, lease, run.state.entries, run.state.stored)
+            if journal.leading == (holder == self._holder):
+                run.lease.holder = holder
+                run.lease.extend(lease, asked_s)
+                return False
+            lease = HeldLease(holder, lease, run.state.entries, run.state.stored)  # we stopped deciding, or began
+        if lease is None:
+            return False
         ours = lease.holder == self._holder
         if (lease.entries, lease.stored) != (run.state.entries, run.state.stored) and run.quiet():
             self._changed.append(run)
