@@ -783,6 +783,21 @@ def test_a_server_that_loses_the_lead_as_it_takes_it_does_not_lead(
     on_a_run(server, work)
 
 
+def test_a_late_refusal_of_an_older_token_does_not_end_a_newer_lead(server: EmbeddedServer) -> None:
+    """The server lost the lead and has it again: what it wrote before is refused, not what it writes now."""
+
+    async def work(store: Store, run: Run) -> None:
+        older = run.journal.token
+        for holder in ("other", "here"):
+            lease = await store.runs.take_lease(run.name, holder, LEASE_S, force=True)
+        await run.lead(str(lease.token))
+        with pytest.raises(NotLeader), run.journal.recording_refusals():
+            await store.counters.add(run.name, {}, older)
+        assert run.journal.leading
+
+    on_a_run(server, work)
+
+
 def test_a_run_that_is_dropped_while_its_leader_is_looked_up_is_a_refusal(server: EmbeddedServer) -> None:
     """Not an internal error, which clients take for a bug: the run is read again with the next call."""
 

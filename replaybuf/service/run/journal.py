@@ -53,8 +53,8 @@ class RefusalRecorder(contextlib.AbstractContextManager["RefusalRecorder"]):
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, DataLost):
             self._journal.lose(error)
-        elif isinstance(error, NotLeader) and self._journal.token:
-            self._journal.become_follower(None)
+        elif isinstance(error, NotLeader) and self._journal.token and error.bound not in (None, self._journal.token):
+            self._journal.become_follower(None)  # else Redis was not asked, or knows our token and refused an older one
 
 
 class Journal:
