@@ -89,7 +89,7 @@ class Mix:
             redis=redis,
             servers=rng.choice((2, 2, 3)),
             tick_s=rng.choice((0.25, 0.5, 1.0)),
-            faults_s=rng.choice((6.0, 10.0, 15.0) if rewinds else (3.0, 6.0, 10.0)),
+            faults_s=rng.choice((12.0, 20.0, 30.0) if rewinds else (6.0, 12.0, 20.0)),
             history_groups=rng.choice((8, 40, 100_000)),
             strategy=strategy,
             adapters=2 if several else 0,
