@@ -57,8 +57,8 @@ PROGRESS_S = 40.0
 ENDED_S = 40.0
 """After the last fault the small runs must come to their ends within this time."""
 SETTLED_S, FOLLOWED_S = 20.0, 1.2
-"""By then no call of a client that has left is served any more; so long after that, followers have read the leader's
-tickets, which they do once a second."""
+"""By then no server stands still or serves a call of a client that has left; so long after that, followers have read
+the leader's tickets, which they do once a second."""
 RESTARTED_S = 6.0
 """By then a new leader works."""
 CLEANED_UP_S = 1.2
@@ -227,9 +227,9 @@ class Schedule:
         self.wrong += copied.wrong + losing.wrong + find_orphans(redis, RUN)
 
     async def _settle(self) -> None:
-        """Wait until no call is handled whose client has left, and followers know what such calls changed."""
+        """Wait until servers are settled, and followers know what changed before."""
         ends_s = self.world.now_s() + SETTLED_S
-        while any(server.serves_nobody for server in self._servers) and self.world.now_s() < ends_s:  # noqa: ASYNC110
+        while any(server.unsettled for server in self._servers) and self.world.now_s() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await asyncio.sleep(FOLLOWED_S)
 

@@ -136,9 +136,10 @@ class Server:
         world.at(WORLD, world.now_s() + world.rng.uniform(0.0, RESTART_S), self.start)
 
     @property
-    def serves_nobody(self) -> bool:
-        """Whether it handles a call whose client has left, or any by HTTP."""
-        return any(left.is_set() for left in self._handled) or bool(self.http and self.http.busy)
+    def unsettled(self) -> bool:
+        """Whether it stands still, or handles a call whose client has left, or any by HTTP."""
+        handles = any(left.is_set() for left in self._handled) or bool(self.http and self.http.busy)
+        return handles or self.node.stopped
 
     @property
     def leads(self) -> list[str]:
