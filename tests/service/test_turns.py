@@ -170,18 +170,11 @@ def test_background_work_that_ends_ends_the_server(tmp_path: Path) -> None:
     """A cancellation that is meant for another wait would end it in silence: nobody would renew leases, say."""
 
     async def main() -> None:
-        server = EmbeddedServer(tmp_path, "relaxed")
-        await server.start()
-        store = await Store.open(server.url)
-        service = Service(store, url="http://127.0.0.1", embedded=True)
-        await service.start()
-        with pytest.raises(ExceptionGroup) as failure:
-            async with service.working(), asyncio.timeout(30.0):
-                next(task for task in asyncio.all_tasks() if task.get_name() == "hold").cancel()
-                await asyncio.Event().wait()
-        assert failure.group_contains(RuntimeError, match="background work has ended.*: hold")
-        await service.stop()
-        await store.close()
-        await server.stop()
+        async with serving(tmp_path) as (service, _):
+            with pytest.raises(ExceptionGroup) as failure:
+                async with service.working(), asyncio.timeout(30.0):
+                    next(task for task in asyncio.all_tasks() if task.get_name() == "hold").cancel()
+                    await asyncio.Event().wait()
+            assert failure.group_contains(RuntimeError, match="background work has ended.*: hold")
 
     asyncio.run(main())
