@@ -191,8 +191,7 @@ class BucketStore:
         with contextlib.suppress(ReplaybufError):
             await self.unlink(payload_keys)
             pipe = self._connection.pipeline()
-            for bucket, own in _by_bucket(run, payload_keys).items():
-                pipe.execute_command("ZREM", keys.attempts(run, bucket), *own)
+            _remove_notes(pipe, run, payload_keys)
             await self._connection.run(pipe.execute())
 
     # ------------------------------------------------------------------ known counts
@@ -293,26 +292,15 @@ class BucketStore:
 
     # ------------------------------------------------------------------ delete
 
-    async def unlink(self, names: Sequence[str], *, durably: bool = False) -> None:
-        """Delete keys, wherever they are."""
+    async def unlink(self, names: Sequence[str], *, durably: bool = False, noted_in: str | None = None) -> None:
+        """Delete keys, wherever they are, and before them their notes in the buckets of run `noted_in`."""
         for start in range(0, len(names), DELETED_AT_ONCE):
-            pipe = self._connection.pipeline()
-            for key in names[start : start + DELETED_AT_ONCE]:
+            chunk, pipe = names[start : start + DELETED_AT_ONCE], self._connection.pipeline()
+            if noted_in is not None:
+                _remove_notes(pipe, noted_in, chunk)
+            for key in chunk:
                 pipe.unlink(key)
             await (self._connection.run_durably(pipe) if durably else self._connection.run(pipe.execute()))
-
-    async def free(self, run: str, payload_keys: Sequence[str]) -> None:
-        """Delete published payloads with their notes, durably.
-
-        The index may soon lack their groups, and the sweep takes what is noted there for an attempt.
-        """
-        for start in range(0, len(payload_keys), DELETED_AT_ONCE):
-            freed, pipe = payload_keys[start : start + DELETED_AT_ONCE], self._connection.pipeline()
-            for bucket, own in _by_bucket(run, freed).items():
-                pipe.zrem(keys.attempts(run, bucket), *own)  # first: a note without a payload would be looked at
-            for key in freed:
-                pipe.unlink(key)
-            await self._connection.run_durably(pipe)
 
     async def delete_all(self, run: str) -> None:
         """Delete what the buckets of a deleted run hold beside published payloads."""
@@ -385,6 +373,11 @@ def _integers(numbers: Mapping[bytes, bytes]) -> dict[int, int]:
 
 def _correct_written(pipe: FastPipeline, run: str, bucket: int, by: int) -> None:
     pipe.execute_command("FCALL", "rb_correct_written", 1, keys.written(run, bucket), by)
+
+
+def _remove_notes(pipe: FastPipeline, run: str, payload_keys: Iterable[str]) -> None:
+    for bucket, own in _by_bucket(run, payload_keys).items():
+        pipe.execute_command("ZREM", keys.attempts(run, bucket), *own)
 
 
 def _by_bucket(run: str, payload_keys: Iterable[str]) -> dict[int, list[str]]:

@@ -225,7 +225,8 @@ class GroupStore:
             # A leader that was replaced stops here. One that is replaced after it deletes nothing that its successor
             # needs: the ledger has freed these keys, and no append uses a key again.
             await self._connection.call(run, "rb_free", (), [""], token)
-            await self.buckets.free(run, payload_keys)
+            # Durably, with their notes: the sweep takes what is left of either, and not in the index, for an attempt.
+            await self.buckets.unlink(payload_keys, durably=True, noted_in=run)
             payload_keys = []
         for start in range(0, len(payload_keys) or 1, FREED_AT_ONCE):
             chunk = payload_keys[start : start + FREED_AT_ONCE]

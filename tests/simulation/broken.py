@@ -329,7 +329,7 @@ BROKEN: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "early-answer": _with_early_answers,
 }
 """By name: what breaks the guarantee during its body."""
-ON_CLUSTER = frozenset(
+ELSEWHERE = dict.fromkeys(
     [
         "bucket",
         "bucket-count",
@@ -338,18 +338,15 @@ ON_CLUSTER = frozenset(
         "old-attempt",
         "attempt-note",
         "restarted-primary",
-    ]
-)
-"""Those that only a cluster has."""
+    ],
+    CLUSTER,
+) | {"restarted-under-sentinel": SENTINEL}
+"""The kind of Redis of those that are not looked for on one server."""
 
 
 def redis_of(broken: str | None) -> str | None:
     """Return the kind of Redis on which a broken guarantee is looked for; None = drawn from each seed."""
-    if broken is None:
-        return None
-    if broken == "restarted-under-sentinel":
-        return SENTINEL
-    return CLUSTER if broken in ON_CLUSTER else SINGLE
+    return None if broken is None else ELSEWHERE.get(broken, SINGLE)
 
 
 def simulate_broken(plan: Plan, *, traced: bool = False) -> Outcome:

@@ -131,7 +131,7 @@ class Journal:
     async def taking_over(self, token: str, ends: tuple[int, int] | None = None) -> AsyncIterator[None]:
         """Lead from the end of the body on; only it decides meanwhile. Raises `NotLeader` if the lead is lost in it.
 
-        The token fences every older leader, so what is read first is everything; `ends`: newest ledger entry and group.
+        The token fences every older leader, so all is read first; `ends`: newest entry and group then, if known.
         """
         async with self._deciding:
             if not self.state.entries:  # a new run, under the name of one that may have been deleted
